@@ -46,7 +46,7 @@ from event_log import Entry, EventLog
 from gateway.refused import Refused
 from gateway.remote import RemoteWorker
 from request import items, params, query
-from request.body import parsed, receive
+from request.body import receive
 from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, unsupported
 from request.room import Visit
@@ -496,5 +496,5 @@ def warning_of(request: params.Request) -> dict[str, str]:
 
 async def read_request(http: HttpRequest, visit: Visit, read: Callable[[Parsing, str], Awaitable[T]]) -> T:
     """Return what `read` makes of a body while its client waits; raises BadInput and ClientDisconnect."""
-    body = await receive(http, visit)
-    return await while_connected(read(parsed(body, visit), visit.owner), http.receive)
+    parsing = await receive(http, visit)
+    return await while_connected(read(parsing, visit.owner), http.receive)

@@ -20,7 +20,7 @@ from typing import Any
 
 import sse
 from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
-from request.refusals import error_object
+from request.refusals import error_body
 
 Chunk = dict[str, Any]  # as on the wire; the logprobs of a token are encoded already
 
@@ -94,7 +94,7 @@ class Chunks:
             return []
         if finish.reason in ("failed", "cancelled"):
             self._failed = True
-            return [{"error": error_object(finish.message, code=finish.code)}]
+            return [error_body(500, finish.message, code=finish.code)]
         if finish.usage:
             self._usages.append(finish.usage)
         finish_reason: str = finish.reason

@@ -55,7 +55,7 @@ from channels import Channel, is_object
 from completions import CALL_MEMBERS, Chunk
 from gateway.metering import Meter, usage_of
 from request.ids import new_id
-from request.refusals import error_object, shown
+from request.refusals import error_body, shown
 
 # The event loop stands still while JSON is read: 20 ms a MiB of text, 200 a MiB of the smallest objects. The
 # longest events have the whole arguments of a call, the longest objects the logprobs of a whole answer.
@@ -576,7 +576,8 @@ class Answer:
         if self.failed:
             return []
         self.failed = True
-        return [{"error": error_object(message) | (members or {})}]
+        error = error_body(500, message, code="server_error")["error"]
+        return [{"error": error | (members or {})}]
 
     def _read(self, documents: Iterable[Chunk | None]) -> list[Chunk]:
         chunks: list[Chunk] = []

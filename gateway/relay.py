@@ -29,7 +29,7 @@ from gateway.metering import Ledger, Meter, Outcome
 from gateway.refused import Refused, refusal_in
 from gateway.upstreams import Reply
 from request import params
-from request.refusals import error_object
+from request.refusals import error_body
 from streaming import SSE_HEADERS, KeptAlive, while_connected
 
 PATH = "chat/completions"
@@ -165,8 +165,8 @@ async def send_stream(opening: asyncio.Future[Reply], headers: list[tuple[bytes,
                 if chunks:
                     await stream.write(frames_of(chunks))
         except Refused as refused:
-            error = error_object(refused.message, code=refused.code or "server_error")
-            await stream.write(frames_of([{"error": error}]))
+            error = error_body(500, refused.message, code=refused.code or "server_error")
+            await stream.write(frames_of([error]))
         await stream.write(sse.DONE)
     await send({"type": "http.response.body", "body": b""})
 

@@ -25,7 +25,7 @@ from gateway.refused import Refused
 from gateway.relay import PATH, RelayedChat, asking, checkable
 from gateway.upstreams import RETRY_AFTER_S, Reply, Upstreams
 from request import params
-from request.messages import Message, shortened
+from request.messages import Message, turn_starts, without_old_turns
 from request.params import MOVED, Request
 from request.refusals import BadInput
 from request.room import Threads
@@ -254,7 +254,8 @@ class RemoteWorker:
 
     def _prepare(self, request: Request) -> UpstreamPrompt:
         messages = [chat_message(message) for message in request.messages]
-        candidates = shortened(messages) if request.truncate else [messages]
+        starts = turn_starts(messages) if request.truncate else [0]
+        candidates = [without_old_turns(messages, start) for start in starts]
         body = chat_body(request, self._upstream_name(request.model))
         return UpstreamPrompt(self, request, body, candidates)
 

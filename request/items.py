@@ -31,19 +31,21 @@ from itsdangerous import BadData, URLSafeSerializer
 
 import sse
 from channels import Accepted, Compaction, Delta, Emit, Finish, Output
+from request.body import n_values
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
-from request.params import Request, explicit_parameters, read_responses, responses_request
+from request.params import Request, read_responses, responses_request
 from request.refusals import BadInput
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS
-from request.validation import VALUE_BYTES, n_bytes, required, text
+from request.validation import text
 from store import TERMINAL, Row
 
 Item = dict[str, Any]
 Find = Callable[[str], Awaitable[Row | None]]  # id of a response -> the response, None if there is none
 Unseal = Callable[[str, str], str]  # (purpose, blob) -> the text in it; raises ValueError
 
-MAX_CONVERSATION_BYTES = 4 * 2**20  # by validation.n_bytes(): about a million tokens, or 20,000 parts
+MAX_CONVERSATION_BYTES = 4 * 2**20  # by n_bytes(): about a million tokens, or 20,000 parts
+VALUE_BYTES = 64  # what Python takes for a value, even an empty one
 MAX_REFERENCED = 256  # responses, each of which is read from the store
 
 # fmt: off
@@ -54,6 +56,7 @@ PARTS = {
     "custom_tool_call_output": {"output": "input_text"},
 }
 # fmt: on
+PART_LISTS = ("content", "output", "summary")
 PART_MEMBERS = ("type", "text", "refusal")  # that are kept: logprobs may be a hundred times the text
 TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items before it
 WITHOUT_STATUS = ("compaction", "compaction_trigger", "additional_tools")  # openai's ResponseItem
@@ -64,11 +67,11 @@ STATUSES = ("in_progress", "completed", "incomplete")  # of all other types, exc
 
 
 async def resolve(
-    input: Any, previous_response_id: str | None, find: Find, unseal: Unseal
+    input: list[Item] | None, previous_response_id: str | None, find: Find, unseal: Unseal
 ) -> tuple[list[Item], Any]:
-    """Return the chain that a request continues, and its own `input`, with nothing left to look up.
+    """Return the chain that a request continues, and its own items, with nothing left to look up.
 
-    `input` is not checked yet: what is not an item passes, and messages.py refuses it. Raises BadInput.
+    Raises BadInput, but for a chain alone: one that is too long by its last answer can still be compacted.
     """
     chain: list[Item] = []
     if previous_response_id is not None:
@@ -77,14 +80,12 @@ async def resolve(
             message = f"Previous response with id '{previous_response_id}' not found."
             raise BadInput(message, "previous_response_id", "previous_response_not_found")
         chain = await asyncio.to_thread(_continued, previous, unseal)
-    own = [input] if isinstance(input, str) else input
-    if not isinstance(own, list) or len(own) > MAX_ITEMS:
-        return chain, input  # a chain that is too long by its last answer can still be compacted
-    if len(chain) + len(own) > MAX_ITEMS:
-        raise _too_long(f"{MAX_ITEMS} items", f"{len(chain) + len(own)}")
-    referenced = await _referenced(own, find)
-    resolved = await asyncio.to_thread(_resolved, chain, own, referenced, unseal)
-    return chain, input if isinstance(input, str) else resolved
+    if input is None:
+        return chain, None
+    if len(chain) + len(input) > MAX_ITEMS:
+        raise _too_long(f"{MAX_ITEMS} items")
+    said = await _referenced(input, find)
+    return chain, await asyncio.to_thread(_resolved, chain, input, said, unseal)
 
 
 def _continued(row: Row, unseal: Unseal) -> list[Item]:
@@ -100,75 +101,79 @@ def _continued(row: Row, unseal: Unseal) -> list[Item]:
     return [*items, *output]
 
 
-def is_reference(item: Mapping[str, Any]) -> bool:
+def is_reference(item: Item) -> bool:
     """True for an item_reference; the SDK's shortest form has an id and no type."""
     if item.get("type") is None:
         return item.get("role") is None and item.get("id") is not None
     return bool(item["type"] == "item_reference")
 
 
-def is_trigger(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("type") == TRIGGER["type"]
+def is_trigger(item: Item) -> bool:
+    return item.get("type") == TRIGGER["type"]
 
 
-async def _referenced(input: Sequence[Any], find: Find) -> dict[str, Item]:
+async def _referenced(input: Sequence[Item], find: Find) -> dict[str, Item]:
     """Return the items that references stand for, by id: each response is looked up once."""
-    items: dict[str, Item] = {}
+    said: dict[str, Item] = {}
     looked_up: set[str] = set()
     for i, item in enumerate(input):
-        if not isinstance(item, dict) or not is_reference(item):
+        if not is_reference(item):
             continue
-        item_id = required(item, "id", text, f"input[{i}]")
+        item_id = text(item.get("id"), f"input[{i}].id")
         response_id = response_id_of(item_id)
         if response_id not in looked_up:
             looked_up.add(response_id)
             if len(looked_up) > MAX_REFERENCED:
-                raise _too_long(f"references to {MAX_REFERENCED} responses", "more")
+                raise _too_long(f"references to {MAX_REFERENCED} responses")
             if row := await find(response_id):
                 response = await asyncio.to_thread(sse.loads, row.response_json)
-                items |= {said["id"]: said for said in response["output"]}
-        if item_id not in items:
+                said |= {item["id"]: item for item in response["output"]}
+        if item_id not in said:
             raise BadInput(f"Item with id '{item_id}' not found.", f"input[{i}].id", "item_not_found")
-    return items
+    return said
 
 
 def _resolved(
-    chain: Sequence[Item], input: Sequence[Any], referenced: Mapping[str, Item], unseal: Unseal
-) -> list[Any]:
+    chain: Sequence[Item], input: Sequence[Item], said: Mapping[str, Item], unseal: Unseal
+) -> list[Item]:
     """Return the input with what its items stand for in their places; raises BadInput."""
-    size = n_bytes(chain)
+    size = sum(map(n_bytes, chain))
     resolved = []
     for i, item in enumerate(input):
         path = f"input[{i}]"
-        if isinstance(item, dict):
-            item = referenced[item["id"]] if is_reference(item) else known(item)
-            item = _opened(item, path, unseal)
+        item = said[item["id"]] if is_reference(item) else known(item)
+        item = _opened(item, path, unseal)
         if is_trigger(item) and i < len(input) - 1:
             raise BadInput("The 'compaction_trigger' item must be the final input item.", path)
         size += n_bytes(item)
         if size > MAX_CONVERSATION_BYTES:
-            limit = f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)"
-            raise _too_long(limit, "more")
+            raise _too_long(f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)")
         resolved.append(item)
     return resolved
 
 
 def known(item: Item) -> Item:
-    """Return an item without what its parts hold besides a text, such as logprobs and annotations."""
+    """Return an item without what its parts hold besides a text, such as logprobs and annotations.
 
-    def known_part(part: Item) -> Item:
-        return {name: part[name] for name in PART_MEMBERS if name in part}
+    What is not a part is left for messages.py to refuse.
+    """
+    kept = {**item}
+    for name in PART_LISTS:
+        if isinstance(item.get(name), list) and str(item.get("type")) not in TOOL_ITEMS:
+            kept[name] = [_known_part(part) for part in item[name]]
+    return kept
 
-    return item if str(item.get("type")) in TOOL_ITEMS else _with_parts(item, known_part)
+
+def _known_part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    return {name: part[name] for name in PART_MEMBERS if name in part}
 
 
-def _with_parts(item: Item, change: Callable[[Item], Item]) -> Item:
-    """Return an item with changed parts; what is not a part is left for messages.py to refuse."""
-    changed = {}
-    for name in ("content", "output", "summary"):
-        if isinstance(item.get(name), list):
-            changed[name] = [change(part) if isinstance(part, dict) else part for part in item[name]]
-    return item | changed
+def n_bytes(item: Item) -> int:
+    """Return about how much memory an item takes."""
+    json_text = sse.dumps(item).encode()
+    return len(json_text) + VALUE_BYTES * n_values(json_text)
 
 
 def _opened(item: Item, path: str, unseal: Unseal) -> Item:
@@ -201,31 +206,29 @@ def unseal(secret: bytes, owner: str, purpose: str, blob: str) -> str:
         raise ValueError(f"expected a blob of {purpose} {made}") from error
 
 
-def _too_long(expected: str, came: str) -> BadInput:
+def _too_long(expected: str) -> BadInput:
     advice = "Compact it (POST /v1/responses/compact), or begin a new one without previous_response_id."
-    message = f"The conversation is too long: expected at most {expected}, got {came}. {advice}"
+    message = f"The conversation is too long: expected at most {expected}, got more. {advice}"
     return BadInput(message, "input", "context_length_exceeded")
 
 
 # --- images -------------------------------------------------------------------------------------------------
 
 
-def with_image_texts(items: Any) -> Any:
-    """Return items, or messages of chat, with a text in the place of each image."""
-    if not isinstance(items, list):
-        return items
-    return [_with_image_texts(item) if isinstance(item, dict) else item for item in items]
-
-
-def _with_image_texts(item: Item) -> Item:
-    def part_or_text(part: Item) -> Item:
-        text_type = IMAGES.get(str(part.get("type")))
-        return {"type": text_type, "text": IMAGE_TEXT} if text_type else part
-
-    image_member = IMAGE_MEMBERS.get(str(item.get("type")))
-    if image_member and item.get(image_member) is not None:
-        item = item | {image_member: IMAGE_TEXT}
-    return _with_parts(item, part_or_text)
+def with_image_texts(value: Any) -> Any:
+    """Return the items of a request, or messages of chat, with a text in the place of each image."""
+    if isinstance(value, list):
+        return [with_image_texts(element) for element in value]
+    if not isinstance(value, dict):
+        return value
+    type_ = str(value.get("type"))
+    if type_ in IMAGES:
+        return {"type": IMAGES[type_], "text": IMAGE_TEXT}
+    texts = {name: with_image_texts(member) for name, member in value.items()}
+    image_member = IMAGE_MEMBERS.get(type_)
+    if texts.get(image_member) is not None:
+        texts[image_member] = IMAGE_TEXT
+    return texts
 
 
 # --- the long form ------------------------------------------------------------------------------------------
@@ -236,23 +239,21 @@ def retained(conversation: Sequence[Item]) -> list[Item]:
     return [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
 
 
-def listed(chain: Sequence[Item], input: str | Sequence[Item]) -> list[Item]:
+def listed(chain: Sequence[Item], input: Sequence[Item]) -> list[Item]:
     """Return a conversation as GET /v1/responses/{id}/input_items lists it: the chain, then the input."""
-    own: Sequence[Item] = [{"role": "user", "content": input}] if isinstance(input, str) else input
     items = list(chain)
     ids = {item["id"] for item in items}
-    for item in own:
+    for item in input:
         items.append(_long_form(item, ids))
         ids.add(items[-1]["id"])
     return items
 
 
-def _long_form(item: Mapping[str, Any], taken_ids: set[str]) -> Item:
+def _long_form(item: Item, taken_ids: set[str]) -> Item:
     kind = item.get("type") or "message"
     id_ = item.get("id")
     if not isinstance(id_, str) or not id_ or id_ in taken_ids:
-        prefix = TOOL_ITEMS[kind].prefix if kind in TOOL_ITEMS else PREFIXES[kind]
-        id_ = new_id(prefix)
+        id_ = new_id(TOOL_ITEMS[kind].prefix if kind in TOOL_ITEMS else PREFIXES[kind])
     long = {**item, "id": id_, "type": kind}
     if kind in WITHOUT_STATUS:
         return long
@@ -270,15 +271,11 @@ def _long_form(item: Mapping[str, Any], taken_ids: set[str]) -> Item:
 
 def _long_parts(content: str | Sequence[Item], part_type: str) -> list[Item]:
     """Return the parts of a content, in which each text has the type that belongs there."""
-    if isinstance(content, str):
-        content = [{"text": content}]
-    # The lists of an output_text must be there, even empty.
-    lists: Item = {"annotations": [], "logprobs": []} if part_type == "output_text" else {}
-    parts = []
-    for part in content:
-        is_refusal = part.get("type") == "refusal"
-        parts.append(part if is_refusal else part | {"type": part_type} | lists)
-    return parts
+    parts: Sequence[Item] = [{"text": content}] if isinstance(content, str) else content
+    members: Item = {"type": part_type}
+    if part_type == "output_text":
+        members |= {"annotations": [], "logprobs": []}  # which must be there, even empty
+    return [part if part.get("type") == "refusal" else part | members for part in parts]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -296,7 +293,9 @@ def new_row(
     request_json = ""
     items_json = ""
     if request.store or request.background or is_remembered:
-        request_json = sse.dumps(explicit_parameters(values, request.echo))
+        # It can be run again with what the client has set, as the response object repeats it.
+        names = sorted(request.explicit - {"input"})
+        request_json = sse.dumps({name: request.echo.get(name, values[name]) for name in names})
         items_json = "[" + ",".join(map(sse.dumps, conversation)) + "]"
     return Row(
         id=new_id("resp"),

@@ -26,15 +26,15 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from request import messages
-from request.refusals import BadInput, missing, shown, unsupported, wrong_value
+from request.refusals import BadInput, missing, shown, unsupported, wrong_type, wrong_value
 from request.tools import (
     HOSTED,
     MAX_TOOLS,
-    NESTED_IN_CHAT,
     DeclaredTool,
     StructuredOutput,
     Tool,
     ToolChoice,
+    read_chat_tool,
     read_tool,
     response_format,
     structured_output,
@@ -79,14 +79,14 @@ class Request:
     sampling: dict[str, Any]  # a value for each name in SAMPLING; seed None: another one each time
     n_top_logprobs: int | None  # None: no logprobs
     stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: list[int]
     ignore_eos: bool  # go on after the model's own end
     store: bool  # Responses: keep the response, so that it can be retrieved and continued
     parallel_tool_calls: bool
-    truncate: bool  # drop the oldest messages rather than refuse a prompt that is too long
-    seal_reasoning: bool  # Responses: reasoning items carry `encrypted_content`
     template_kwargs: dict[str, Any]  # variables of the chat template, such as enable_thinking
     echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
+    truncate: bool = False  # drop the oldest messages rather than refuse a prompt that is too long
+    seal_reasoning: bool = False  # Responses: reasoning items carry `encrypted_content`
     background: bool = False  # Responses: the run does not end with the HTTP request
     generate: bool = True  # False: the prompt is computed for the prefix cache, and nothing is said
     compacts: bool = False  # what the model says is the summary that becomes a compaction
@@ -116,9 +116,18 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     return tuple(list_of(check_stop, max_items=4)(value, path))
 
 
+def input_items(value: Any, path: str) -> Any:
+    """Return the items of the input; a text is a message of the user."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise wrong_type(path, "a string or an array", value)
+    return list_of(mapping, messages.MAX_ITEMS)(value, path)
+
+
 def template_kwargs(value: Any, path: str) -> dict[str, Any]:
     """Accept what the template may know, but for what begins another turn than the assistant's."""
-    kwargs = mapping(value, path)
+    kwargs: dict[str, Any] = mapping(value, path)
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in kwargs:
             raise unsupported(f"{path}.{name}", "The answer always begins a new turn of the assistant.")
@@ -238,7 +247,6 @@ COMMON = SAMPLING | {
     "stop_token_ids":         Parameter(list_of(integer(0, 2**31), max_items=128), []),
     "ignore_eos":             Parameter(boolean,                         False),
     "parallel_tool_calls":    Parameter(boolean,                         True,       True),
-    "tools":                  Parameter(list_of(mapping, MAX_TOOLS),     []),
     "tool_choice":            Parameter(anything,                        "auto",     True),
     "metadata":               Parameter(pairs_of(string(64), string(512), 16), {},    True),
     "chat_template_kwargs":   Parameter(template_kwargs,                 {}),
@@ -250,14 +258,15 @@ COMMON = SAMPLING | {
 }
 
 RESPONSES = COMMON | {
-    "input":                  Parameter(anything),  # messages.from_responses() checks it
+    "input":                  Parameter(input_items),
+    "tools":                  Parameter(list_of(read_tool, MAX_TOOLS),   [],         True),
     "generate":               Parameter(boolean,                         True),
     "prompt_cache_options":   Parameter(prompt_cache_options,            {}),
     "instructions":           Parameter(text,                            None,       True),
     "previous_response_id":   Parameter(string(256),                     None,       True),
     "store":                  Parameter(boolean,                         True,       True),
     "background":             Parameter(boolean,                         False,      True),
-    "stream_options":         Parameter(members(include_obfuscation=boolean)),
+    "stream_options":         Parameter(members(include_obfuscation=boolean),          {}),
     "max_output_tokens":      Parameter(integer(1, 2**31),               None,       True),
     "max_tool_calls":         Parameter(integer(1, 2**31),               None,       True),  # of hosted tools
     "include":                Parameter(list_of(one_of(*INCLUDES)),      []),
@@ -266,15 +275,14 @@ RESPONSES = COMMON | {
     "truncation":             Parameter(one_of("auto", "disabled"),      "disabled", True),
 } | {name: Parameter(check) for name, check in REFUSED_IN_RESPONSES.items()}
 
-ECHOED = [name for name, row in RESPONSES.items() if row.echo]
-
 CHAT = COMMON | {
-    "messages":               Parameter(anything),  # messages.from_chat() checks them
+    "messages":               Parameter(list_of(mapping, messages.MAX_ITEMS)),
+    "tools":                  Parameter(list_of(read_chat_tool, MAX_TOOLS), []),
     "n":                      Parameter(integer(1, 16),                  1),
     "max_tokens":             Parameter(integer(1, 2**31)),
     "max_completion_tokens":  Parameter(integer(1, 2**31)),
     "logprobs":               Parameter(boolean,                         False),
-    "stream_options":         Parameter(members(include_usage=boolean, include_obfuscation=boolean)),
+    "stream_options":         Parameter(members(include_usage=boolean, include_obfuscation=boolean), {}),
     "response_format":        Parameter(response_format,                 {}),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
 } | {name: Parameter(check) for name, check in NOT_BUILT_IN_CHAT.items()}
@@ -303,7 +311,7 @@ def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) 
     for name in given:
         if name in rows:
             values[name] = rows[name].check(body[name], name)
-    if values["stream_options"] is not None and not values["stream"]:
+    if "stream_options" in given and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
     not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
     return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run}
@@ -333,16 +341,15 @@ def responses_request(
     if input is None:
         raise missing("input")
     conversation = messages.from_responses(input, values["instructions"], chain)
-    declared = [read_tool(tool, f"tools[{i}]") for i, tool in enumerate(values["tools"])]
-    brought = [read_tool(tool, path) for path, tool in messages.brought_tools(input, chain)]
+    declared = values["tools"]
+    brought = [read_tool(*tool) for tool in messages.brought_tools(input, chain)]
     hosted = [entry.echo["type"] for entry in declared + brought if entry.echo["type"] in HOSTED]
     tools = _offered(declared, brought)
     choice = tool_choice(tools, values["tool_choice"])
     effort = values["reasoning"].get("effort")
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
-    echo = {name: values[name] for name in ECHOED}
-    echo |= {
-        "tools": [tool.echo for tool in declared],
+    echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
+        "tools": [entry.echo for entry in declared],
         "tool_choice": choice.echo,
         "reasoning": {"effort": effort, "summary": values["reasoning"].get("summary")},
         "text": {"format": {"type": "text"}} | values["text"],
@@ -360,6 +367,8 @@ def responses_request(
         "schema_path": "text.format.schema",
         "reasoning_effort": effort,
         "generate": generate,
+        "truncate": values["truncation"] == "auto",
+        "seal_reasoning": SEALED_REASONING in values["include"],
         "not_run": values["not_run"] + hosted,
     }
     return request(values | by_chats_names, tools, choice)
@@ -389,51 +398,35 @@ def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Reques
     values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
     values["messages"] = messages.from_chat(values["messages"])
     values["schema_path"] = "response_format.json_schema.schema"
-    tools: list[Tool] = []
-    for i, tool in enumerate(values["tools"]):
-        tools += read_tool(tool, f"tools[{i}]", NESTED_IN_CHAT).tools
+    tools = [tool for entry in values["tools"] for tool in entry.tools]
     return request(values, tools, tool_choice(tools, values["tool_choice"]))
 
 
-def request(values: Mapping[str, Any], tools: list[Tool], choice: ToolChoice) -> Request:
+def request(values: dict[str, Any], tools: list[Tool], choice: ToolChoice) -> Request:
     """Return the Request of parameters that have chat's names."""
-    called = {} if choice.calls == "none" else {tool.qualified_name: tool for tool in tools}
-    stream_options = values["stream_options"] or {}
     must = structured_output(
         tools, choice, values["response_format"], values["schema_path"], values["parallel_tool_calls"]
     )
+    not_run = dict.fromkeys(values["not_run"])
     meant = {
-        "not_run": _spoken(values["not_run"]),
+        "not_run": tuple(_spoken(name) for name in [*not_run][:MAX_NOT_RUN]),
         "tools": [tool.definition() for tool in tools],
-        "called": called,
+        "called": {} if choice.calls == "none" else {tool.qualified_name: tool for tool in tools},
         "structured_output": must,
         "named_call": choice.named,
-        "include_usage": bool(stream_options.get("include_usage")) or not values["stream"],
+        "include_usage": values["stream_options"].get("include_usage") or not values["stream"],
         "sampling": {name: values[name] for name in SAMPLING},
         "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
-        "stop_token_ids": tuple(values["stop_token_ids"]),
         "store": bool(values["store"]),
-        "truncate": values.get("truncation") == "auto",
-        "seal_reasoning": SEALED_REASONING in values.get("include", ()),
         "template_kwargs": thinking_kwargs(values["reasoning_effort"]) | values["chat_template_kwargs"],
     }
-    named_alike = {field.name: values[field.name] for field in fields(Request) if field.name in values}
-    return Request(**(named_alike | meant))
+    known = values | meant
+    return Request(**{field.name: known[field.name] for field in fields(Request) if field.name in known})
 
 
-def _spoken(names: Iterable[str]) -> tuple[str, ...]:
-    """Return so many names as a header may repeat: printable ASCII without quotes."""
-    first = list(dict.fromkeys(names))[:MAX_NOT_RUN]
-    return tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in first)
-
-
-def explicit_parameters(values: Mapping[str, Any], echo: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that a client has set, but for the input: the request can be run again with them.
-
-    `values` are those that read_responses() has returned, `echo` that of the Request that came of them.
-    """
-    parameters = {name: values[name] for name in sorted(values["explicit"] - {"input"})}
-    return parameters | {"tools": echo["tools"], "tool_choice": echo["tool_choice"]}
+def _spoken(name: str) -> str:
+    """Return as much of a name as a header may repeat: printable ASCII without quotes."""
+    return re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME])
 
 
 def thinking_kwargs(effort: str | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import sse
 from request.refusals import wrong_value
+from request.validation import one_of
 from store import Item
 
 Query = Mapping[str, str]
@@ -27,42 +28,40 @@ NUMBER = re.compile("[0-9]{1,18}")  # int() raises for thousands of digits
 
 def wants_stream(query: Query) -> bool:
     """Return whether a GET of a response asks for its events; raises BadInput."""
-    stream = query.get("stream", "false")
-    if stream not in (*STREAMED, *NOT_STREAMED):
-        raise wrong_value("stream", "true or false", stream)
-    return stream in STREAMED
+    return one_of(*STREAMED, *NOT_STREAMED)(query.get("stream", "false"), "stream") in STREAMED
 
 
 def starting_after(query: Query) -> int:
     """Return the number of the event after which a stream starts, -1 for all of it; raises BadInput."""
-    value = query.get("starting_after")
+    return number(query, "starting_after", -1, 0, 10**18)
+
+
+def number(query: Query, name: str, default: int, low: int, high: int) -> int:
+    value = query.get(name)
     if value is None:
-        return -1
-    if not NUMBER.fullmatch(value):
-        raise wrong_value("starting_after", "a sequence number, 0 or more", value)
+        return default
+    if not NUMBER.fullmatch(value) or not low <= int(value) <= high:
+        raise wrong_value(name, f"an integer from {low} to {high}", value)
     return int(value)
 
 
 def page(items: Sequence[Item], query: Query) -> dict[str, Any]:
     """Return the page of `items` (oldest first) that `limit`, `order`, `after` ask for; raises BadInput."""
-    limit = query.get("limit", "20")
-    if not NUMBER.fullmatch(limit) or not 1 <= int(limit) <= 100:
-        raise wrong_value("limit", "an integer from 1 to 100", limit)
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise wrong_value("order", "'asc' or 'desc'", order)
-    following = list(items) if order == "asc" else list(reversed(items))
-    ids = [item.id for item in following]
+    limit = number(query, "limit", 20, 1, 100)
+    following = list(items)
+    if one_of("asc", "desc")(query.get("order", "desc"), "order") == "desc":
+        following.reverse()
     after = query.get("after")
     if after:
+        ids = [item.id for item in following]
         if after not in ids:
             raise wrong_value("after", "the id of an input item", after)
         following = following[ids.index(after) + 1 :]
-    shown = following[: int(limit)]
+    shown = following[:limit]
     return {
         "object": "list",
         "data": [sse.Encoded(item.item_json) for item in shown],
         "first_id": shown[0].id if shown else None,
         "last_id": shown[-1].id if shown else None,
-        "has_more": len(following) > len(shown),
+        "has_more": len(following) > limit,
     }

@@ -20,9 +20,8 @@ class BadInput(ValueError):
     """The request cannot be served. `param` is the path of what is wrong, None: all of it."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
-        message = message[:MAX_MESSAGE]
-        super().__init__(message)
-        self.message = message
+        self.message = message[:MAX_MESSAGE]
+        super().__init__(self.message)
         self.param = param
         self.code = code  # as OpenAI spells it
         self.status = STATUS.get(code, 400)
@@ -102,19 +101,9 @@ ERROR_TYPES = {
 RETRY_AFTER_S = {429: 10, 503: 10}  # seconds, by status: these may be tried again
 
 
-def error_object(
-    message: str,
-    error_type: str = "server_error",
-    param: str | None = None,
-    code: str | None = "server_error",
-) -> dict[str, Any]:
-    """Return an error with all four keys, as openai-openapi, `Error`, has it."""
-    return {"message": message, "type": error_type, "param": param, "code": code}
-
-
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return the whole body of an error."""
+    """Return the body of an error: one object with all four keys, as openai-openapi, `Error`, has it."""
     error_type = ERROR_TYPES.get(status, "invalid_request_error")
-    return {"error": error_object(message, error_type, param, code)}
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}

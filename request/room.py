@@ -55,24 +55,19 @@ class Room:
         self._n_free = n_total
         self._held = Counter[str]()  # by owner
 
-    def has_room(self, owner: str, n: int) -> bool:
-        n_held = self._held[owner]
-        n_left = self._n_free - n
-        if self._is_shared and n_held:
-            return n_held + n <= n_left  # rule 1
-        return n_left >= 0
-
     def take(self, owner: str, n: int) -> None:
         """Take n of them; raises BadInput if there is no room."""
-        if self._n_free < n:
+        n_held = self._held[owner]
+        n_left = self._n_free - n
+        if n_left < 0:
             message = f"There is no room for more {self._things}; try again later."
             raise BadInput(message, None, "server_is_overloaded")
-        if not self.has_room(owner, n):
-            share = f"{self._held[owner]} of {self.n_total} {self._things}"
+        if self._is_shared and n_held and n_held + n > n_left:  # rule 1
+            share = f"{n_held} of {self.n_total} {self._things}"
             message = f"Your key holds {share}, and more would leave too few for others; try again later."
             raise BadInput(message, None, "rate_limit_exceeded")
         self._held[owner] += n
-        self._n_free -= n
+        self._n_free = n_left
 
     def give_back(self, owner: str, n: int) -> None:
         self._held[owner] -= n
@@ -109,22 +104,22 @@ class Turns:
             self._places.release()
 
 
-class Threads:
+class Threads(Turns):
     """Threads that work by turns of the owners: the event loop's own, or those of an executor."""
 
     def __init__(self, n_threads: int = N_THREADS, executor: Executor | None = None) -> None:
-        self._turns = Turns(n_threads)
+        super().__init__(n_threads)
         self._executor = executor
 
     async def call(self, owner: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Call the function in a thread. If the caller is cancelled before it has begun, it never begins."""
         loop = asyncio.get_running_loop()
-        async with self._turns.turn(owner):
+        async with self.turn(owner):
             return await loop.run_in_executor(self._executor, copy_context().run, function, *args)
 
     async def until_idle(self) -> None:
-        """Wait until all calls are done, also those that are made meanwhile."""
-        while self._turns.waiting.total():
+        """Wait until all calls have begun, also those that are made meanwhile."""
+        while self.waiting.total():
             await asyncio.sleep(0.01)
 
 

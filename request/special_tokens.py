@@ -24,10 +24,8 @@ Rules of this file:
 """
 
 import re
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from functools import lru_cache
 from typing import Any
 
 from request.messages import Message
@@ -49,10 +47,9 @@ class SpecialTokens:
         self._first_characters = {token[0] for token in tokens}
         self._pattern = re.compile(longest_of(tokens) or "(?!)")
         self._max_length = max(map(len, tokens), default=0)
-        # What a string of the request can say of a token that the template has begun.
+        # What a string of the request can say of a token that the template has begun: how it ends, or a part.
         self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
-        self._sorted_endings = sorted(self._endings)
-        self._continues_a_token = lru_cache(4096)(self._find_ending)  # schemas repeat their words
+        self._parts = MARK.join(token[1:] for token in tokens)
 
     # --- before the template ---
 
@@ -60,21 +57,13 @@ class SpecialTokens:
         """Return the text with its marks (rule 1); one that came is replaced, as Unicode allows."""
         marked = text.replace(MARK, "\N{REPLACEMENT CHARACTER}")
         stripped = marked.lstrip()  # as templates do
-        if self._continues_a_token(stripped[: self._max_length]):
+        beginnings = {stripped[:n] for n in range(1, self._max_length)}
+        if stripped and (beginnings & self._endings or stripped in self._parts):
             blanks = marked[: len(marked) - len(stripped)]
             marked = blanks + MARK + stripped
         for character in self._first_characters:
             marked = marked.replace(character, character + MARK)
         return marked
-
-    def _find_ending(self, beginning: str) -> bool:
-        """True for the beginning of a text that begins with the ending of a token, or is a part of one."""
-        if not beginning:
-            return False
-        if any(beginning[:n] in self._endings for n in range(1, len(beginning) + 1)):
-            return True
-        place = bisect_left(self._sorted_endings, beginning)
-        return any(ending.startswith(beginning) for ending in self._sorted_endings[place : place + 1])
 
     def mark_all(self, value: Any) -> Any:
         """Mark all strings of a JSON value, the names of members too."""

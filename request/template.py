@@ -4,7 +4,7 @@
     messages, tools, now, kwargs    --ChatTemplate.render()--> prompt
 
     render(): messages --tools_as_text() or one_call_a_message(), system_as_text()--> what this template takes
-              --for_any_template(), with_descriptions(), Jinja--> prompt
+              --Jinja--> prompt
 
 Authority: the model's chat template, and what it is given:
 https://huggingface.co/docs/transformers/chat_templating
@@ -86,12 +86,11 @@ def system_as_text(messages: list[Message]) -> list[Message]:
     for message in messages:
         if message["role"] == "system":
             system = paragraphs(system, message["content"])
-        elif message["role"] == "user":
-            content = paragraphs(system, message["content"])
-            without_system.append({"role": "user", "content": content})
+            continue
+        if message["role"] == "user":
+            message = message | {"content": paragraphs(system, message["content"])}
             system = ""
-        else:
-            without_system.append(message)
+        without_system.append(message)
     if system:
         without_system.append({"role": "user", "content": system})
     return without_system
@@ -99,63 +98,22 @@ def system_as_text(messages: list[Message]) -> list[Message]:
 
 def one_call_a_message(messages: list[Message]) -> list[Message]:
     """Split a turn into a message for its text and one for each call, each followed by the call's result."""
-    groups: list[list[Message]] = []  # each stays together: a message, or a call and its result
-    group_of_call: dict[str, list[Message]] = {}  # by call_id, which a later call may have again
+    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    split: list[Message] = []
     for message in messages:
-        if message["role"] == "tool":
-            group_of_call[message["tool_call_id"]].append(message)
-            continue
         calls = message.get("tool_calls", [])
-        if message["content"] and calls:
-            groups.append([{"role": "assistant", "content": message["content"]}])
+        if calls and message["content"]:
+            split.append({"role": "assistant", "content": message["content"]})
         for call in calls:
-            split = {"role": "assistant", "content": "", "tool_calls": [call]}
+            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
             if call is calls[0] and "reasoning_content" in message:  # which led to the first call
-                split["reasoning_content"] = message["reasoning_content"]
-            group_of_call[call["id"]] = [split]
-            groups.append(group_of_call[call["id"]])
-        if not calls:
-            groups.append([message])
-    return [message for group in groups for message in group]
-
-
-# --- messages and tools for any template --------------------------------------------------------------------
-
-
-def for_any_template(messages: list[Message]) -> list[Message]:
-    """Add what one template needs and the others ignore: reasoning by the name in gpt-oss's, and for
-    Mistral's call ids of nine letters and digits.
-    """
-    n_calls = 0
-    # By the client's id: that of the newest call, for some clients begin again at "call_0" in each turn.
-    short_ids: dict[str, str] = {}
-    copies = []
-    for message in messages:
-        copy = {**message}
-        if "reasoning_content" in message:
-            copy["thinking"] = message["reasoning_content"]
-        if "tool_calls" in message:
-            copy["tool_calls"] = []
-            for call in message["tool_calls"]:
-                short_ids[call["id"]] = f"call{n_calls:05}"
-                n_calls += 1
-                copy["tool_calls"].append(call | {"id": short_ids[call["id"]]})
-        if "tool_call_id" in message:
-            copy["tool_call_id"] = short_ids[message["tool_call_id"]]
-        copies.append(copy)
-    return copies
-
-
-def with_descriptions(tools: Tools) -> Tools:
-    """Some templates take it for granted that a function has a description, and that no tools are None."""
-    if not tools:
-        return None
-    described = []
-    for tool in tools:
-        function = tool["function"]
-        description = function.get("description", "")
-        described.append(tool | {"function": function | {"description": description}})
-    return described
+                turn["reasoning_content"] = message["reasoning_content"]
+            split.append(turn)
+            if call["id"] in results:
+                split.append(results[call["id"]])
+        if not calls and message["role"] != "tool":
+            split.append(message)
+    return split
 
 
 # --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
@@ -231,7 +189,8 @@ class ChatTemplate:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
         self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
-        self.takes_late_system = self._shows([USER, ASSISTANT, SYSTEM, USER], None, PROBE)
+        late_system = [USER, ASSISTANT, SYSTEM, USER]
+        self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
         # A turn of text and several calls is split only for a template that shows it when it is split.
         shows_turn = self._shows(PROBE_TURN, PROBE_TOOLS, PROBE, SECOND_PROBE)
         shows_split = self._shows(one_call_a_message(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE)
@@ -242,18 +201,16 @@ class ChatTemplate:
         """Return the template of the model in the directory; raises BadTemplate."""
         config_file = directory / "tokenizer_config.json"
         template_file = directory / "chat_template.jinja"
+        config: dict[str, Any] = {}
         try:
-            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
-        except ValueError as error:
-            raise BadTemplate(f"{config_file} is not JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise BadTemplate(f"{config_file} holds no object")
-        source: Any = config.get("chat_template")
-        if template_file.exists():
-            try:
+            if config_file.exists():
+                config |= json.loads(config_file.read_text(encoding="utf-8"))
+            source: Any = config.get("chat_template")
+            if template_file.exists():
                 source = template_file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise BadTemplate(f"{template_file} is not text: {error}") from error
+        except (TypeError, ValueError) as error:
+            expected = f"a JSON object in {config_file}, and text in {template_file}"
+            raise BadTemplate(f"expected {expected}: {error}") from error
         if isinstance(source, str):
             source = [{"name": "default", "template": source}]
         sources = {entry["name"]: entry["template"] for entry in source or []}
@@ -271,10 +228,9 @@ class ChatTemplate:
             tools = None
         elif not self.takes_turns:
             messages = one_call_a_message(messages)
-        if not self.takes_system:
-            messages = system_as_text(messages)
-        elif not self.takes_late_system:
-            messages = [*messages[:1], *system_as_text(messages[1:])]
+        if not self.takes_late_system:
+            n_taken = int(self.takes_system)
+            messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
         return self._fill(messages, tools, now, kwargs)
 
     def _fill(self, messages: list[Message], tools: Tools, now: datetime, kwargs: dict[str, Any]) -> str:
@@ -282,8 +238,8 @@ class ChatTemplate:
         variables = {
             **self._tokens,
             **kwargs,
-            "messages": for_any_template(messages),
-            "tools": with_descriptions(tools),
+            "messages": [_with_thinking(message) for message in messages],
+            "tools": [_with_description(tool) for tool in tools] if tools else None,
             "add_generation_prompt": True,
             "strftime_now": now.strftime,
         }
@@ -304,12 +260,24 @@ class ChatTemplate:
         return all(word in prompt for word in words)
 
 
+def _with_description(tool: dict[str, Any]) -> dict[str, Any]:
+    """Some templates take it for granted that a function has a description."""
+    function = tool["function"]
+    return tool | {"function": function | {"description": function.get("description", "")}}
+
+
+def _with_thinking(message: Message) -> Message:
+    """Add reasoning by the name that it has in gpt-oss's template; others ignore it."""
+    if "reasoning_content" not in message:
+        return message
+    return message | {"thinking": message["reasoning_content"]}
+
+
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Each is a string, an object that holds it, or null; add_bos_token is a boolean, and no token."""
     tokens = {}
     for name, value in config.items():
-        if name.endswith("_token"):
-            token = value.get("content") if isinstance(value, dict) else value
-            if isinstance(token, str):
-                tokens[name] = token
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
     return tokens

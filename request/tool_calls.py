@@ -36,15 +36,15 @@ class Restorer:
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self._tools = tools  # of the request, by Tool.qualified_name
         self._call: Call | None = None  # the one that is open, in the client's words
-        self._arguments: list[str] = []  # of that call, as the model writes them
+        self._arguments: list[str] = []  # of that call, if its tool is a function
         self._decoder = InputDecoder()  # of that call, if its tool is a custom one
         self._broken = ""  # the name in the first call that cannot be run
 
     def feed(self, output: Output) -> list[Output]:
         if isinstance(output, Arguments):
-            self._arguments.append(output.text)
             if self._call and self._call.custom:
                 return _arguments(self._decoder.feed(output.text))
+            self._arguments.append(output.text)
             return [output]
         ended = self._end_call()  # any other output ends it
         if isinstance(output, Close) and Close(is_cut=True) in ended:
@@ -52,6 +52,7 @@ class Restorer:
         if isinstance(output, Call):
             tool = self._tools.get(output.name, Tool(output.name))
             output = self._call = Call(tool.name, tool.custom, tool.namespace)
+            self._arguments = []
             self._decoder = InputDecoder()
         return [*ended, output]
 
@@ -67,13 +68,12 @@ class Restorer:
 
     def _end_call(self) -> list[Output]:
         """End the open call, if there is one."""
-        call, arguments = self._call, "".join(self._arguments)
-        self._call, self._arguments = None, []
+        call, self._call = self._call, None
         if call is None:
             return []
         if call.custom:
             return _arguments(self._decoder.close())
-        if is_object(arguments):
+        if is_object("".join(self._arguments)):
             return []
         self._broken = self._broken or call.name
         return [Close(is_cut=True)]
@@ -88,17 +88,18 @@ def _arguments(text: str) -> list[Output]:
 
 OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 MAX_OPENING = 64  # characters: longer arguments that do not match OPENING are not such an object
-UNIT = re.compile(
-    r"""
+UNITS = re.compile(
+    r"""(?:
     [^"\\]+                              # characters that stand for themselves
     | \\[^u]                             # a short escape
     | \\u[dD][89abAB]..                  # half a surrogate pair: with its other half,
         (?: \\u[dD][c-fC-F]..
         | (?=[^\\]|\\[^u]|\\u(?![dD][c-fC-F])..) )  # or once it is known that this does not follow
     | \\u(?![dD][89abAB])....            # any other character by its number
-    """,
+    )*""",
     re.DOTALL | re.VERBOSE,
 )
+ESCAPE = re.compile(r"\\u[dD][89abAB]..(?:\\u[dD][c-fC-F]..)?|\\u....|\\.", re.DOTALL)
 MAX_UNFINISHED = len(r"\ud83d\ude0")  # characters of an escape that may be held back
 
 
@@ -117,13 +118,11 @@ class InputDecoder:
                 return ""
             self._is_inside = True
             self._held = self._held[opening.end() :]
-        decoded = ""
-        end = 0
-        while unit := UNIT.match(self._held, end):
-            decoded += _decoded(unit[0])
-            end = unit.end()
-        self._held = self._held[end : end + MAX_UNFINISHED]  # more than that only follows the closing quote
-        return decoded
+        whole = UNITS.match(self._held)
+        assert whole  # if only of nothing
+        # After the closing quote no more is kept than what an escape may lack.
+        self._held = self._held[whole.end() :][:MAX_UNFINISHED]
+        return ESCAPE.sub(_character, whole[0])
 
     def close(self) -> str:
         """Return what was held back: of a call that has ended in the midst of it, or other arguments."""
@@ -133,12 +132,10 @@ class InputDecoder:
         return self._held
 
 
-def _decoded(unit: str) -> str:
-    if not unit.startswith("\\"):
-        return unit
+def _character(escape: re.Match[str]) -> str:
     try:
-        character: str = json.loads(f'"{unit}"')
+        character: str = json.loads(f'"{escape[0]}"')
     except ValueError:  # JSON has no such escape
-        return unit
+        return escape[0]
     # Half a pair is not a character: U+FFFD stands for it.
     return character.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

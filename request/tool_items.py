@@ -17,6 +17,7 @@ Rules of this file:
 3. Images are refused, by the name of their place, unless items.py has put a text there (IMAGE_TEXT).
 """
 
+import re
 from typing import NamedTuple
 
 IMAGE_TEXT = "[an image, which cannot be shown here]"
@@ -69,4 +70,4 @@ IMAGE_MEMBERS = {
 }
 # fmt: on
 MAY_LACK_RESULT = ("mcp_approval_request",)  # the user may go on without an answer to it
-TYPE_SUFFIXES = ("_output", "_call", "_request", "_response")  # after the name of the tool
+TYPE_SUFFIX = re.compile("_call|_output|_request|_response")  # begins after the name of the tool

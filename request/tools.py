@@ -24,21 +24,12 @@ Rules of this file:
 
 import json
 import re
-from collections.abc import Collection
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 from request.refusals import BadInput, shown, unsupported, wrong_value
-from request.validation import (
-    boolean,
-    list_of,
-    mapping,
-    members,
-    one_of,
-    refused,
-    required,
-    string,
-    text,
-)
+from request.validation import Place, boolean, list_of, mapping, members, one_of, place, refused, string, text
 
 Object = dict[str, Any]
 Schema = Object  # a JSON schema
@@ -67,29 +58,24 @@ HOSTED = (  # openai.types.responses.ToolParam
     "web_search_preview_2025_03_11",
 )
 TOOL_TYPES: tuple[str, ...] = (*CLIENT_TOOLS, "namespace", *HOSTED)
-NESTED_IN_CHAT = (*CLIENT_TOOLS, "grammar")  # types whose members chat keeps below a key of that name
+NESTED_IN_CHAT = (*CLIENT_TOOLS, "grammar", "json_schema")  # types whose members have a key of that name
 
 
-def flat(value: Any, path: str, nested: Collection[str] = ()) -> tuple[Object, str]:
-    """Return an object in Responses' form, and the path of its members.
-
-    Chat's form is taken too, and for the types that are `nested` no other.
-    """
-    fields = mapping(value, path)
-    type_ = str(fields.get("type"))
-    if fields.get(type_) is None and type_ not in nested:
-        return fields, path
-    return required(fields, type_, mapping, path) | {"type": type_}, f"{path}.{type_}"
+def flat(given: Place, is_chat: bool = False) -> Place:
+    """Return an object in Responses' form. Chat's form is taken in Responses too; chat takes no other."""
+    type_ = str(given.members.get("type"))
+    if given.members.get(type_) is None and not (is_chat and type_ in NESTED_IN_CHAT):
+        return given
+    return Place(given.need(type_, mapping) | {"type": type_}, f"{given.path}.{type_}")
 
 
 # --- a tool -------------------------------------------------------------------------------------------------
 
 
-def identifier(value: Any, path: str) -> str:
-    name = text(value, path)
-    if not NAME.fullmatch(name):
+def identifier(value: Any, path: str) -> Any:
+    if not NAME.fullmatch(text(value, path)):
         raise wrong_value(path, "1 to 64 letters, digits, '_' or '-'", value)
-    return name
+    return value
 
 
 def qualified_name(namespace: str, name: str) -> str:
@@ -177,43 +163,49 @@ check_tool = members(
 )
 
 
-def read_tool(value: Any, path: str, nested: Collection[str] = (), namespace: str = "") -> DeclaredTool:
+def read_tool(value: Any, path: str, is_chat: bool = False, namespace: str = "") -> DeclaredTool:
     """Read an entry of `tools`; raises BadInput.
 
     The echo has all keys, null for what the client leaves out, as the zod schema of
     https://github.com/openresponses/openresponses wants it.
     """
-    tool, path = flat(value, path, nested)
-    types = CLIENT_TOOLS if nested or namespace else TOOL_TYPES
-    type_ = required(tool, "type", one_of(*types), path)
+    tool = flat(place(value, path), is_chat)
+    types = CLIENT_TOOLS if is_chat or namespace else TOOL_TYPES
+    type_ = tool.need("type", one_of(*types))
     if type_ in HOSTED:
-        return DeclaredTool(tool, [])
-    name = required(tool, "name", identifier, path)
+        return DeclaredTool(tool.members, [])
+    name = tool.need("name", identifier)
+    echo = {"type": type_, "name": name}
     if type_ == "namespace":
-        description = text(tool.get("description") or "", f"{path}.description")
-        entries = required(tool, "tools", list_of(mapping, MAX_TOOLS), path)
-        inner = [read_tool(entry, f"{path}.tools[{i}]", (), name) for i, entry in enumerate(entries)]
-        echoes = [declared.echo for declared in inner]
-        echo = {"type": type_, "name": name, "description": description, "tools": echoes}
-        return DeclaredTool(echo, [tool for declared in inner for tool in declared.tools])
-    fields = check_tool(tool, path)
-    made = Tool(name, namespace, fields.get("description"), is_deferred=fields.get("defer_loading", False))
-    echo = {"type": type_, "name": name, "description": made.description}
+        echo["description"] = tool.get("description", text, "")
+        inner = tool.need("tools", list_of(partial(read_tool, namespace=name), MAX_TOOLS))
+        echo["tools"] = [entry.echo for entry in inner]
+        return DeclaredTool(echo, [tool for entry in inner for tool in entry.tools])
+    fields = check_tool(*tool)
+    description = echo["description"] = fields.get("description")
+    made = Tool(name, namespace, description, is_deferred=fields.get("defer_loading", False))
     if type_ == "function":
-        made = made._replace(parameters=fields.get("parameters"), strict=fields.get("strict", False))
-        return DeclaredTool(echo | {"parameters": made.parameters, "strict": made.strict}, [made])
-    input_format, format_path = flat(fields.get("format", {"type": "text"}), f"{path}.format", nested)
+        given = {"parameters": fields.get("parameters"), "strict": fields.get("strict", False)}
+        return DeclaredTool(echo | given, [made._replace(**given)])
+    input_format = flat(Place(fields.get("format", {"type": "text"}), f"{tool.path}.format"), is_chat)
     grammar = None
-    if required(input_format, "type", one_of("text", "grammar"), format_path) == "grammar":
-        syntax = required(input_format, "syntax", one_of("lark", "regex"), format_path)
-        definition = required(input_format, "definition", string(MAX_GRAMMAR, min_length=1), format_path)
-        grammar = Grammar(syntax, definition, f"{format_path}.definition")
-    return DeclaredTool(echo | {"format": input_format}, [made._replace(custom=True, grammar=grammar)])
+    if input_format.need("type", one_of("text", "grammar")) == "grammar":
+        syntax = input_format.need("syntax", one_of("lark", "regex"))
+        definition = input_format.need("definition", string(MAX_GRAMMAR, min_length=1))
+        grammar = Grammar(syntax, definition, f"{input_format.path}.definition")
+    return DeclaredTool(
+        echo | {"format": input_format.members}, [made._replace(custom=True, grammar=grammar)]
+    )
+
+
+def read_chat_tool(value: Any, path: str) -> DeclaredTool:
+    return read_tool(value, path, is_chat=True)
 
 
 # --- tool_choice --------------------------------------------------------------------------------------------
 
 Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
+CALLS: tuple[str, ...] = get_args(Calls)
 
 
 class ToolChoice(NamedTuple):
@@ -225,10 +217,10 @@ class ToolChoice(NamedTuple):
 
 def tool_choice(tools: list[Tool], value: Any) -> ToolChoice:
     """Return whether tools may or must be called, and which; raises BadInput."""
-    names = [tool.qualified_name for tool in tools]
-    if len({*names}) < len(names):
-        raise wrong_value("tools", "every name once", names)
-    choice = _choice(tools, value)
+    by_name = {tool.qualified_name: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise wrong_value("tools", "every name once", [tool.qualified_name for tool in tools])
+    choice = _choice(by_name, value)
     if choice.allowed:
         return choice
     if choice.calls == "required":
@@ -236,43 +228,41 @@ def tool_choice(tools: list[Tool], value: Any) -> ToolChoice:
     return choice._replace(calls="none")
 
 
-def _choice(tools: list[Tool], value: Any) -> ToolChoice:
+def _choice(by_name: Mapping[str, Tool], value: Any) -> ToolChoice:
     if isinstance(value, str):
-        return ToolChoice(one_of("none", "auto", "required")(value, "tool_choice"), tools, False, value)
-    fields, path = flat(value, "tool_choice")
-    type_ = required(fields, "type", text, path)
+        return ToolChoice(one_of(*CALLS)(value, "tool_choice"), [*by_name.values()], False, value)
+    given = flat(place(value, "tool_choice"))
+    type_ = given.need("type", text)
     if type_ in CLIENT_TOOLS:
-        echo, allowed = _referred(tools, value, path="tool_choice")
+        echo, allowed = _referred(by_name, value, "tool_choice")
         return ToolChoice("required", allowed, True, echo)
     if type_ == "allowed_tools":
-        entries = required(fields, "tools", list_of(mapping, MAX_TOOLS, min_items=1), path)
-        mode = required(fields, "mode", one_of("auto", "required"), path)
-        referred = [_referred(tools, entry, f"{path}.tools[{i}]") for i, entry in enumerate(entries)]
+        referred = given.need("tools", list_of(partial(_referred, by_name), MAX_TOOLS, min_items=1))
+        mode = given.need("mode", one_of("auto", "required"))
         echo = {"type": type_, "mode": mode, "tools": [echo for echo, _ in referred]}
         return ToolChoice(mode, [tool for _, found in referred for tool in found], False, echo)
-    if type_ in ("none", "auto", "required"):
+    if type_ in CALLS:
         raise wrong_value("tool_choice", f"the string '{type_}'", value)
     why = f"This server runs no tools, so none can be forced: {shown(type_)}"
     raise unsupported("tool_choice.type", why)
 
 
-def _referred(tools: list[Tool], value: Any, path: str) -> tuple[Object, list[Tool]]:
+def _referred(by_name: Mapping[str, Tool], value: Any, path: str) -> tuple[Object, list[Tool]]:
     """Return a reference as it is repeated, and the tool that it names: for a hosted one there is none."""
-    given = mapping(value, path)
-    type_ = one_of(*CLIENT_TOOLS, *HOSTED)(given.get("type") or "function", f"{path}.type")
+    given = place(value, path)
+    type_ = given.get("type", one_of(*CLIENT_TOOLS, *HOSTED), "function")
     if type_ in HOSTED:
         return {"type": type_}, []
-    fields, path = flat(given | {"type": type_}, path)
-    name = required(fields, "name", text, path)
-    namespace = text(fields.get("namespace") or "", f"{path}.namespace")
+    fields = flat(Place(given.members | {"type": type_}, path))
+    name = fields.need("name", text)
     echo = {"type": type_, "name": name}
-    if namespace:
+    if namespace := fields.get("namespace", text, ""):
         echo["namespace"] = namespace
     known_as = qualified_name(namespace, name)
-    for tool in tools:
-        if tool.qualified_name == known_as and tool.custom == (type_ == "custom"):
-            return echo, [tool]
-    raise wrong_value("tool_choice", "the type and name of one of 'tools'", known_as)
+    tool = by_name.get(known_as)
+    if tool is None or tool.custom != (type_ == "custom"):
+        raise wrong_value("tool_choice", "the type and name of one of 'tools'", known_as)
+    return echo, [tool]
 
 
 # --- what the answer must be --------------------------------------------------------------------------------
@@ -300,16 +290,16 @@ check_format = members(
 
 def text_format(value: Any, path: str) -> Object:
     """Check the format of a text, and return it in Responses' form."""
-    fields: Object = check_format(value, path)
-    if required(fields, "type", text, path) == "json_schema":
-        required(fields, "name", identifier, path)
-        required(fields, "schema", mapping, path)
-    return fields
+    given = Place(check_format(value, path), path)
+    if given.need("type", text) == "json_schema":
+        given.need("name", identifier)
+        given.need("schema", mapping)
+    return given.members
 
 
 def response_format(value: Any, path: str) -> Object:
     """Check chat's text_format()."""
-    return text_format(*flat(value, path, nested=["json_schema"]))
+    return text_format(*flat(place(value, path), is_chat=True))
 
 
 def structured_output(
@@ -326,7 +316,10 @@ def structured_output(
         schema = {"type": "object"}
     else:
         path = ""
-    if schema is None and not _limits_calls(tools, choice):
+    # The calls that may come are all that a model could write.
+    is_any = len(choice.allowed) == len(tools) and not any(tool.strict or tool.grammar for tool in tools)
+    is_free = choice.calls == "none" or (choice.calls == "auto" and is_any)
+    if schema is None and is_free:
         return None
     functions: list[tuple[str, Schema]] = []
     inputs: list[tuple[str, Grammar]] = []
@@ -341,11 +334,3 @@ def structured_output(
             inputs.append((name, tool.grammar))
     one_call = choice.named or not parallel
     return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, path)
-
-
-def _limits_calls(tools: list[Tool], choice: ToolChoice) -> bool:
-    """True if a call must come, or if the calls that may come are not all those that a model could write."""
-    if choice.calls == "auto":
-        is_subset = len(choice.allowed) < len(tools)
-        return is_subset or any(tool.strict or tool.grammar for tool in choice.allowed)
-    return choice.calls == "required"

@@ -13,8 +13,9 @@ Rules of this file:
    names the innermost value that is wrong.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 from request.refusals import unsupported, wrong_type, wrong_value
 
@@ -34,49 +35,53 @@ def hint(value: Any, path: str) -> Any:
     return type(value)() if isinstance(value, list | dict) else value
 
 
-def boolean(value: Any, path: str) -> bool:
-    if not isinstance(value, bool):
-        raise wrong_type(path, "a boolean", value)
-    return value
+def of_type(type_: type, expected: str) -> Check:
+    """Accept any value of a type: only the size of the body limits it."""
 
-
-def number(low: float, high: float, kind: str = "a number") -> Check:
     def check(value: Any, path: str) -> Any:
-        is_number = isinstance(value, int if kind == "an integer" else int | float)
-        if isinstance(value, bool) or not is_number:
-            raise wrong_type(path, kind, value)
-        if not low <= value <= high:  # NaN is in no range
-            raise wrong_value(path, f"{kind} from {low} to {high}", value)
+        if not isinstance(value, type_):
+            raise wrong_type(path, expected, value)
         return value
 
     return check
 
 
-def integer(low: int, high: int) -> Check:
-    return number(low, high, "an integer")
+boolean = of_type(bool, "a boolean")
+text = of_type(str, "a string")
+array = of_type(list, "an array")
+mapping = of_type(dict, "an object")
 
 
-def text(value: Any, path: str) -> str:
-    """Accept a string of any length: only the size of the body limits it."""
-    if not isinstance(value, str):
-        raise wrong_type(path, "a string", value)
-    return value
+def number(
+    low: float, high: float, types: tuple[type, ...] = (int, float), expected: str = "a number"
+) -> Check:
+    def check(value: Any, path: str) -> Any:
+        if type(value) not in types:  # to isinstance(), true is an integer
+            raise wrong_type(path, expected, value)
+        if not low <= value <= high:  # NaN is in no range
+            raise wrong_value(path, f"{expected} from {low} to {high}", value)
+        return value
+
+    return check
+
+
+integer = partial(number, types=(int,), expected="an integer")
 
 
 def string(max_length: int, min_length: int = 0) -> Check:
-    def check(value: Any, path: str) -> str:
+    def check(value: Any, path: str) -> Any:
         if not min_length <= len(text(value, path)) <= max_length:
             raise wrong_value(path, f"a string of {min_length} to {max_length} characters", value)
-        return str(value)
+        return value
 
     return check
 
 
 def one_of(*allowed: str) -> Check:
-    def check(value: Any, path: str) -> str:
+    def check(value: Any, path: str) -> Any:
         if text(value, path) not in allowed:
             raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
-        return str(value)
+        return value
 
     return check
 
@@ -86,20 +91,11 @@ def one_of(*allowed: str) -> Check:
 
 def list_of(check_item: Check, max_items: int = 1024, min_items: int = 0) -> Check:
     def check(value: Any, path: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise wrong_type(path, "an array", value)
-        if not min_items <= len(value) <= max_items:
+        if not min_items <= len(array(value, path)) <= max_items:
             raise wrong_value(path, f"{min_items} to {max_items} items", f"{len(value)} items")
         return [check_item(item, f"{path}[{i}]") for i, item in enumerate(value)]
 
     return check
-
-
-def mapping(value: Any, path: str) -> dict[str, Any]:
-    """Accept an object, whatever its members."""
-    if not isinstance(value, dict):
-        raise wrong_type(path, "an object", value)
-    return value
 
 
 def members(**checks: Check) -> Check:
@@ -107,11 +103,8 @@ def members(**checks: Check) -> Check:
 
     def check(value: Any, path: str) -> dict[str, Any]:
         given = mapping(value, path)
-        checked = {}
-        for name, check_member in checks.items():
-            if given.get(name) is not None:
-                checked[name] = check_member(given[name], f"{path}.{name}")
-        return checked
+        present = [name for name in checks if given.get(name) is not None]
+        return {name: checks[name](given[name], f"{path}.{name}") for name in present}
 
     return check
 
@@ -128,9 +121,24 @@ def pairs_of(check_name: Check, check_value: Check, max_pairs: int) -> Check:
     return check
 
 
-def required(parent: Mapping[str, Any], name: str, check: Check, path: str) -> Any:
-    """Return a checked member of the object at `path`, which must have it."""
-    return check(parent.get(name), f"{path}.{name}")
+class Place(NamedTuple):
+    """An object in a request, and its path."""
+
+    members: dict[str, Any]
+    path: str
+
+    def need(self, name: str, check: Check) -> Any:
+        """Return a checked member, which the object must have."""
+        return check(self.members.get(name), f"{self.path}.{name}")
+
+    def get(self, name: str, check: Check, default: Any) -> Any:
+        """Return a checked member, the default if it is null or empty."""
+        return self.need(name, check) if self.members.get(name) else default
+
+
+def place(value: Any, path: str) -> Place:
+    """Accept an object, whatever its members."""
+    return Place(mapping(value, path), path)
 
 
 # --- what is not built --------------------------------------------------------------------------------------
@@ -146,21 +154,3 @@ def refused(why: str, *harmless: Any) -> Check:
         raise unsupported(path, why)
 
     return check
-
-
-# --- how much of it is held ---------------------------------------------------------------------------------
-
-VALUE_BYTES = 64  # what Python takes for a value, even an empty one
-
-
-def n_bytes(value: Any) -> int:
-    """Return about how much memory a JSON value takes."""
-    match value:
-        case str():
-            return VALUE_BYTES + len(value.encode())
-        case list():
-            return VALUE_BYTES + sum(map(n_bytes, value))
-        case dict():
-            return VALUE_BYTES + sum(len(name) + n_bytes(member) for name, member in value.items())
-        case _:
-            return VALUE_BYTES

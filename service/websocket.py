@@ -46,7 +46,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import sse
 from background import Job
-from request.body import Body, arriving, parsed
+from request.body import arriving, parsed
 from request.ids import REQUEST_ID
 from request.refusals import BadInput, error_body, missing, shown, unsupported, wrong_type, wrong_value
 from request.room import Visit
@@ -262,7 +262,7 @@ class Connection:
         name = ""
         error = ""
         try:
-            async with parsed(Body(json_text, max_bytes), self._visit) as message:
+            async with parsed(json_text, self._visit) as message:
                 name = lane_of(message)
                 if message.get("type") == "response.steer":
                     name, error = self._steer(message, name)
@@ -343,7 +343,7 @@ class Connection:
                         raise self._ending.refusal
                     rooms.unanswered.add(request_id)
                     if not turn.bodies:
-                        async with parsed(Body(turn.json_text, rooms.max_body_bytes), visit) as message:
+                        async with parsed(turn.json_text, visit) as message:
                             turn.bodies.append(body_of(message))
                             del message
                     job = await self._start(turn.bodies.pop(), self._recall)

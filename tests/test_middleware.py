@@ -637,7 +637,7 @@ def nested(depth: int) -> bytes:
 
 def test_bodies_nest_so_deep(server: Server) -> None:
     assert server.post(RESPONSES, nested(body.MAX_DEPTH), **MINE).status == 200
-    for depth in (body.MAX_DEPTH + 1, 100_000):
+    for depth in (body.MAX_DEPTH + 1, 40_000):
         assert error(server.post(RESPONSES, nested(depth), **MINE), 400)["code"] == "invalid_json"
 
 
@@ -751,15 +751,6 @@ def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
         await asyncio.wait_for(begin(), PATIENCE_S)
 
     asyncio.run(within_patience())
-
-
-DEPTHS = [(b"", 0), (b"1", 0), (b"[]", 1), (b'{"a": [{}, [1]]}', 3), (b'"[["', 0), (b'["', 1), (b"]]]", 0),
-          (rb'["\"[["]', 1), (rb'["\\", [[]]]', 3), (rb'"\\\"[[["', 0)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "depth"), DEPTHS)
-def test_depth(text: bytes, depth: int) -> None:
-    assert max(body.depth(body.punctuation(text)), 0) == depth
 
 
 def test_conversations_are_so_long(server: Server) -> None:

@@ -72,7 +72,21 @@ COUNTS = [
 
 @pytest.mark.parametrize(("text", "n_values"), COUNTS)
 def test_count(text: bytes, n_values: int) -> None:
-    assert body.count(body.punctuation(text)) == n_values
+    assert body.n_values(text) == n_values
+
+
+@pytest.mark.parametrize("nested", ["[%s]", '{"a": %s}', '[0, {"[": %s}]'])
+def test_lists_and_objects_nest_so_deep(nested: str) -> None:
+    """What the server builds of a body is read by functions that recurse."""
+    n_levels = body.MAX_DEPTH // (nested.count("[") + nested.count("{") - nested.count('"["'))
+    text = '"[[{"'
+    for _ in range(n_levels):
+        text = nested % text
+    assert body.parse(text.encode()) == json.loads(text)
+    for deep in (f"[{text}]", "[" * 10_000 + "]" * 10_000):
+        with pytest.raises(BadInput) as refusal:
+            body.parse(deep.encode())
+        assert (refusal.value.status, refusal.value.code) == (400, "invalid_json")
 
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -133,7 +147,7 @@ def test_the_parser_rests_as_long_as_it_has_worked(monkeypatch: pytest.MonkeyPat
             for tail in (b"[1]", b"[1"):
                 content = b" " * body.SMALL_BODY_BYTES + tail
                 with nullcontext() if tail == b"[1]" else pytest.raises(BadInput):
-                    async with body.parsed(body.Body(content, 2**20), visit) as value:
+                    async with body.parsed(content, visit) as value:
                         assert value == [1]
 
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
