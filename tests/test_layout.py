@@ -186,7 +186,7 @@ CAPS = {
     "devices":    19_100,
     "dialects":   10_500,
     "gateway":    11_850,
-    "request":    16_500,
+    "request":    16_550,
     "service":    13_600,
 }
 # fmt: on
