@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
+ROWS = 1024  # of a matrix that are float32 at once
 
 
 class Sizes(NamedTuple):
@@ -78,7 +79,7 @@ def with_minima(blocks: Blocks) -> Blocks:
     """Write blocks as Q4_1 or Q5_1, whose numbers have no sign, or Q6_K as Q8_0; others stay as they are.
 
     Q4_0 and Q5_0 stand for the same numbers then. Of Q4_K and Q5_K the numbers are the same, and their scales
-    are rounded to float16; those of Q6_K are rounded to 8 bits, without a float32 for each.
+    are rounded to float16; those of Q6_K are rounded to 8 bits.
     """
     data = blocks.data
     match blocks.format:
@@ -89,7 +90,7 @@ def with_minima(blocks: Blocks) -> Blocks:
         case "Q4_K" | "Q5_K":
             return blocks_of_32(blocks)
         case "Q6_K":
-            return eight_bits(data)
+            return eight_bits(blocks)
         case _:
             return blocks
 
@@ -120,19 +121,10 @@ def blocks_of_32(blocks: Blocks) -> Blocks:
     return Blocks(f"{blocks.format[:2]}_1", in_bytes(scales, minima, *fifths, halves))
 
 
-def eight_bits(data: NDArray[np.uint8]) -> Blocks:
-    """Q6_K as Q8_0: dequantize_row_q6_K of ggml-quants.c says what the bits mean."""
-    rows = len(data)
-    low = data[:, :, :128].reshape(rows, -1, 2, 1, 2, 32)  # 256 numbers: two halves of four times 32
-    high = data[:, :, 128:192].reshape(rows, -1, 2, 1, 32)
-    fours = np.concatenate([low & 15, low >> 4], axis=3).reshape(rows, -1, 2, 4, 32)
-    twos = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    numbers = (fours | twos << 4).astype(np.int16) - 32
-    integers = data[:, :, 192:208].view(np.int8)  # a scale for each 16
-    scaled = numbers.reshape(rows, -1, 16, 16) * integers[..., None].astype(np.int16)
-    scaled = scaled.reshape(rows, -1, 8, 32)
-    largest = np.maximum(np.abs(scaled).max(axis=3, keepdims=True), 1).astype(np.float32)
-    eights = np.rint(scaled * (127 / largest)).astype(np.int8)
-    factors = data[:, :, 208:].view(np.float16)[..., None]
-    scales = (factors * largest / 127).astype(np.float16)
-    return Blocks("Q8_0", in_bytes(scales.reshape(rows, -1, 1), eights.reshape(rows, -1, 32)))
+def eight_bits(blocks: Blocks) -> Blocks:
+    """Round blocks to Q8_0, by float32 for some rows at a time: of a large matrix it would take gigabytes."""
+    parts = [
+        quantized(decoded(blocks._replace(data=blocks.data[first : first + ROWS])), "Q8_0").data
+        for first in range(0, len(blocks.data), ROWS)
+    ]
+    return Blocks("Q8_0", np.concatenate(parts))

@@ -107,13 +107,14 @@ class Weights:
     head: Matrix  # (vocab_size, dim) the same object as embed when tied
 
     @property
+    def arrays(self) -> list[Any]:
+        """All arrays and matrices; one that is embedding and head is one."""
+        arrays = {id(array): array for part in (self, *self.layers) for array in vars(part).values()}
+        return [array for array in arrays.values() if hasattr(array, "nbytes")]
+
+    @property
     def nbytes(self) -> int:
-        arrays = [self.embed, self.norm]
-        if self.head is not self.embed:
-            arrays.append(self.head)
-        for layer in self.layers:
-            arrays += [array for array in vars(layer).values() if array is not None]
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self.arrays)
 
 
 class Part(NamedTuple):

@@ -99,7 +99,7 @@ class FastOps(NumpyOps):
         self._small = SMALL
         load_tbb()
         self.get_ready()
-        self.about = f"Numba, {self._n_threads} threads, {about(panels_of(weights))}"
+        self.about = f"Numba, {self._n_threads} threads, {about(weights)}"
 
     @staticmethod
     def page_bytes(config: Config) -> int:
@@ -253,19 +253,12 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // WIDTH) * WIDTH
 
 
-def panels_of(weights: Weights) -> list[Panels]:
-    """The matrices; one that is embedding and head is one."""
-    arrays = {id(array): array for array in (weights.embed, weights.head)}
-    for layer in weights.layers:
-        arrays |= {id(array): array for array in vars(layer).values()}
-    return [array for array in arrays.values() if isinstance(array, Panels)]
-
-
-def about(panels: list[Panels]) -> str:
+def about(weights: Weights) -> str:
     """Say how large the weights are, and what products round."""
     sizes = Counter[str]()
-    for matrix in panels:
-        sizes[matrix.format] += matrix.nbytes
+    for matrix in weights.arrays:
+        if isinstance(matrix, Panels):
+            sizes[matrix.format] += matrix.nbytes
     formats = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.most_common())
     multiplied = ", multiplied in bfloat16" if "BF16" in sizes and FAST_BFLOAT16 else ""
     return f"{sum(sizes.values()) / 1e6:.0f} MB of weights ({formats}){multiplied}"

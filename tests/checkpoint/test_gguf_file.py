@@ -209,6 +209,7 @@ def test_headers_that_lie(folder: Path) -> None:
         (changed(data, end + 12, b"\0\0"),          "token_embd.weight has the sizes [128, 0]"),
         (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32 (128,); supported: F32, F16"),
         (changed(data, end + 20, b"\x63\0\0\0"),    "99 is not a valid GGMLQuantizationType"),
+        (changed(data, end + 24, b"\x20"),          "token_embd.weight is there twice, or does not lie"),
         (changed(data, end - 17, b"\n"),            "tensor '\\noken_embd.weight' has 2 dimensions"),
         (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "tensor blk.0.attn_v.weight is there twice"),
         (data.replace(b"qwen3.context_length", b"qwen3.rope.freq_base"), "freq_base' stands twice"),

@@ -13,7 +13,6 @@ few times what was seen:
 Not here: the fast kernels against NumPy (test_kernels.py), a real GPU (tests/gpu).
 """
 
-import re
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from helpers.device_models import (
     VARIED,
     by_steps,
     choices,
-    engine_of,
     ops_of,
     ops_on,
     page,
@@ -58,11 +56,9 @@ from helpers.device_ops import (
     wanted,
 )
 from helpers.emulator import Emulator
-from helpers.engines import QUESTIONS, alone, job, tiny
 from helpers.plain_ops import PlainOps
-from model import PAGE, Batch, NumpyOps, Span
+from model import PAGE, Batch, Span
 from sampling import NO_TOKEN, Context, Sampling, pick_token
-from scheduler import Sequence
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -95,22 +91,6 @@ def test_products(name: str, n: int) -> None:
         assert near(plain[op], expected, PRODUCTS[op])
 
 
-@pytest.mark.parametrize("n", [1, 31, 32, 33])
-def test_norm(n: int) -> None:
-    """`rms_norm` itself: `qkv` and others do without where there are no more than NORMED_ROWS."""
-    fast, plain = pair("grouped")
-    x, w = noise(n, fast.config.dim), plain.layer.attn_norm
-    for order in (None, np.arange(n, dtype=np.int32)[::-1].copy()):
-        which = [order if order is None else m.cuda._cp.asarray(order) for m in (fast, plain)]
-        arrays = {"w": fast.device_layer.attn_norm, "x": fast.put("x", x), "rows": which[0]}
-        fast.cuda._kernels.launch("rms_norm", (n,), arrays | {"y": fast.cuda._buffers["normed"]})
-        plain.put("x", x)
-        plain.cuda._norm(plain.batch(n), plain.device_layer.attn_norm, which[1])
-        got = plain.got("normed", n)
-        assert near(got, plain.numpy._rms_norm(x if order is None else x[order], w), STEP)
-        assert nearly_the_same(fast.got("normed", n), got, 1e-3)
-
-
 @pytest.mark.parametrize("name", sweep(CONFIGS, ["grouped", "window", "many-heads"]))
 def test_attend(name: str) -> None:
     """Queries that see one key, 31, 32, 33, and those of several pieces."""
@@ -123,32 +103,26 @@ def test_attend(name: str) -> None:
         assert attended_alike(attended(fast, n), got)
 
 
-@pytest.mark.parametrize("changes", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("changes", SAMPLINGS[::2], ids=str)
 def test_pick(changes: dict[str, Any]) -> None:
     fast, plain = pair("grouped")
-    raw = np.random.default_rng(7).normal(0, 3, (6, 1001)).astype(np.float32)
+    raw = np.random.default_rng(7).normal(0, 3, (3, 1001)).astype(np.float32)
     raw[1, :900] = -np.inf
     raw[2] *= 20
-    raw[5, 5:9] = raw[5].max() + 1  # equals, which NumPy lists in no order
-    contexts = [
-        Context(Sampling(**changes | {"seed": seed}), [3, 3, 500], [4, 17, 4][: seed % 4])
-        for seed in range(6)
-    ]
+    outputs: list[list[int]] = [[], [4], [4, 17, 4]]
+    contexts = [Context(Sampling(**changes | {"seed": n}), [3, 3, 500], outputs[n]) for n in range(3)]
     got = pick(plain, raw, contexts)
     assert all(map(same, got, pick(fast, raw, contexts)))
-    assert all(map(same, got[:5], map(pick_token, raw, contexts)))
+    assert all(map(same, got, map(pick_token, raw, contexts)))
 
 
 def test_pick_under_a_mask_and_from_no_numbers() -> None:
     plain = both("grouped", 0, ops=PlainOps)
     raw = np.random.default_rng(6).normal(0, 3, 1001).astype(np.float32)
-    mask = np.arange(1001) % 7 == 0
-    for temperature in (0.0, 1.0):
-        context = Context(Sampling(temperature=temperature), [], [], mask)
-        assert pick(plain, raw[None], [context])[0] == pick_token(raw, context)
-    for worst, allowed in ((np.nan, None), (np.inf, None), (0.0, np.zeros(1001, bool))):
-        raw[1000] = worst
-        assert pick(plain, raw[None], [Context(Sampling(), [], [], allowed)])[0].token_id == NO_TOKEN
+    context = Context(Sampling(), [], [], np.arange(1001) % 7 == 0)
+    assert pick(plain, raw[None], [context])[0] == pick_token(raw, context)
+    raw[1000] = np.nan
+    assert pick(plain, raw[None], [Context(Sampling(), [], [])])[0].token_id == NO_TOKEN
 
 
 @pytest.mark.parametrize("name", sweep(["many-heads", "large-head", *MIXTURES], ["many-heads", "mxfp4"]))
@@ -168,22 +142,6 @@ def test_every_op_is_plain() -> None:
     assert {name for name, _ in ops._plain_kernels._functions} == signatures(PLAIN_CODE.read_text()).keys()
 
 
-def test_plain_code_is_one_program() -> None:
-    """No preprocessor conditionals, nothing of kernels.cu: what stands in plain.cu is what is compiled."""
-    code = PLAIN_CODE.read_text(encoding="utf-8")
-    assert set(re.findall(r"^\s*#\s*(\w+)", code, re.MULTILINE)) == {"define", "include"}
-    assert re.findall("#include (.*)", code) == ["<cuda_bf16.h>"]
-
-
-def test_plain_kernels_are_not_launched_early() -> None:
-    """They do not wait for the kernel ahead; in a CUDA graph neither, where the fast ones do."""
-    ops, decode = ops_on(Emulator(), VARIED[0], PlainOps), [rows([3], 0)]
-    assert choices(ops, decode) == choices(ops, decode) == choices(ops, decode)
-    [graph] = ops._graphs.values()
-    assert graph
-    assert ops._cp.driver.n_launches == 2  # that was asked whether it can
-
-
 def test_the_emulator_refuses_an_early_launch_of_code_that_does_not_wait() -> None:
     cp, config = Emulator(), both("grouped", 0).config
     kernels = Kernels(cp, config, cp.driver, PLAIN_CODE, [ANY_SHAPE])
@@ -193,23 +151,6 @@ def test_the_emulator_refuses_an_early_launch_of_code_that_does_not_wait() -> No
     kernels.overlap = True
     with pytest.raises(AssertionError, match="launched early waits"):
         kernels.launch("silu_mul", (2,), arguments)
-
-
-def test_the_same_tokens_as_with_numpy() -> None:
-    """tests/models/tiny, greedy: answers, and a long prompt, which comes from the pages the second time."""
-    config, weights = tiny().config, tiny().weights
-    long = [token for question in QUESTIONS for token in job(question).prompt]
-    jobs = [job(question, 6) for question in QUESTIONS[2:4]]
-    jobs += [Sequence(long, 6, frozenset(), Sampling(temperature=0))] * 2
-    answers = []
-    for kind in (NumpyOps, PlainOps):
-        ops = kind(config, weights, 256, 16, 4, *([] if kind is NumpyOps else [Emulator()]))
-        with engine_of(ops) as engine:
-            answers.append([alone(engine, j).ids for j in jobs])
-            assert engine.counts()["cached_tokens"] == len(long) // PAGE * PAGE
-    assert answers[0] == answers[1]
-    assert answers[1][2] == answers[1][3]
-    assert len({tuple(ids) for ids in answers[1]}) == 3
 
 
 @pytest.mark.parametrize("name", sweep(VARIED, [VARIED[0], "gpt-oss"]))
