@@ -189,7 +189,7 @@ class Api:
     def _record_turn(self, status: int, seconds: float) -> None:
         """Count a turn of a WebSocket as the request that it is."""
         self.metrics.add("http_requests", 1, "/v1/responses", "WEBSOCKET", str(status))
-        self.metrics.observe("http_request_duration_seconds", seconds, "/v1/responses")
+        self.metrics.add("http_request_duration_seconds", seconds, "/v1/responses")
 
     async def _begin(
         self, parsing: Parsing, owner: str, recall: Recall | None = None, purpose: Purpose = "respond"

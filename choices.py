@@ -11,7 +11,7 @@ import time
 
 from channels import Accepted, Emit, Finish, Output, Usage
 from request.tool_calls import Restorer
-from service.metrics import Metrics
+from service.metrics import Metrics, Run
 from worker import Prompt
 
 log = logging.getLogger("choices")
@@ -24,7 +24,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
     refuses the request. If the task is cancelled, the worker's Finish is only counted: Registry._fill() of
     background.py ends the response.
     """
-    watch = metrics.run()
+    watch = Run(metrics)
     started_at = time.monotonic()
     restorer = Restorer(prompt.request.called)
     accepted = False

@@ -1,7 +1,7 @@
 """ASGI middleware around every endpoint: authentication, admission, errors, access log and metrics.
 
-    request --AccessLog--> CORSMiddleware --Guard: name, API key--> Starlette --Admitted: room--> endpoint
-    endpoint --reply, or an exception--> error body --AccessLog: x-request-id, log, metrics--> client
+    request --logged()--> CORSMiddleware --refusal(): name, key, site--> Starlette --Admitted--> endpoint
+    endpoint --reply, or an exception--> error body --logged(): x-request-id, log, metrics--> client
 
 Authority: https://platform.openai.com/docs/guides/error-codes; for pages of other sites
 https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7.4.
@@ -23,78 +23,72 @@ Not here: the endpoints, and which of them a client may hold open (api.py), how 
 
 import hashlib
 import hmac
-import ipaddress
 import logging
-import math
+import re
 import time
-from collections.abc import Mapping, Sequence, Set
-from urllib.parse import urlsplit
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
 
 from starlette.applications import Starlette
-from starlette.datastructures import QueryParams
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Match, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from api import Api, Endpoint
 from gateway.refused import Refused
 from request.ids import REQUEST_ID, new_id
-from request.query import STREAMED
+from request.query import wants_stream
 from request.refusals import MAX_SHOWN, BadInput, shown
-from request.room import Rooms, Visit
+from request.room import Rooms
 from service import webpage
 from service.metrics import CONTENT_TYPE, Metrics
 from streaming import error_response
 
 log = logging.getLogger("middleware")
 
-KEY_SUBPROTOCOL = "openai-insecure-api-key."
-LOCALHOST = "localhost"
-BETWEEN_SCRAPES_S = 0.25  # one takes the event loop for 5 ms
-WEBSOCKET_PATH = "/v1/responses"
 KEYLESS_PATHS = ("/", "/health", "/health/live")  # the page asks for a key itself
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before its reply began: only logged
 SWITCHING_PROTOCOLS = 101  # the status of a WebSocket that was accepted
-REPLIES = ("http.response.start", "websocket.accept", "websocket.http.response.start")
-METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")  # others are one label in the metrics
 
 # --- the application ----------------------------------------------------------------------------------------
 
 
-def make_app(
-    api: Api, keys: "Keys", rooms: Rooms, origins: Sequence[str] = (), hosts: Sequence[str] = ()
-) -> ASGIApp:
-    """The endpoints, with everything around them.
+def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set[str]) -> ASGIApp:
+    """Return the endpoints, with everything around them.
 
     `origins`: sites whose pages may call. `hosts`: names of this server, in lower case; "*": any.
     """
 
-    async def on_page(_: HttpRequest, __: Visit) -> Response:
+    async def page(_: HttpRequest) -> Response:
         return webpage.response()
 
-    rendered_at = -math.inf
-    metrics = b""
+    async def scrape(_: HttpRequest) -> Response:
+        return Response(api.metrics.render(), media_type=CONTENT_TYPE)
 
-    async def on_metrics(_: HttpRequest, __: Visit) -> Response:
-        nonlocal rendered_at, metrics
-        if time.monotonic() > rendered_at + BETWEEN_SCRAPES_S:
-            metrics = api.metrics.render()
-            rendered_at = time.monotonic()
-        return Response(metrics, media_type=CONTENT_TYPE)
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, unless it is refused; scope["owner"] is whose it is."""
+        headers = Headers(scope=scope)
+        scope["owner"] = keys.owner(headers)
+        app = refusal(scope, headers, keys, origins, hosts) or inner
+        await app(scope, receive, send)
 
-    endpoints = [Endpoint("GET", "/", on_page), Endpoint("GET", "/metrics", on_metrics), *api.endpoints()]
-    admitted = [Admitted(endpoint, rooms, {*origins}) for endpoint in endpoints]
-    kinds = (BadInput, Refused, HTTPException, RecursionError, ClientDisconnect, Exception)
-    inner = Starlette(
-        routes=[each.route() for each in admitted], exception_handlers=dict.fromkeys(kinds, on_error)
-    )
+    routes: list[BaseRoute] = [Route("/", page), Route("/metrics", scrape)]
+    for endpoint in api.endpoints():
+        admitted = Admitted(endpoint, rooms)
+        if endpoint.slow_part == "socket":
+            routes.append(WebSocketRoute(endpoint.path, admitted))
+        else:
+            routes.append(Route(endpoint.path, admitted, methods=[endpoint.method]))
+    kinds = (BadInput, HTTPException, ClientDisconnect, Exception)
+    inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error))
     inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
-    app: ASGIApp = Guard(inner, keys, hosts)
+    app: ASGIApp = guarded
     if origins:
         app = CORSMiddleware(
             app,
@@ -103,277 +97,179 @@ def make_app(
             allow_headers=["*"],
             expose_headers=("x-request-id", "retry-after"),
         )
-    return AccessLog(app, api.metrics, rooms.unanswered)
+    return logged(app, api.metrics, rooms.unanswered)
 
 
-# --- around every endpoint ----------------------------------------------------------------------------------
+def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
+    """Give each request its id, log and count its reply; `unanswered` is that of Rooms."""
 
-
-class AccessLog:
-    """The application as uvicorn calls it: gives each request its id, logs and counts its reply.
-
-    `unanswered` is that of Rooms.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._unanswered = unanswered
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         request_id = new_id("req")
         REQUEST_ID.set(request_id)  # in the log records of this task and those that it starts
+        unanswered.add(request_id)
         status = CLIENT_CLOSED_REQUEST
         started_at = time.perf_counter()
-        self._unanswered.add(request_id)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
-            if message["type"] in REPLIES:
-                self._unanswered.discard(request_id)
+            if "headers" in message:  # the start of a reply, or of a WebSocket
+                unanswered.discard(request_id)
                 status = message.get("status", SWITCHING_PROTOCOLS)
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await app(scope, receive, send_with_id)
         finally:
-            self._unanswered.discard(request_id)
-            self._record(scope, status, time.perf_counter() - started_at)
+            unanswered.discard(request_id)
+            seconds = time.perf_counter() - started_at
+            method = scope.get("method", "GET")  # a WebSocket has none
+            # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
+            handler = scope["route"].path if "route" in scope else "none"
+            metrics.add("http_requests", 1, handler, method, str(status))
+            if status != SWITCHING_PROTOCOLS:  # a connection is not a request: its turns are
+                metrics.add("http_request_duration_seconds", seconds, handler)
+            level = logging.DEBUG if scope["path"] in KEYLESS_PATHS else logging.INFO
+            fields = {"method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
+            log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
 
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
-        # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
-        endpoint = scope["endpoint"].path if "endpoint" in scope else "none"
-        method = scope.get("method", "GET")  # a WebSocket has none
-        if method not in METHODS:
-            method = "other"
-        self._metrics.add("http_requests", 1, endpoint, method, str(status))
-        if status != SWITCHING_PROTOCOLS:  # a connection is no request: its turns are
-            self._metrics.observe("http_request_duration_seconds", seconds, endpoint)
-        level = logging.INFO
-        if scope["path"] in KEYLESS_PATHS:
-            level = logging.DEBUG
-        path = scope["raw_path"].decode("ascii", "replace")
-        fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4)}
-        log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
+    return answer
 
 
-class Guard:
-    """Lets requests in that name this server, and have one of its keys: scope["owner"] is whose they are."""
-
-    def __init__(self, app: ASGIApp, keys: "Keys", hosts: Sequence[str]) -> None:
-        self._app = app
-        self._keys = keys
-        self._hosts = {LOCALHOST, *hosts}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        scope["owner"] = self._keys.owner(scope)
-        app = self._app
-        if self._keys.n_owners == 0 and not is_ours(headers.get(b"host"), self._hosts):
-            app = misdirected(headers[b"host"])
-        elif scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
-            app = unauthorized()
-        elif headers.get(b"upgrade", b"").lower() == b"websocket" and (
-            scope["type"] == "http" or scope["path"] != WEBSOCKET_PATH
-        ):
-            app = no_websocket()
-        await app(scope, receive, send)
-
-
+@dataclass
 class Admitted:
     """An endpoint, as Starlette calls it: while it runs, and is answered, it holds what it takes."""
 
-    def __init__(self, endpoint: Endpoint, rooms: Rooms, origins: Set[str]) -> None:
-        self.path = endpoint.path
-        self._endpoint = endpoint
-        self._rooms = rooms
-        self._origins = origins
-
-    def route(self) -> Route | WebSocketRoute:
-        if self._endpoint.slow_part == "socket":
-            return WebSocketRoute(self.path, self)
-        return Route(self.path, self, methods=[self._endpoint.method])
+    endpoint: Endpoint
+    rooms: Rooms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        rooms = self._rooms
-        slow_part = self._endpoint.slow_part
-        if slow_part == "stream" and QueryParams(scope["query_string"]).get("stream") not in STREAMED:
-            slow_part = "answer"
-        with rooms.visit(scope["owner"]) as visit:
-            match slow_part:
-                case "socket":
-                    if is_foreign(headers, self._origins):
-                        await foreign_page(headers[b"origin"])(scope, receive, send)
-                        return
-                    try:
-                        visit.hold(rooms.sockets, 1)
-                    except BadInput as refusal:  # before a handshake Starlette has no handlers of errors
-                        await refused(refusal)(scope, receive, send)
-                        return
-                    await self._endpoint.handler(WebSocket(scope, receive, send), visit)
-                    return
-                case "body" if is_without_preflight(headers, self._origins):
-                    await not_json()(scope, receive, send)
-                    return
-                case "stream" | "endless stream":
-                    visit.enter()
-                case "answer":
-                    visit.hold(rooms.answers, 1)
+        _, _, handler, slow_part = self.endpoint
+        with self.rooms.visit(scope["owner"]) as visit:
+            if slow_part == "socket":
+                visit.hold(self.rooms.sockets, 1)
+                await handler(WebSocket(scope, receive, send), visit)
+                return
             http = HttpRequest(scope, receive, send)
-            response = await self._endpoint.handler(http, visit)
+            match slow_part:
+                case "endless stream":
+                    visit.enter()
+                case "stream" if wants_stream(http.query_params):
+                    visit.enter()
+                case "stream" | "answer":
+                    visit.hold(self.rooms.answers, 1)
+            response = await handler(http, visit)
             assert response
             await response(scope, receive, send)
 
 
-def is_ours(host: bytes | None, names: Set[str]) -> bool:
-    """Whether a Host header names this server: rule 5."""
-    if host is None or "*" in names:  # HTTP/1.0 needs none, but no browser speaks it
-        return True
-    try:
-        name = urlsplit("//" + host.decode("latin-1")).hostname or ""
-        if name.rstrip(".") not in names:
-            ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+# --- who is let in ------------------------------------------------------------------------------------------
 
 
-def is_foreign(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
-    """Whether a browser has sent this for a page of a site that is neither ours nor one of these."""
-    origin = headers.get(b"origin", b"").decode("latin-1")
-    if not origin or origins & {origin, "*"}:
-        return False
-    return origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1")
-
-
-def is_without_preflight(headers: Mapping[bytes, bytes], origins: Set[str]) -> bool:
-    """Whether a browser may have sent this for such a page without asking first: rule 4."""
-    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    return content_type != b"application/json" and is_foreign(headers, origins)
-
-
-# --- authentication -----------------------------------------------------------------------------------------
+BEARER = re.compile(r"(?i:bearer)\s+(\S.*?)\s*")
+# A page cannot give a WebSocket a header: it offers the key as a subprotocol, as OpenAI's clients do.
+OFFERED_KEY = re.compile(r"\bopenai-insecure-api-key\.([^\s,]+)")
 
 
 class Keys:
-    """The API keys that are let in; where there are none everybody is."""
+    """The API keys that are let in; if there are none everyone is."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [digest(key.encode()) for key in keys]
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = {digest(key) for key in keys}
+        self.n_owners = len(self._digests)
 
-    @property
-    def n_owners(self) -> int:
-        return len({*self._digests})
-
-    def owner(self, scope: Scope) -> str | None:
-        """The digest of a request's key; "" where none is needed, None where it is wrong or absent."""
+    def owner(self, headers: Headers) -> str | None:
+        """Return the digest of a request's key; "" if none is needed, None if it is wrong or absent."""
         if not self._digests:
             return ""
-        key = key_of(scope)
+        offered = OFFERED_KEY.search(headers.get("sec-websocket-protocol", ""))
+        key = BEARER.fullmatch(headers.get("authorization", "")) or offered
         if not key:
             return None
-        owner = digest(key)
+        owner = digest(key[1])
         matches = [hmac.compare_digest(owner, each) for each in self._digests]  # with all of them: rule 2
         return owner if any(matches) else None
 
 
-def key_of(scope: Scope) -> bytes:
-    """The API key of a request; b"" for none.
-
-    A page cannot give a WebSocket a header: it offers the key as a subprotocol, as OpenAI's clients do.
-    """
-    for subprotocol in scope.get("subprotocols", ()):
-        if subprotocol.startswith(KEY_SUBPROTOCOL):
-            key: str = subprotocol.removeprefix(KEY_SUBPROTOCOL)
-            return key.encode()
-    scheme, _, bearer = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-    return bearer.strip() if scheme.lower() == b"bearer" else b""
+def digest(key: str) -> str:
+    return hashlib.sha256(f"llmref api key {key}".encode()).hexdigest()
 
 
-def digest(key: bytes) -> str:
-    return hashlib.sha256(b"llmref api key " + key).hexdigest()
+def refusal(
+    scope: Scope, headers: Headers, keys: Keys, origins: Set[str], hosts: Set[str]
+) -> Response | None:
+    """Return the answer to a request that no endpoint is to see; None lets it in."""
+    host = headers.get("host")
+    if keys.n_owners == 0 and not is_ours(host, hosts):
+        message = (
+            f"This server has no API keys, and answers only where it is called by its address or a name that "
+            f"it knows, not by {shown(host)}: start it with --allowed-host NAME, or with --api-key KEY."
+        )
+        return error_response(421, message, None, "host_not_allowed")
+    if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
+        message = "Incorrect or missing API key: send 'Authorization: Bearer KEY'."
+        response = error_response(401, message, None, "invalid_api_key")
+        response.headers["WWW-Authenticate"] = "Bearer"  # "MUST send": RFC 9110, section 15.5.2
+        return response
+    is_socket = scope["type"] == "websocket" and scope["path"] == "/v1/responses"
+    if headers.get("upgrade", "").lower() == "websocket" and not is_socket:
+        # Codex tries a WebSocket first, and takes this status alone for "use HTTP": openai/codex#43353.
+        message = (
+            "There is no WebSocket here: expected its handshake (RFC 6455, section 4.1) as GET "
+            "/v1/responses, or POST /v1/responses, with stream=true for events."
+        )
+        response = error_response(426, message, None, "unsupported_protocol")
+        response.headers.update({"Upgrade": "HTTP/1.1", "Connection": "Upgrade"})  # section 15.5.22
+        return response
+    origin = headers.get("origin", "")
+    if not origin or origin.partition("://")[2] == host or origins & {origin, "*"}:
+        return None
+    # A browser has sent this for a page of another site.
+    if is_socket:
+        expected = "Expected a page of this server, or of a site that --cors-origin names"
+        return error_response(403, f"{expected}, got one of {shown(origin)}.", None, "origin_not_allowed")
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    if has_body and content_type != "application/json":
+        expected = "Expected 'Content-Type: application/json' from a page of a site"
+        message = f"{expected} that --cors-origin does not name."
+        return error_response(415, message, None, "unsupported_content_type")
+    return None
 
 
-# --- what errors and refusals look like ---------------------------------------------------------------------
+def is_ours(host: str | None, names: Set[str]) -> bool:
+    """Return whether a Host header names this server, or is an address: rule 5."""
+    if host is None or "*" in names:  # HTTP/1.0 needs none, but no browser speaks it
+        return True
+    name = re.sub(r":\d*$", "", host).rstrip(".").lower()
+    return name in names or re.fullmatch(r"[\d.]+|\[[\da-f:.]+\]", name) is not None
 
 
-def refused(error: BadInput) -> Response:
-    return error_response(error.status, error.message, error.param, error.code or None)
+# --- errors -------------------------------------------------------------------------------------------------
 
 
 async def on_error(http: HttpRequest, error: Exception) -> Response:
     """Answer with an error object, whatever was raised."""
     match error:
-        case Refused():  # a BadInput too
-            response = refused(error)
-            if error.retry_after:
+        case BadInput():
+            response = error_response(error.status, error.message, error.param, error.code or None)
+            if isinstance(error, Refused) and error.retry_after:
                 response.headers["Retry-After"] = error.retry_after
             return response
-        case BadInput():
-            return refused(error)
-        case HTTPException(status_code=404):
-            paths = dict.fromkeys(route.path for route in http.app.routes if route.path.startswith("/v1/"))
-            there_is = f"; there is {', '.join(paths)}"
-            return error_response(404, what_is_wrong(http, error) + there_is, code="unknown_url")
         case HTTPException():
-            response = error_response(
-                error.status_code, what_is_wrong(http, error), code="method_not_allowed"
-            )
+            message = f"{error.detail}: {http.method} {http.url.path[:MAX_SHOWN]}"
+            routes = http.app.routes
+            if error.status_code == 404:
+                paths = dict.fromkeys(route.path for route in routes if route.path.startswith("/v1/"))
+                message = f"{message}; there is {', '.join(paths)}"
+                return error_response(404, message, None, "unknown_url")
+            response = error_response(error.status_code, message, None, "method_not_allowed")
             # Of all routes with this path, while Starlette names the first one's: RFC 9110, section 15.5.6.
-            routes = [route for route in http.app.routes if route.matches(http.scope)[0] is Match.PARTIAL]
-            methods = {method for route in routes for method in route.methods}
-            response.headers["Allow"] = ", ".join(sorted(methods))
+            allowed = [route.methods for route in routes if route.matches(http.scope)[0] is Match.PARTIAL]
+            response.headers["Allow"] = ", ".join(sorted(set().union(*allowed)))
             return response
-        case RecursionError():
-            return error_response(400, "The body is nested too deeply.", code="invalid_json")
         case ClientDisconnect():
             return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left
         case _:
             message = f"{type(error).__name__} in the server; its log has the details."
-            return error_response(500, message, code="server_error")
-
-
-def what_is_wrong(http: HttpRequest, error: HTTPException) -> str:
-    return f"{error.detail}: {http.method} {http.url.path[:MAX_SHOWN]}"
-
-
-def unauthorized() -> Response:
-    message = "Incorrect or missing API key: send 'Authorization: Bearer KEY'."
-    response = error_response(401, message, None, "invalid_api_key")
-    response.headers["WWW-Authenticate"] = "Bearer"  # "MUST send": RFC 9110, section 15.5.2
-    return response
-
-
-def misdirected(host: bytes) -> Response:
-    name = shown(host.decode("latin-1"))
-    message = (
-        f"This server has no API keys, and answers only where it is called by its address or a name that it "
-        f"knows, not by {name}: start it with --allowed-host NAME, or with --api-key KEY."
-    )
-    return error_response(421, message, None, "host_not_allowed")
-
-
-def no_websocket() -> Response:
-    """Codex tries a WebSocket first, and takes this status alone for "use HTTP": openai/codex#43353."""
-    message = (
-        "There is no WebSocket here: expected its handshake (RFC 6455, section 4.1) as GET /v1/responses, or "
-        "POST /v1/responses, with stream=true for events."
-    )
-    response = error_response(426, message, None, "unsupported_protocol")
-    response.headers.update({"Upgrade": "HTTP/1.1", "Connection": "Upgrade"})  # RFC 9110, section 15.5.22
-    return response
-
-
-def foreign_page(origin: bytes) -> Response:
-    site = shown(origin.decode("latin-1"))
-    message = f"Expected a page of this server, or of a site that --cors-origin names, got one of {site}."
-    return error_response(403, message, None, "origin_not_allowed")
-
-
-def not_json() -> Response:
-    message = (
-        "Expected 'Content-Type: application/json' from a page of a site that --cors-origin does not name."
-    )
-    return error_response(415, message, None, "unsupported_content_type")
+            return error_response(500, message, None, "server_error")

@@ -8,6 +8,8 @@ It chooses the ops (the kernels of a GPU, Numba or NumPy) and the size of the pa
 Rules of this file:
 1. What cannot work is said before the weights are read, and names the option to change.
 2. The fastest ops that are installed compute; the log says which, and what would be faster.
+3. The operator chose the model: a file of its own that never ends, or a chat template without an end, hangs
+   the start.
 
 Not here: the options themselves (options.py), obtaining the files (checkpoint/hub.py), reading them
 (checkpoint/).
@@ -15,14 +17,11 @@ Not here: the options themselves (options.py), obtaining the files (checkpoint/h
 
 import argparse
 import logging
-import os
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from threadpoolctl import threadpool_info
 
 from checkpoint.config import Config, UnsupportedModel, read_config
 from checkpoint.weights import n_params, read_weights
@@ -32,21 +31,12 @@ from engine import Engine, ModelRunner
 from model import PAGE, NumpyOps
 from request import params
 from request.template import ChatTemplate
-from service.template_check import check_template
 from tokenizer import Tokenizer
 from worker import LocalWorker
 
 log = logging.getLogger("loading")
 
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-TEXT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "chat_template.jinja",
-)
-MAX_TEXT_BYTES = 2**28  # the largest tokenizer.json so far, Gemma 3's, has 33 MB
 MAX_ROPE_BYTES = 2**29  # a million positions of heads of 128; making the table takes three times as much
 ROPE_DIM_BYTES = 4  # a position: a complex64 for two dimensions of a head
 
@@ -65,13 +55,14 @@ def device(option: str) -> str:
 
 def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     """The worker over a model; `args.device` is cpu or cuda. Raises what the readers of the files raise."""
-    check_files(directory)
     config = read_config(directory)
     max_seq_len = context_length(config, args.max_model_len)
     defaults = generation_defaults(config.generation)
     vocabulary = directory / "tokenizer.json"
-    check_template(directory)
-    template = ChatTemplate.load(directory)
+    try:
+        template = ChatTemplate.load(directory)
+    except (TypeError, KeyError, RecursionError) as error:
+        raise UnsupportedModel(f"the chat template in {directory} cannot be read: {error!r}") from error
     tokenizer = Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     ops_class = ops_of(args.device)
@@ -90,16 +81,6 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     return LocalWorker(
         engine, tokenizer, template, grammars, args.dialect, names, defaults, args.max_output_tokens
     )
-
-
-def check_files(directory: Path) -> None:
-    """Check what the files of texts are before one is opened: reading a pipe or a device might never end."""
-    for name in TEXT_FILES:
-        path = directory / name
-        if path.exists() and not path.is_file():
-            raise UnsupportedModel(f"{path} is no file that can be read to its end")
-        if path.exists() and path.stat().st_size > MAX_TEXT_BYTES:
-            raise UnsupportedModel(f"{path} has {path.stat().st_size} bytes; supported: {MAX_TEXT_BYTES}")
 
 
 def context_length(config: Config, option: int | None) -> int:
@@ -183,21 +164,15 @@ def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | Non
 
 
 def free_memory() -> int:
-    """Free memory in bytes: what Linux says is available, in this container too; elsewhere all memory."""
-    free = 4 * 2**30
-    if hasattr(os, "sysconf"):
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = re.search(r"MemAvailable: +(\d+) kB", text_of(Path("/proc/meminfo")))
-    if available:
-        free = int(available[1]) * 1024
-    container_limit = text_of(Path("/sys/fs/cgroup/memory.max")).strip()  # "max" where there is none
-    if container_limit.isdigit():
-        free = min(free, int(container_limit))
-    return free
+    """Return the free memory in bytes: what Linux says is available, also in a container; elsewhere 4 GiB."""
+    available = re.findall(r"MemAvailable: +(\d+) kB", text_of(Path("/proc/meminfo")))
+    container_limit = re.findall(r"\d+", text_of(Path("/sys/fs/cgroup/memory.max")))  # "max" if there is none
+    limits = [int(kb) * 1024 for kb in available] + [int(n_bytes) for n_bytes in container_limit]
+    return min(limits, default=4 * 2**30)
 
 
 def text_of(path: Path) -> str:
-    """The text of a file, "" where there is none."""
+    """Return the text of a file, "" if there is none."""
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
@@ -205,24 +180,20 @@ def text_of(path: Path) -> str:
 
 
 def facts(args: argparse.Namespace, worker: LocalWorker) -> dict[str, str]:
-    config = worker.engine.config
-    blas = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
-    n_threads = max(blas, default=1)
+    engine = worker.engine
+    config = engine.config
     return {
         "model": f"{worker.names[0]} ({config.model_type}), {n_params(config) / 1e6:.1f} M parameters",
-        "context": f"{worker.engine.max_seq_len} tokens",
-        **memory_facts(args.device, config, worker.engine.counts()["pages"]),
+        "context": f"{engine.max_seq_len} tokens",
+        "memory": about_memory(ops_of(args.device), config, engine.counts()["pages"]),
         "dialect": worker.dialect,
-        "device": f"{args.device}: {worker.engine.about}; {n_threads} BLAS threads",
+        "device": f"{args.device}: {engine.about}",
     }
 
 
-def memory_facts(device: str, config: Config, n_pages: int) -> dict[str, str]:
-    """The memory of the KV cache: a page takes what the ops say, which pad heads on a GPU."""
-    ops = ops_of(device)
-    page_bytes = ops.page_bytes(config)
+def about_memory(ops_class: Any, config: Config, n_pages: int) -> str:
+    """Say what the KV cache takes: a page takes what the ops say, which pad heads on a GPU."""
+    page_bytes = ops_class.page_bytes(config)
     token_kb = page_bytes / PAGE / 1e3
-    return {
-        "memory": f"{token_kb:.0f} kB a token of context, keys and values in {ops.kv_dtype}",
-        "pages": f"{n_pages} of {PAGE} tokens, at most {n_pages * page_bytes / 1e6:.0f} MB",
-    }
+    pages = f"{n_pages} pages of {PAGE} tokens, at most {n_pages * page_bytes / 1e6:.0f} MB"
+    return f"{token_kb:.0f} kB a token of context, keys and values in {ops_class.kv_dtype}; {pages}"

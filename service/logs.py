@@ -4,8 +4,8 @@
 
 Rules of this file:
 1. A record is one line of text, whatever a client wrote into it, and any number of lines of traceback, all
-   without control characters; as JSON it is one line with all of it.
-2. The id is the one in the reply's x-request-id header; what runs on behind a request keeps its id.
+   without control characters. As JSON it is one line with all of it.
+2. The id is the one in the reply's x-request-id header. What goes on running after the reply keeps its id.
 
 Not here: who logs what.
 """
@@ -13,9 +13,7 @@ Not here: who logs what.
 import json
 import logging
 import math
-import re
 import time
-import traceback
 from collections.abc import Hashable
 from typing import Any
 
@@ -24,24 +22,20 @@ from request.ids import REQUEST_ID
 INTERVAL_S = 60  # in which Rarely tells nothing twice
 MAX_REMEMBERED = 1000  # things that Rarely has told
 
-CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what moves a terminal's cursor, or starts a line
-
-
-def escaped(text: str) -> str:
-    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+# The escapes of what moves a terminal's cursor, or starts a line: "\n" becomes a backslash and an n.
+CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]
+ESCAPES = {code: repr(chr(code))[1:-1] for code in CONTROLS}
 
 
 class TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        head = f"{self.formatTime(record)} {record.levelname} {record.name}"
         request_id = REQUEST_ID.get()
-        if request_id:
-            head += f" [{request_id}]"
-        return f"{head}: {escaped(record.message)}"
+        about = f" [{request_id}]" if request_id else ""
+        head = f"{self.formatTime(record)} {record.levelname} {record.name}{about}"
+        return f"{head}: {record.message}".translate(ESCAPES)
 
     def formatException(self, ei: Any) -> str:
-        lines = super().formatException(ei).split("\n")
-        return "\n".join(map(escaped, lines))
+        return super().formatException(ei).translate(ESCAPES | {ord("\n"): "\n"})
 
 
 class JsonLines(logging.Formatter):
@@ -54,16 +48,12 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
         }
         if record.exc_info:
-            line["exception"] = "".join(traceback.format_exception(*record.exc_info))
+            line["exception"] = self.formatException(record.exc_info)
         fields = getattr(record, "fields", {})  # members of their own: log.info(..., extra={"fields": {...}})
         return json.dumps(line | fields)
 
 
-# Libraries that log too much, and from which level on they are heard. uvicorn's warnings are of requests that
-# connections.py and middleware.py refuse, and log with their ids.
-LIBRARIES = {"uvicorn.error": logging.ERROR, "httpx2": logging.WARNING}
-
-FORMATS: dict[str, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
+FORMATS = {"text": TextLines, "json": JsonLines}
 
 
 def start(level: str, log_format: str) -> None:
@@ -71,8 +61,9 @@ def start(level: str, log_format: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(FORMATS[log_format]())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    for library, library_level in LIBRARIES.items():
-        logging.getLogger(library).setLevel(library_level)
+    # Its warnings are of requests that connections.py and middleware.py refuse, and log with their ids.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request to an upstream
 
 
 class Rarely:
@@ -83,9 +74,9 @@ class Rarely:
 
     def __call__(self, thing: Hashable) -> bool:
         now = time.monotonic()
-        is_news = now - self._told_at.get(thing, -math.inf) > INTERVAL_S
-        if is_news:
-            if len(self._told_at) >= MAX_REMEMBERED:  # then some are told again too early
-                self._told_at.clear()
-            self._told_at[thing] = now
-        return is_news
+        if now - self._told_at.get(thing, -math.inf) <= INTERVAL_S:
+            return False
+        if len(self._told_at) >= MAX_REMEMBERED:
+            self._told_at.clear()  # then some are told again too early
+        self._told_at[thing] = now
+        return True

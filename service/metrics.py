@@ -15,8 +15,10 @@ Rules of this file:
 3. Labels have few values, all ours: a route's template, never a path; nothing that a client has written.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +36,7 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "llmref:"
+BETWEEN_SCRAPES_S = 0.25  # one takes the event loop for 5 ms
 MODEL = "model_name"  # the label that all metrics have, with one value: vLLM's dashboards choose by it
 
 # Histograms of seconds, from a token of a small model on a fast GPU to a long answer of a large one on a slow
@@ -41,34 +44,32 @@ MODEL = "model_name"  # the label that all metrics have, with one value: vLLM's 
 SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)  # fmt: skip
 Seconds = partial(Histogram, buckets=SECONDS)
 Tokens = partial(Histogram, buckets=[n * 10**digits for digits in range(6) for n in (1, 2, 5)])
-REASON = ("finished_reason",)
-ROUTE = ("handler",)
-HTTP = ("handler", "method", "status")
 
 ReadCounts = Callable[[], Mapping[str, float]]
 
 # fmt: off
 # Metrics that change when something happens: Prometheus's direct instrumentation.
-#  name after the prefix                     kind     help                                     labels
-METRICS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "prompt_tokens":                         (Counter, "Tokens of prompts.",                    ()),
-    "generation_tokens":                     (Counter, "Tokens generated, in aborted runs too.", ()),
-    "prefix_cache_queries":                  (Counter, "Tokens of prompts looked for in it.",   ()),
-    "prefix_cache_hits":                     (Counter, "Tokens of prompts found in it.",        ()),
-    "request_success":                       (Counter, "Runs that have ended, and how.",        REASON),
-    "http_requests":                         (Counter, "Requests answered.",                    HTTP),
-    "time_to_first_token_seconds":           (Seconds, "To a run's first piece.",               ()),
-    "request_time_per_output_token_seconds": (Seconds, "Of a run, after its first piece.",      ()),
-    "e2e_request_latency_seconds":           (Seconds, "To a run's end.",                       ()),
-    "request_prompt_tokens":                 (Tokens,  "Tokens of a prompt.",                   ()),
-    "request_generation_tokens":             (Tokens,  "Tokens generated in a run.",            ()),
-    "http_request_duration_seconds":         (Seconds, "From head to last byte.",               ROUTE),
+#  name after the prefix                     kind     help, labels
+METRICS: dict[str, tuple[Any, ...]] = {
+    "prompt_tokens":                         (Counter, "Tokens of prompts."),
+    "generation_tokens":                     (Counter, "Tokens generated, in aborted runs too."),
+    "prefix_cache_queries":                  (Counter, "Tokens of prompts looked for in it."),
+    "prefix_cache_hits":                     (Counter, "Tokens of prompts found in it."),
+    "request_success":                       (Counter, "Runs that have ended, and how.", "finished_reason"),
+    "http_requests":                         (Counter, "Requests answered.", "handler", "method", "status"),
+    "time_to_first_token_seconds":           (Seconds, "To a run's first piece."),
+    "request_time_per_output_token_seconds": (Seconds, "Of a run, after its first piece."),
+    "e2e_request_latency_seconds":           (Seconds, "To a run's end."),
+    "request_prompt_tokens":                 (Tokens,  "Tokens of a prompt."),
+    "request_generation_tokens":             (Tokens,  "Tokens generated in a run."),
+    "http_request_duration_seconds":         (Seconds, "From head to last byte.", "handler"),
 }
 
 Gauge, Total = GaugeMetricFamily, CounterMetricFamily
-# Metrics that are read from the worker's counts at a scrape: Prometheus's custom collector.
-#  name after the prefix              kind   help                               count; absent: left out
-READINGS = {
+# Metrics that are read from these counts at a scrape: Prometheus's custom collector. A count that is absent
+# is left out.
+#  name after the prefix              kind   help                               count, label
+READINGS: dict[str, tuple[Any, ...]] = {
     "num_requests_running":            (Gauge, "Sequences that run.",            "running"),
     "num_requests_waiting":            (Gauge, "Sequences that wait to run.",    "waiting"),
     "kv_cache_usage_perc":             (Gauge, "Share of the KV cache in use.",  "used_share"),
@@ -82,73 +83,62 @@ READINGS = {
     "relayed_requests_left":           (Total, "Requests whose client has left.", "relayed_disconnect"),
     "relayed_tokens":                  (Total, "Tokens weighed by their cost.",  "relayed_total"),
     "relayed_cost":                    (Total, "Cost in units of the price.",    "relayed_cost"),
-}
-
-#  Finish.reason      vLLM's finished_reason
-REASONS = {
-    "stop":           "stop",
-    "length":         "length",
-    "failed":         "error",
-    "cancelled":      "abort",
-    "content_filter": "content_filter",
+    "background_responses":            (Gauge, "Background responses that run.", "live", "status"),
+    "background_responses_ended":      (Total, "Those that have ended.",         "ended", "status"),
 }
 # fmt: on
+# vLLM's finished_reason, if it is not our Finish.reason.
+REASONS = {"failed": "error", "cancelled": "abort"}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which is never read
 
 
+@dataclass(eq=False)
 class Metrics(Collector):
-    """All metrics of a server.
+    """All metrics of a server."""
 
-    `worker` reads the counts of its workers; `live` and `ended` read how many background responses there
-    are, by status.
-    """
+    model: str
+    worker: ReadCounts  # the counts of the workers
+    live: ReadCounts  # how many background responses there are, by status
+    ended: ReadCounts  # and how many have ended
 
-    def __init__(self, model: str, worker: ReadCounts, live: ReadCounts, ended: ReadCounts) -> None:
-        self._model = model
-        self._worker = worker
-        self._live = live
-        self._ended = ended
+    def __post_init__(self) -> None:
         self._registry = CollectorRegistry()
         self._metrics = {
             name: kind(PREFIX + name, about, (MODEL, *labels), registry=self._registry)
-            for name, (kind, about, labels) in METRICS.items()
+            for name, (kind, about, *labels) in METRICS.items()
         }
         self._registry.register(self)  # its readings: collect()
+        self._rendered_at = -math.inf
+        self._rendered = b""
         ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds, ...
 
-    def add(self, name: str, n: float, *labels: str) -> None:
-        self._metrics[name].labels(self._model, *labels).inc(n)
-
-    def observe(self, name: str, value: float, *labels: str) -> None:
-        self._metrics[name].labels(self._model, *labels).observe(value)
-
-    def run(self) -> "Run":
-        return Run(self)
+    def add(self, name: str, value: float, *labels: str) -> None:
+        """Add to a counter, or add a value to a histogram."""
+        metric = self._metrics[name].labels(self.model, *labels)
+        record = metric.inc if isinstance(metric, Counter) else metric.observe
+        record(value)
 
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        """Return the text of /metrics: the last one, if it was made BETWEEN_SCRAPES_S ago or less."""
+        now = time.monotonic()
+        if now > self._rendered_at + BETWEEN_SCRAPES_S:
+            self._rendered_at = now
+            self._rendered = generate_latest(self._registry)
+        return self._rendered
 
     def collect(self) -> Iterable[Metric]:
         """Yield the readings, at a scrape."""
-        counts = dict(self._worker())
+        counts: dict[str, Any] = {**self.worker(), "live": self.live(), "ended": self.ended()}
         if "pages" in counts:
             counts["used_share"] = 1 - counts["free_pages"] / max(counts["pages"], 1)
-        for name, (kind, about, count) in READINGS.items():
+        for name, (kind, about, count, *labels) in READINGS.items():
             if count in counts:
-                metric = kind(PREFIX + name, about, labels=[MODEL])
-                metric.add_metric([self._model], counts[count])
-                yield metric
-        live = GaugeMetricFamily(
-            f"{PREFIX}background_responses", "Background responses that run.", labels=[MODEL, "status"]
-        )
-        ended = CounterMetricFamily(
-            f"{PREFIX}background_responses_ended", "Those that have ended.", labels=[MODEL, "status"]
-        )
-        for family, by_status in ((live, self._live()), (ended, self._ended())):
-            for status, n in by_status.items():
-                family.add_metric([self._model, status], n)
-            yield family
+                family = kind(PREFIX + name, about, labels=[MODEL, *labels])
+                by_label = counts[count] if labels else {"": counts[count]}
+                for label, value in by_label.items():
+                    family.add_metric([self.model, label], value)
+                yield family
 
 
 class Run:
@@ -164,20 +154,23 @@ class Run:
         if self._first_output_at is None:
             self._first_output_at = time.perf_counter()
             seconds = self._first_output_at - self._started_at
-            self._metrics.observe("time_to_first_token_seconds", seconds)
+            self._metrics.add("time_to_first_token_seconds", seconds)
 
     def end(self, reason: str, n_prompt: int, n_cached: int, n_generated: int) -> None:
         """Note that the run has ended; a count that is not known is 0."""
         ended_at = time.perf_counter()
-        metrics = self._metrics
-        metrics.add("request_success", 1, REASONS[reason])
-        metrics.add("prompt_tokens", n_prompt)
-        metrics.add("generation_tokens", n_generated)
-        metrics.add("prefix_cache_queries", n_prompt)
-        metrics.add("prefix_cache_hits", n_cached)
-        metrics.observe("request_prompt_tokens", n_prompt)
-        metrics.observe("request_generation_tokens", n_generated)
-        metrics.observe("e2e_request_latency_seconds", ended_at - self._started_at)
+        values = {
+            "prompt_tokens": n_prompt,
+            "generation_tokens": n_generated,
+            "prefix_cache_queries": n_prompt,
+            "prefix_cache_hits": n_cached,
+            "request_prompt_tokens": n_prompt,
+            "request_generation_tokens": n_generated,
+            "e2e_request_latency_seconds": ended_at - self._started_at,
+        }
         if self._first_output_at is not None and n_generated > 1:
             seconds = (ended_at - self._first_output_at) / (n_generated - 1)
-            metrics.observe("request_time_per_output_token_seconds", seconds)
+            values["request_time_per_output_token_seconds"] = seconds
+        for name, value in values.items():
+            self._metrics.add(name, value)
+        self._metrics.add("request_success", 1, REASONS.get(reason, reason))

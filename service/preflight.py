@@ -4,8 +4,9 @@
 
 Rules of this file:
 1. It imports the standard library alone, and an old Python can read it: its line is for one.
-2. Ctrl-C ends the process without a traceback, also while modules are imported, which takes a second.
-   So what takes time to import is imported when the handler is set.
+2. Ctrl-C ends the process at once and without a traceback until the server answers requests: while modules
+   are imported, and while a model is loaded. A library that calls Python back may swallow an exception
+   raised here, as llvmlite does. Nothing is lost: the store survives worse.
 """
 
 import os
@@ -18,19 +19,16 @@ PYPROJECT = os.path.join(os.path.dirname(__file__), os.pardir, "pyproject.toml")
 
 
 def check() -> None:
-    """End the process if the server's modules cannot be imported, or if Ctrl-C comes before main() runs."""
+    """End the process if the server's modules cannot be imported, or if Ctrl-C comes before serve() runs."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    problem = old_python() or missing_packages()
+    if sys.version_info < OLDEST_PYTHON:
+        expected, got = (".".join(map(str, version[:2])) for version in (OLDEST_PYTHON, sys.version_info))
+        problem = f"expected Python {expected} or later, got {got}: install it, and start the server with it"
+    else:
+        problem = missing_packages()
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-
-
-def old_python() -> str:
-    if sys.version_info >= OLDEST_PYTHON:
-        return ""
-    expected, got = (".".join(map(str, version[:2])) for version in (OLDEST_PYTHON, sys.version_info))
-    return f"expected Python {expected} or later, got {got}: install it, and start the server with it"
 
 
 def missing_packages() -> str:
@@ -40,7 +38,7 @@ def missing_packages() -> str:
 
     with open(PYPROJECT, "rb") as file:
         dependencies = tomllib.load(file)["project"]["dependencies"]
-    missing: list[str] = []
+    missing = []
     for dependency in dependencies:
         name = re.split(r"[^\w-]", dependency)[0]
         try:

@@ -29,9 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 import server
 import walkthrough
+from checkpoint import hub
 from middleware import Keys
-from service import options
+from service import loading, options
 from service.connections import EventLoop, bind
+from store import Retention, Store
 
 BEGIN = "<!-- made by `python tests/reading_list.py --write` -->\n```text\n"
 END = "```\n<!-- end of the reading list -->"
@@ -77,7 +79,8 @@ def traced() -> set[CodeType]:
     listener = bind(args.host, args.port)
     threading.setprofile(tracer)
     sys.setprofile(tracer)
-    local, store = server.local_worker(args), server.open_store(args)
+    local = loading.load(hub.find(args.model, args.revision), args)
+    store = Store(args.store, Retention())
     threading.Thread(target=ask, args=(listener.getsockname()[1], tracer)).start()
     what_it_prints = contextlib.redirect_stdout(sys.stderr)
     with what_it_prints, asyncio.Runner(loop_factory=EventLoop) as runner:

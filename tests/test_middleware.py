@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import re
 import signal
 import socket
 import struct
-import subprocess
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
@@ -18,6 +16,7 @@ import httpx2 as httpx
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
@@ -25,8 +24,8 @@ from uvicorn.server import ServerState
 from api import Api, Parsing, read_request
 from background import Registry
 from helpers.faulty_server import SLOW
-from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
-from middleware import Keys
+from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
+from middleware import Keys, refusal
 from request import body, messages, params
 from request.ids import new_id
 from request.room import MAX_BODY_BYTES, N_PARSED, Rooms, Visit
@@ -125,12 +124,12 @@ def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
 def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("mine\n\n yours \n")
     flags = ("--store", str(tmp_path / "store.db"), "--api-key-file", str(tmp_path / "keys"))
-    with serve(*flags) as server:
+    with serve(*flags, script=FAULTY) as server:
         id_ = server.post(RESPONSES, HI, **MINE).json["id"]
         server.interrupt(signal.SIGTERM)
         assert server.exit_status() == 0
     assert b"mine" not in (tmp_path / "store.db").read_bytes()
-    with serve(*flags) as server:
+    with serve(*flags, script=FAULTY) as server:
         assert server.get(f"{RESPONSES}/{id_}", **MINE).json["id"] == id_
         error(server.get(f"{RESPONSES}/{id_}", **YOURS), 404)
         error(server.get(f"{RESPONSES}/{id_}"), 401)
@@ -138,77 +137,47 @@ def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
 
 # --- keys ---------------------------------------------------------------------------------------------------
 
+# fmt: off
+#  Authorization          Sec-WebSocket-Protocol                         whose key it is
+OWNERS = [
+    ("Bearer mine",       None,                                          "mine"),
+    ("bearer  yours ",    None,                                          "yours"),
+    (None,                "realtime, openai-insecure-api-key.mine, x",   "mine"),
+    ("Bearer min",        None,                                          None),
+    ("Bearer mine2",      None,                                          None),
+    ("Basic mine",        None,                                          None),
+    ("mine",              None,                                          None),
+    ("\xff",              None,                                          None),
+    (None,                "openai-insecure-api-key.min",                 None),
+]
+# fmt: on
 
-@pytest.mark.parametrize("path", ["/metrics", "/v1/models", "/v1/responses/resp_1", "/docs"])
-@pytest.mark.parametrize(
-    "sent", [b"", b"Bearer ", b"Bearer min", b"Bearer mine2", b"Basic mine", b"mine", b"\xff"]
-)
-def test_what_needs_a_key(path: str, sent: bytes) -> None:
-    scope = {"type": "http", "path": path, "headers": [(b"authorization", sent)] if sent else []}
-    assert Keys(["mine", "yours"]).owner(scope) is None
-    assert Keys([]).owner(scope) == ""
+
+def owner(keys: list[str], authorization: str | None, protocol: str | None = None) -> str | None:
+    sent = {"authorization": authorization, "sec-websocket-protocol": protocol}
+    return Keys(keys).owner(Headers({name: value for name, value in sent.items() if value is not None}))
 
 
-@pytest.mark.parametrize("sent", [None, b"", b"Bearer", b"Bearer ", b"bearer  \t", b"Basic "])
-def test_no_key_is_no_key(sent: bytes | None) -> None:
+@pytest.mark.parametrize(("authorization", "protocol", "whose"), OWNERS)
+def test_whose_a_key_is(authorization: str | None, protocol: str | None, whose: str | None) -> None:
+    expected = whose and owner([whose], f"Bearer {whose}")
+    assert owner(["mine", "yours"], authorization, protocol) == expected
+    assert owner([], authorization, protocol) == ""
+
+
+@pytest.mark.parametrize("sent", [None, "", "Bearer", "Bearer ", "bearer  \t", "Basic "])
+def test_no_key_is_no_key(sent: str | None) -> None:
     """Bug: a request without a key had the digest of an empty one, and `--api-key=` opened the server."""
-    headers = [] if sent is None else [(b"authorization", sent)]
-    assert Keys(["", "mine"]).owner({"headers": headers}) is None
+    assert owner(["", "mine"], sent) is None
 
 
-def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other users of the machine cannot read it there."""
-    args = options.arguments().parse_args(["--api-key", " one "])
-    monkeypatch.setenv("LLMREF_API_KEY", "two\n")
-    assert options.read_keys(args) == ["one", "two"]
-    monkeypatch.setenv("LLMREF_API_KEY", "")  # meant to be one: without it everybody would be let in
-    with pytest.raises(ValueError, match="LLMREF_API_KEY: expected a key, got nothing"):
-        options.read_keys(args)
-
-
-def test_a_comment_in_a_file_of_keys_is_not_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: its text was a key that opened the server."""
-    monkeypatch.delenv(options.KEY_VARIABLE, raising=False)
-    (tmp_path / "keys").write_text("# of Ada\n one \n\n")
-    args = options.arguments().parse_args(["--api-key-file", str(tmp_path / "keys")])
-    assert options.read_keys(args) == ["one"]
-
-
-def test_a_secret_of_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other users of the machine can read a command line."""
-    (tmp_path / "secret").write_text("of the file\n")
-    args = options.arguments().parse_args(["--secret-file", str(tmp_path / "secret")])
-    assert options.read_secret(args) == "of the file"
-    assert options.read_secret(options.arguments().parse_args(["--secret", "here"])) == "here"
-    monkeypatch.setenv(options.SECRET_VARIABLE, "of the environment")
-    assert options.read_secret(options.arguments().parse_args([])) == "of the environment"
-
-
-def test_a_key_goes_to_one_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: one key was sent to all upstreams, whoever ran them."""
-    a, b = "http://a/v1", "http://b/v1"
-    parse = options.arguments().parse_args
-    assert options.upstream_keys(parse(["--upstream", a, "--upstream-api-key", "k"])) == {a: "k"}
-    with pytest.raises(ValueError, match=re.escape("--upstream-api-key: expected a line 'URL KEY'")):
-        options.upstream_keys(parse(["--upstream", a, "--upstream", b, "--upstream-api-key", "k"]))
-    monkeypatch.setenv(options.UPSTREAM_KEY_VARIABLE, f"{a} k\n{b} l")
-    assert options.upstream_keys(parse(["--upstream", a, "--upstream", b])) == {a: "k", b: "l"}
-    with pytest.raises(ValueError, match="got a key for 'http://b/v1'"):
-        options.upstream_keys(parse(["--upstream", a]))
-
-
-def test_each_key_is_somebody_else(server: Server) -> None:
-    owners = {
-        Keys(["mine", "yours"]).owner({"headers": [(b"authorization", b"bearer " + key)]})
-        for key in (b"mine", b"yours")
-    }
-    assert len(owners) == 2
-    assert owners & {"", None} == set()
+def test_each_key_is_let_in_and_no_other(server: Server) -> None:
     for key in (MINE, YOURS):
         assert server.get("/v1/models", **key).status == 200
-    refused = server.get("/metrics")
-    assert error(refused, 401)["code"] == "invalid_api_key"
-    assert refused.headers["www-authenticate"] == "Bearer"
+    for path in ("/metrics", "/v1/models", "/v1/responses/resp_1", "/docs"):
+        refused = server.get(path, Authorization="Bearer theirs")
+        assert error(refused, 401)["code"] == "invalid_api_key"
+        assert refused.headers["www-authenticate"] == "Bearer"
 
 
 def test_the_prefix_cache_says_nothing_of_the_prompts_of_another_key(server: Server) -> None:
@@ -219,32 +188,6 @@ def test_the_prefix_cache_says_nothing_of_the_prompts_of_another_key(server: Ser
     n_cached = [detail["cached_tokens"] for detail in details]
     assert n_cached[1] > 0
     assert (n_cached[0], n_cached[2]) == (0, 0)
-
-
-def test_a_file_without_keys_is_none(tmp_path: Path) -> None:
-    """Else a file that was emptied would open the server to all."""
-    (tmp_path / "keys").write_text("\n")
-    ended: subprocess.CompletedProcess[str] = run(
-        "server.py", "--model", str(TINY), "--port", "0", "--api-key-file", str(tmp_path / "keys")
-    )
-    assert ended.returncode == 2
-    assert "--api-key-file" in ended.stderr
-    assert "expected a key, got nothing" in ended.stderr
-
-
-def test_a_file_of_keys_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line said no option, of a file that is no text not even the file."""
-    monkeypatch.delenv(options.KEY_VARIABLE, raising=False)
-    (tmp_path / "binary").write_bytes(b"\xb3\x01")
-    cases = {
-        tmp_path / "binary": "expected a key of printable ASCII",
-        tmp_path / "absent": "No such file or directory",
-        tmp_path: "Is a directory",
-    }
-    for path, why in cases.items():
-        args = options.arguments().parse_args(["--api-key-file", str(path)])
-        with pytest.raises(ValueError, match=re.escape(f"--api-key-file {path}: {why}")):
-            options.read_keys(args)
 
 
 # --- other origins ------------------------------------------------------------------------------------------
@@ -335,23 +278,20 @@ HOSTS = {
 # fmt: on
 
 
-def test_without_keys_only_who_knows_the_address_is_served() -> None:
+@pytest.mark.parametrize("host", HOSTS)
+def test_without_keys_only_who_knows_the_address_is_served(host: str) -> None:
     """Bug: a page of evil.com, whose name points to this machine all at once, had it compute, and could read
     what it did: for the browser that is the page's own site (DNS rebinding).
     """
-    for n_row, flags in enumerate([(), ("--allowed-host", "example.org")]):
-        with serve(*flags) as server:
-            for host, statuses in HOSTS.items():
-                for path in ("/v1/models", "/metrics", "/health", "/"):
-                    assert server.get(path, Host=host).status == statuses[n_row], host
-            page = {"Host": "evil.com", "Origin": "http://evil.com", "Content_Type": TEXT}
-            refusal = error(server.request("POST", RESPONSES, json.dumps(HI).encode(), **page), 421)
-            assert refusal["code"] == "host_not_allowed"
-            assert "--allowed-host" in refusal["message"]
-            with server.connect(b"GET /health HTTP/1.0\r\n\r\n") as client:
-                assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
-    with serve("--allowed-host", "*") as server:
-        assert server.get("/v1/models", Host="evil.com").status == 200
+    page = {"host": host, "origin": f"http://{host}", "content-type": TEXT, "content-length": "2"}
+    for path in ("/v1/models", "/metrics", "/health", "/"):
+        scope = {"type": "http", "path": path, "owner": ""}
+        for names, status in zip(({"localhost"}, {"localhost", "example.org"}), HOSTS[host], strict=True):
+            refused = refusal(scope, Headers(page), Keys([]), set(), names)
+            assert (refused.status_code if refused else 200) == status
+            assert refused is None or b"start it with --allowed-host" in refused.body
+        assert refusal(scope, Headers(page), Keys([]), set(), {"*"}) is None
+        assert refusal(scope, Headers(), Keys([]), set(), set()) is None  # HTTP/1.0
 
 
 def test_with_keys_any_name_will_do(server: Server) -> None:

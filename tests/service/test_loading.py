@@ -1,10 +1,8 @@
-"""Loading a model: what the server says of it at its start, and of a directory that is made to harm it."""
+"""Loading a model: what its memory holds, and directories that are damaged, or made to harm."""
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +12,9 @@ import pytest
 
 from checkpoint.config import Config, Experts, read_config
 from devices.cuda import CudaOps
-from helpers.serving import TINY, run
+from helpers.serving import TINY
 from model import PAGE, NumpyOps
-from service import loading
+from service import loading, options
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +26,11 @@ def config() -> Config:
 def test_pages_of_a_gpu_are_counted_with_their_padding(config: Config, head_dim: int, padded: int) -> None:
     """Bug: the start-up line counted heads without their padding, so less than the pages take."""
     config = replace(config, head_dim=head_dim, n_kv_heads=4, n_layers=32)
-    facts = loading.memory_facts("cuda", config, 1000)
     token_bytes = 2 * 2 * 32 * 4 * padded  # a key and a value in 2 bytes
     assert CudaOps.page_bytes(config) == token_bytes * PAGE
-    assert facts["memory"].startswith(f"{token_bytes / 1e3:.0f} kB a token of context")
-    assert facts["memory"].endswith("in bfloat16")
-    assert facts["pages"] == f"1000 of {PAGE} tokens, at most {1000 * PAGE * token_bytes / 1e6:.0f} MB"
-
-
-def test_pages_of_a_cpu_are_those_of_its_ops(config: Config) -> None:
-    """NumPy's have no padding; Numba's hold bfloat16, and whole tiles of values."""
-    config = replace(config, head_dim=40, n_kv_heads=4, n_layers=32)
-    assert NumpyOps.page_bytes(config) == 2 * 4 * 32 * 4 * 40 * PAGE
-    ops = loading.cpu_ops()
-    token_kb = ops.page_bytes(config) / PAGE / 1e3
-    facts = loading.memory_facts("cpu", config, 10)
-    assert facts["memory"] == f"{token_kb:.0f} kB a token of context, keys and values in {ops.kv_dtype}"
+    pages = f"1000 pages of {PAGE} tokens, at most {1000 * PAGE * token_bytes / 1e6:.0f} MB"
+    expected = f"{token_bytes / 1e3:.0f} kB a token of context, keys and values in bfloat16; {pages}"
+    assert loading.about_memory(CudaOps, config, 1000) == expected
 
 
 def test_weights_that_the_ops_cannot_round_are_refused(config: Config) -> None:
@@ -60,80 +47,98 @@ def test_weights_that_the_ops_cannot_round_are_refused(config: Config) -> None:
         assert loading.packs(NumpyOps, of, None) == [NumpyOps.pack]
 
 
-# --- directories that are made to harm ----------------------------------------------------------------------
-
-Harm = Callable[[Path], object]
-
-
-def config_with(**fields: Any) -> Harm:
-    def harm(directory: Path) -> None:
-        path = directory / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-    return harm
-
-
-def template(source: str) -> Harm:
-    return lambda directory: (directory / "chat_template.jinja").write_text(source)
-
-
-def pipe(name: str) -> Harm:
-    def harm(directory: Path) -> None:
-        (directory / name).unlink()
-        os.mkfifo(directory / name)
-
-    return harm
-
-
-def tokenizer_config(text: str) -> Harm:
-    def harm(directory: Path) -> None:
-        (directory / "chat_template.jinja").unlink()
-        (directory / "tokenizer_config.json").write_text(text)
-
-    return harm
-
-
-def shard_elsewhere(directory: Path) -> None:
-    """The file is a good one: only where it lies is wrong."""
-    shutil.move(directory / "model.safetensors", directory.parent / "model.safetensors")
-    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-ENDLESS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
-# fmt: off
-HARMS: dict[str, tuple[str, Harm]] = {
-    # what it does                the error says                             how
-    "a template without end":     ("it takes more than",                     template(ENDLESS)),
-    "a template of gigabytes":    ("MemoryError",                            template("{{ 'a' * 10**11 }}")),
-    "a template too deep":        ("RecursionError",                         template("{{" + "(" * 9999)),
-    "a template that is none":    ("cannot be rendered: TypeError",
-                                   tokenizer_config('{"chat_template": 5}')),
-    "JSON too deep":              ("RecursionError",                         tokenizer_config("[" * 99_999)),
-    "a pipe as template":         ("chat_template.jinja is no file",         pipe("chat_template.jinja")),
-    "a pipe as tokenizer":        ("tokenizer.json is no file",              pipe("tokenizer.json")),
-    "a vocabulary of 2**31 - 1":  ("vocab_size is 2147483647; supported",
-                                   config_with(vocab_size=2**31 - 1)),
-    "a context of 20 million":    ("20000000 tokens: the table of rotary",
-                                   config_with(max_position_embeddings=20_000_000)),
-    "weights of somebody else":   ("weight_map is",                          shard_elsewhere),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize("name", HARMS)
-def test_a_directory_made_to_harm_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    """Bug: the start hung, took 5 GB, read files elsewhere, or ended with a traceback."""
-    message, harm = HARMS[name]
-    directory = shutil.copytree(TINY, tmp_path / "model")
-    harm(directory)
-    ended = run("server.py", "--model", str(directory), "--port", "0", "--device", "cpu")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
+def test_memory_by_default() -> None:
+    """What there is room for, but no more than all that run at once can use."""
+    assert loading.pool(1, 1000, 3, None, 10**6) == 3 * 16
+    assert loading.pool(10**15, 1000, 3, None, 10**6) == 1
+    assert loading.pool(2**20, 2**40, 16, None, 5 * 2**20) == 5
+    assert 2**20 < loading.free_memory() < 2**50
 
 
 def test_a_long_context_may_be_cut(config: Config) -> None:
     config = replace(config, max_seq_len=20_000_000)
     assert loading.context_length(config, 8192) == 8192
+
+
+# --- directories that are damaged, or made to harm ----------------------------------------------------------
+
+
+def config_with(**fields: Any) -> bytes:
+    return json.dumps(json.loads((TINY / "config.json").read_text()) | fields).encode()
+
+
+# fmt: off
+DAMAGES: list[tuple[str, bytes | int | None, str]] = [
+    # file                     its content, or how much is left of it          the error says
+    ("config.json",            40,                                             "config.json"),
+    ("config.json",            None,                                           "config.json"),
+    ("config.json",            config_with(model_type="gpt2"),                 "gpt2"),
+    ("config.json",            config_with(hidden_size=256),                   "embed_tokens"),
+    ("config.json",            config_with(vocab_size=2**31 - 1),              "vocab_size is 2147483647"),
+    ("config.json",            config_with(max_position_embeddings=2 * 10**7), "20000000 tokens: the table"),
+    ("model.safetensors",      1_000_000,                                      "safetensors file"),
+    ("model.safetensors",      5,                                              "model.safetensors"),
+    ("model.safetensors",      None,                                           "model.safetensors"),
+    ("tokenizer.json",         b"{}",                                          "tokenizer.json"),
+    ("tokenizer.json",         None,                                           "tokenizer.json"),
+    ("chat_template.jinja",    b"{% if",                                       "template"),
+    ("chat_template.jinja",    b"\xff",                                        "chat_template.jinja"),
+    ("chat_template.jinja",    b"{{" + b"(" * 9999,                            "RecursionError"),
+    ("tokenizer_config.json",  b"[]",                                          "tokenizer_config.json"),
+    ("tokenizer_config.json",  b"[" * 99_999,                                  "RecursionError"),
+    ("generation_config.json", b"[]",                                          "generation_config.json"),
+]
+# fmt: on
+
+
+def load(directory: Path, *flags: str) -> None:
+    args = options.arguments().parse_args(["--model", str(directory), "--device", "cpu", *flags])
+    loading.load(directory, args)
+
+
+def check_refused(complaint: str, directory: Path, *flags: str) -> None:
+    """What is raised is told in a line at the start, as of any wrong option."""
+    with pytest.raises((ValueError, OSError), match=re.escape(complaint)) as caught:
+        load(directory, *flags)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "content", "complaint"), DAMAGES)
+def test_a_damaged_model_is_refused_in_a_line(
+    tmp_path: Path, name: str, content: bytes | int | None, complaint: str
+) -> None:
+    """Bug: the start hung, took 5 GB, or ended with a traceback."""
+    file = shutil.copytree(TINY, tmp_path / "model") / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
+    check_refused(complaint, file.parent)
+
+
+def test_a_template_that_is_not_a_text_is_refused(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(TINY, tmp_path / "model"))
+    (directory / "chat_template.jinja").unlink()
+    (directory / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    check_refused("cannot be read: TypeError", directory)
+
+
+def test_weights_of_somebody_else_are_not_read(tmp_path: Path) -> None:
+    """The file is a good one: only where it lies is wrong."""
+    directory = Path(shutil.copytree(TINY, tmp_path / "model"))
+    shutil.move(directory / "model.safetensors", tmp_path / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_refused("weight_map is", directory)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--max-model-len", "1"), "--max-model-len"),
+        (("--max-model-len", "4096"), "expected 2 to 2048"),
+        (("--kv-memory", "50K"), " or more"),
+    ],
+)
+def test_sizes_that_this_model_cannot_have_are_refused(flags: tuple[str, str], complaint: str) -> None:
+    check_refused(complaint, TINY, *flags)

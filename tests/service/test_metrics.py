@@ -4,21 +4,21 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from channels import Finish
 from helpers.faulty_server import ENDS, RAISES, SLOW
-from helpers.serving import ROOT, TINY, Json, Server, http_bytes, http_frames, serve, until
+from helpers.serving import PATIENCE_S, ROOT, TINY, Json, Server, http_bytes, http_frames, serve, until
 from service import logs, metrics
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -28,145 +28,128 @@ EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
 ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
+Samples = Counter[Sample]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with serve(script=FAULTY) as started:
         yield started
 
 
-def scrape(server: Server) -> dict[Sample, float]:
-    """name, without its prefix, and labels, without the model: value."""
+def scrape(server: Server) -> Samples:
+    """Return the value of each name, without its prefix, and its labels, without the model."""
+    time.sleep(metrics.BETWEEN_SCRAPES_S)  # within it a scrape gets what the last one got
     reply = server.get("/metrics")
     assert (reply.status, reply.headers["content-type"]) == (200, metrics.CONTENT_TYPE)
-    families = text_string_to_metric_families(reply.body.decode())
-    found = {}
-    for sample in (sample for family in families for sample in family.samples):
-        labels = frozenset(sample.labels.items() - {("model_name", "tiny")})
-        found[sample.name.removeprefix(metrics.PREFIX), labels] = sample.value
+    found = Samples()
+    for family in text_string_to_metric_families(reply.body.decode()):
+        for sample in family.samples:
+            labels = frozenset(sample.labels.items() - {("model_name", "tiny")})
+            found[sample.name.removeprefix(metrics.PREFIX), labels] = sample.value
     return found
 
 
-def value(found: dict[Sample, float], name: str, **labels: str) -> float | None:
-    return found.get((name, frozenset(labels.items())))
+def value(found: Samples, name: str, **labels: str) -> float:
+    return found[name, frozenset(labels.items())]
+
+
+def response_id(frame: bytes) -> str:
+    found: str = json.loads(frame.split(b"data: ")[1])["response"]["id"]
+    return found
 
 
 # --- metrics ------------------------------------------------------------------------------------------------
 
 
 def test_requests_and_tokens(server: Server) -> None:
+    was = scrape(server)
     answers = [
         server.post(RESPONSES, HI | more).json for more in ({}, {"max_output_tokens": 5}, {"seed": RAISES})
     ]
     assert [answer["status"] for answer in answers] == ["completed", "incomplete", "failed"]
     usages = [answer["usage"] for answer in answers if answer["usage"]]
     served = {"handler": RESPONSES, "method": "POST", "status": "200"}
-    until(
-        lambda: value(scrape(server), "http_requests_total", **served) == 3,
-        "the last request has been counted",
-    )
-    found = scrape(server)
-    assert value(found, "prompt_tokens_total") == sum(usage["input_tokens"] for usage in usages)
-    assert value(found, "generation_tokens_total") == sum(usage["output_tokens"] for usage in usages)
-    assert value(found, "request_generation_tokens_sum") == value(found, "generation_tokens_total")
-    for reason, n in {"stop": 1, "length": 1, "error": 1, "abort": None}.items():
-        assert value(found, "request_success_total", finished_reason=reason) == n
+    new = Samples()
+
+    def are_counted() -> bool:
+        new.update(scrape(server))
+        new.subtract(was)
+        return value(new, "http_requests_total", **served) == 3
+
+    until(are_counted, "the last request has been counted")
+    assert value(new, "prompt_tokens_total") == sum(usage["input_tokens"] for usage in usages)
+    assert value(new, "generation_tokens_total") == sum(usage["output_tokens"] for usage in usages)
+    assert value(new, "request_generation_tokens_sum") == value(new, "generation_tokens_total")
+    for reason, n in {"stop": 1, "length": 1, "error": 1, "abort": 0}.items():
+        assert value(new, "request_success_total", finished_reason=reason) == n
     for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds"):
-        assert value(found, name + "_count") == 3
-        assert value(found, name + "_bucket", le="+Inf") == 3
-    to_first, to_end = (
-        value(found, "time_to_first_token_seconds_sum"),
-        value(found, "e2e_request_latency_seconds_sum"),
-    )
-    assert to_first is not None
-    assert to_end is not None
-    assert 0 < to_first < to_end
-    assert found["process_resident_memory_bytes", frozenset()] > 10e6
-
-
-def test_what_is_held_now_is_read_at_the_scrape(server: Server) -> None:
-    with server.connect(http_bytes(RESPONSES, ENDLESS | {"background": True})) as client:
-        chunks = http_frames(client)
-        id_ = json.loads(next(chunks).split(b"data: ")[1])["response"]["id"]
-        until(lambda: value(scrape(server), "num_requests_running") == 1, "it runs")
-        assert value(scrape(server), "background_responses", status="in_progress") == 1
-    server.post(f"{RESPONSES}/{id_}/cancel", {})
-    until(lambda: value(scrape(server), "num_requests_running") == 0, "it does not")
-    found = scrape(server)
-    assert value(found, "background_responses", status="in_progress") == 0
-    assert value(found, "background_responses_ended_total", status="cancelled") == 1
-    assert value(found, "request_success_total", finished_reason="abort") == 1
+        assert value(new, name + "_count") == value(new, name + "_bucket", le="+Inf") == 3
+    to_first = value(new, "time_to_first_token_seconds_sum")
+    assert 0 < to_first < value(new, "e2e_request_latency_seconds_sum")
+    assert scrape(server)["process_resident_memory_bytes", frozenset()] > 10e6
 
 
 @pytest.mark.bug("I04")
 @pytest.mark.parametrize("background", [False, True])
 def test_what_was_computed_is_counted_also_where_the_client_leaves(server: Server, background: bool) -> None:
     """The metrics counted no token of a stream that was left, or cancelled, and the log told of no output."""
+    was = scrape(server)
+    log = len(server.log())
     ask = http_bytes(RESPONSES, ENDLESS | {"background": background})
     with server.connect(ask) as client, closing(http_frames(client)) as chunks:
-        id_ = json.loads(next(chunks).split(b"data: ")[1])["response"]["id"]
+        id_ = response_id(next(chunks))
         n_deltas = 0
         while n_deltas < 40:
             n_deltas += b".delta" in next(chunks)
+        held = scrape(server)
+        assert value(held, "num_requests_running") == 1
+        assert value(held, "background_responses", status="in_progress") == background
     if background:
         server.post(f"{RESPONSES}/{id_}/cancel", {})
-    until(lambda: value(scrape(server), "request_success_total", finished_reason="abort") == 1, "it is over")
+    aborted = ("request_success_total", frozenset({("finished_reason", "abort")}))
+    until(lambda: scrape(server)[aborted] == was[aborted] + 1, "it is over")
     found = scrape(server)
+    assert (
+        value(found, "num_requests_running")
+        == value(found, "background_responses", status="in_progress")
+        == 0
+    )
+    assert value(found, "background_responses_ended_total", status="cancelled") == background
+    found.subtract(was)
     n_prompt, n_generated = (value(found, f"{name}_tokens_total") for name in ("prompt", "generation"))
-    assert n_prompt
-    assert n_generated
+    assert n_prompt > 0
     assert n_generated >= n_deltas
-    (line,) = (line for line in server.log().splitlines() if "nobody waits any longer" in line)
+    (line,) = (line for line in server.log()[log:].splitlines() if "nobody waits any longer" in line)
     assert f"{n_prompt:.0f} tokens in, {n_generated:.0f} out" in line
 
 
 def test_clients_cannot_make_series(server: Server) -> None:
-    server.get("/v1/models/one")
-    server.request("BREW", "/v1/models", None)
-    server.get("/banana")
+    def ask(name: str) -> None:
+        server.get(f"/v1/models/{name}?x={name}")
+        server.get(f"/banana/{name}")
+        server.request(f"BREW{name}", "/v1/models", None)
+
+    ask("")
+    server.get("/metrics")
     was = scrape(server).keys()
     for n in range(20):
-        server.get(f"/v1/models/{n}?x={n}")
-        server.get(f"/banana/{n}")
-        server.request(f"BREW{n}", "/v1/models", None)
-    assert {
-        sample for sample in scrape(server).keys() - was if "/metrics" not in dict(sample[1]).values()
-    } == set()
+        ask(str(n))
+    assert scrape(server).keys() == was
 
 
 def test_a_worker_without_pages_has_no_pages() -> None:
     """A reading that the worker cannot give is left out; one that it can is there."""
     counts = {"running": 1, "waiting": 0, "steps": 7}
-    told = metrics.Metrics("m", lambda: counts, dict, dict)
-    assert b'llmref:engine_steps_total{model_name="m"} 7.0' in told.render()
-    assert b"kv_cache" not in told.render()
+    told = metrics.Metrics("m", lambda: counts, dict, dict).render()
+    assert b'llmref:engine_steps_total{model_name="m"} 7.0' in told
+    assert b"kv_cache" not in told
     counts |= {"pages": 8, "free_pages": 6}
-    assert b'llmref:kv_cache_usage_perc{model_name="m"} 0.25' in told.render()
+    told = metrics.Metrics("m", lambda: counts, dict, dict).render()
+    assert b'llmref:kv_cache_usage_perc{model_name="m"} 0.25' in told
 
 
 # --- health -------------------------------------------------------------------------------------------------
-
-
-def test_without_its_engine_a_server_lives_but_is_not_ready(server: Server) -> None:
-    assert (server.get("/health").status, server.get("/health/live").status) == (200, 200)
-    with server.connect(http_bytes(RESPONSES, HI | {"seed": ENDS})):
-        until(lambda: server.get("/health").status == 503, "the engine's thread has ended")
-    assert server.health()["status"] == "not ready"
-    assert (server.get("/health/live").status, server.get("/health/live").json) == (200, {"status": "ok"})
-
-
-def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "notify"
-    monkeypatch.setenv("NOTIFY_SOCKET", str(path))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(path))
-        systemd.settimeout(30)
-        with serve() as server:
-            assert systemd.recv(100) == b"READY=1"
-            server.interrupt(signal.SIGTERM)
-            assert systemd.recv(100) == b"STOPPING=1"
-            assert server.exit_status() == 0
 
 
 def test_systemd_is_told_though_nobody_reads_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,16 +159,17 @@ def test_systemd_is_told_though_nobody_reads_stdout(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reader, stdout = os.pipe()
     os.close(reader)
+    command = [sys.executable, *FAULTY, "--model", str(TINY), "--port", "0"]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(path))
-        systemd.settimeout(30)
-        command = [sys.executable, "server.py", "--model", str(TINY), "--port", "0"]
+        systemd.settimeout(PATIENCE_S)
         with subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True) as process:
             os.close(stdout)
             try:
                 assert systemd.recv(100) == b"READY=1"
                 process.terminate()
-                _, stderr = process.communicate(timeout=30)
+                assert systemd.recv(100) == b"STOPPING=1"
+                _, stderr = process.communicate(timeout=PATIENCE_S)
             finally:
                 process.kill()
     assert process.returncode == 0
@@ -218,16 +202,21 @@ def test_a_record_is_one_line_whatever_a_client_says(server: Server) -> None:
     forged = "x\x1b[2J\x9b2J\x7f\u2028\n2026-01-01 00:00:00,000 INFO front: forged"
     record = logging.LogRecord("middleware", logging.INFO, "", 0, "POST %s", (forged,), None)
     assert r"POST x\x1b[2J\x9b2J\x7f\u2028\n2026-01-01" in logs.TextLines().format(record)
+    was = len(server.log())
     server.post(RESPONSES, HI | {"tools": [{"type": forged}]})
     refused = server.post("/v1/x%0A2026-01-01", {})
     until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, behind its reply")
     line = r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \w+( \[req_\w+\])?: .+"
-    lines = server.log().splitlines()
+    lines = server.log()[was:].splitlines()
     assert len(lines) >= 2
     assert [each for each in lines if not re.fullmatch(line, each)] == []
     assert not any(each.startswith("2026-01-01") for each in lines)
 
 
-def test_every_end_has_its_word() -> None:
-    """Bug: a word was missing, and the run that ended so had no end for its client."""
-    assert metrics.REASONS.keys() == set(get_args(Finish.__annotations__["reason"]))
+def test_without_its_engine_a_server_lives_but_is_not_ready(server: Server) -> None:
+    """The last test of this server."""
+    assert (server.get("/health").status, server.get("/health/live").status) == (200, 200)
+    with server.connect(http_bytes(RESPONSES, HI | {"seed": ENDS})):
+        until(lambda: server.get("/health").status == 503, "the engine's thread has ended")
+    assert server.health()["status"] == "not ready"
+    assert (server.get("/health/live").status, server.get("/health/live").json) == (200, {"status": "ok"})

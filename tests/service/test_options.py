@@ -1,0 +1,143 @@
+"""The options of the command line: what each refuses, where secrets come from, what --help says."""
+
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from helpers.serving import run
+from service import options
+
+PARSER = options.arguments()
+TYPES = {action.option_strings[0]: action.type for action in PARSER._actions if action.type}
+TEXTS = {"--model", "--revision", "--served-model-name", "--host", "--store", "--cors-origin",
+         "--allowed-host", "--upstream", "--api-key", "--secret", "--upstream-api-key"}  # fmt: skip
+FILES = {name for name, kind in TYPES.items() if kind is Path}
+NUMBERS = TYPES.keys() - TEXTS - FILES
+
+# fmt: off
+WRONG = [
+    *((name, value) for name in sorted(TYPES.keys() - FILES) for value in ("", " ")),
+    *((name, value) for name in sorted(NUMBERS)
+      for value in ("nan", "inf", "-inf", "1e999", "-5", "9" * 5000, "x")),
+    *(("--cors-origin", value) for value in ("nonsense", "https://x/", "https://x/y", "x.org", "https://")),
+    *(("--upstream", value) for value in ("nonsense", "ftp://x", "http://", "http://:80", "http://x:y",
+                                          "http://x?y", "http://x:123456", "http://[::1")),
+    *(("--allowed-host", value) for value in ("x.org:80", "http://x.org", "*.x.org", "x..org")),
+    *((name, value) for name in ("--api-key", "--upstream-api-key") for value in ("cl\u00e9", "a\nb")),
+    ("--speculate", "17"),
+]
+#   text    bytes
+SIZES = [
+    ("1",    1),
+    ("64K",  2**16),
+    ("3m",   3 * 2**20),
+    ("1.5G", 3 * 2**29),
+    ("2GiB", 2**31),
+    ("2GB",  2**31),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{name}={value[:9]!r}" for name, value in WRONG])
+def test_what_cannot_work_is_refused_in_a_line(
+    name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bugs: an empty key let everybody in, an empty host was every address, a grace of inf a traceback."""
+    with pytest.raises(SystemExit) as caught:
+        PARSER.parse_args([f"{name}={value}"])
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: argument {name}: " in line
+    assert "expected " in line
+    assert "invalid " not in line  # argparse's word for a type that does not explain itself
+
+
+def test_every_option_that_takes_a_text_checks_it() -> None:
+    takes = [action for action in PARSER._actions if action.nargs != 0]
+    assert [action.dest for action in takes if not (action.type or action.choices)] == []
+
+
+@pytest.mark.parametrize(("text", "n_bytes"), SIZES)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert options.size(text) == n_bytes
+
+
+@pytest.mark.parametrize(
+    "url", ["http://x", "HTTPS://x.org:8000/v1/", "http://[::1]:80/v1", "http://u:p@x/v1"]
+)
+def test_urls_of_upstreams(url: str) -> None:
+    assert PARSER.parse_args(["--upstream", url]).upstream == [url]
+
+
+def test_help_and_version() -> None:
+    said = PARSER.format_help()
+    explained = re.findall(r"^  (?:-h, )?(--[a-z-]+)(?: \S+)?(?: {2,}|\n {10,})[a-zA-Z]", said, re.MULTILINE)
+    assert {*explained} == {action.option_strings[-1] for action in PARSER._actions}
+    assert "(default: None)" not in said
+    ended = run("server.py", "--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert re.fullmatch(r"llmref \d+\.\d+\.\d+\n", ended.stdout)
+
+
+# --- secrets ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("API_KEY", "SECRET", "UPSTREAM_API_KEY"):
+        monkeypatch.delenv(f"LLMREF_{name}", raising=False)
+
+
+def parsed(*flags: object) -> Namespace:
+    return PARSER.parse_args([str(flag) for flag in flags])
+
+
+def test_a_secret_comes_from_options_a_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the text of a comment in a file of keys was a key that opened the server."""
+    (tmp_path / "keys").write_text("# of Ada\n two \n\n")
+    monkeypatch.setenv("LLMREF_API_KEY", "three\n")
+    args = parsed("--api-key", " one ", "--api-key-file", tmp_path / "keys")
+    assert options.secrets(args, "api_key") == ["one", "two", "three"]
+    assert options.secrets(args, "secret") == []
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (
+            b"\n# of Ada\n",
+            "keys: expected a key",
+        ),  # else a file that was emptied would open the server to all
+        (b"\xb3\x01", "keys: expected a key of printable ASCII"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_file_without_a_key_is_refused(tmp_path: Path, content: bytes | None, why: str) -> None:
+    if content is not None:
+        (tmp_path / "keys").write_bytes(content)
+    with pytest.raises((ValueError, OSError), match=re.escape(str(tmp_path / "keys"))) as caught:
+        options.secrets(parsed("--api-key-file", tmp_path / "keys"), "api_key")
+    assert why in str(caught.value)
+
+
+def test_an_empty_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was meant to be a key: without one everybody would be let in."""
+    monkeypatch.setenv("LLMREF_API_KEY", "")
+    with pytest.raises(ValueError, match="LLMREF_API_KEY: expected a key"):
+        options.secrets(parsed(), "api_key")
+
+
+def test_a_key_goes_to_one_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: one key was sent to all upstreams, whoever ran them."""
+    a, b = "http://a/v1", "http://b/v1"
+    assert options.upstream_keys(parsed("--upstream", a, "--upstream-api-key", "k")) == {a: "k"}
+    with pytest.raises(ValueError, match="--upstream-api-key: expected a line 'URL KEY'"):
+        options.upstream_keys(parsed("--upstream", a, "--upstream", b, "--upstream-api-key", "k"))
+    monkeypatch.setenv("LLMREF_UPSTREAM_API_KEY", f"{a} k\n{b} l")
+    assert options.upstream_keys(parsed("--upstream", a, "--upstream", b)) == {a: "k", b: "l"}
+    with pytest.raises(ValueError, match="got a key for 'http://b/v1'"):
+        options.upstream_keys(parsed("--upstream", a))
