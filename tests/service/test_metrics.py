@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +27,7 @@ EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
 ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
-Samples = Counter[Sample]
+Samples = dict[Sample, float]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def scrape(server: Server) -> Samples:
     time.sleep(metrics.BETWEEN_SCRAPES_S)  # within it a scrape gets what the last one got
     reply = server.get("/metrics")
     assert (reply.status, reply.headers["content-type"]) == (200, metrics.CONTENT_TYPE)
-    found = Samples()
+    found: Samples = {}
     for family in text_string_to_metric_families(reply.body.decode()):
         for sample in family.samples:
             labels = frozenset(sample.labels.items() - {("model_name", "tiny")})
@@ -51,7 +50,11 @@ def scrape(server: Server) -> Samples:
 
 
 def value(found: Samples, name: str, **labels: str) -> float:
-    return found[name, frozenset(labels.items())]
+    return found.get((name, frozenset(labels.items())), 0)
+
+
+def growth(found: Samples, was: Samples) -> Samples:
+    return {sample: value - was.get(sample, 0) for sample, value in found.items()}
 
 
 def response_id(frame: bytes) -> str:
@@ -70,14 +73,9 @@ def test_requests_and_tokens(server: Server) -> None:
     assert [answer["status"] for answer in answers] == ["completed", "incomplete", "failed"]
     usages = [answer["usage"] for answer in answers if answer["usage"]]
     served = {"handler": RESPONSES, "method": "POST", "status": "200"}
-    new = Samples()
-
-    def are_counted() -> bool:
-        new.update(scrape(server))
-        new.subtract(was)
-        return value(new, "http_requests_total", **served) == 3
-
-    until(are_counted, "the last request has been counted")
+    asked = "http_requests_total"
+    until(lambda: value(growth(scrape(server), was), asked, **served) == 3, "the last one has been counted")
+    new = growth(scrape(server), was)
     assert value(new, "prompt_tokens_total") == sum(usage["input_tokens"] for usage in usages)
     assert value(new, "generation_tokens_total") == sum(usage["output_tokens"] for usage in usages)
     assert value(new, "request_generation_tokens_sum") == value(new, "generation_tokens_total")
@@ -107,16 +105,13 @@ def test_what_was_computed_is_counted_also_where_the_client_leaves(server: Serve
         assert value(held, "background_responses", status="in_progress") == background
     if background:
         server.post(f"{RESPONSES}/{id_}/cancel", {})
-    aborted = ("request_success_total", frozenset({("finished_reason", "abort")}))
-    until(lambda: scrape(server)[aborted] == was[aborted] + 1, "it is over")
+    ends = {"name": "request_success_total", "finished_reason": "abort"}
+    until(lambda: value(growth(scrape(server), was), **ends) == 1, "it is over")
     found = scrape(server)
-    assert (
-        value(found, "num_requests_running")
-        == value(found, "background_responses", status="in_progress")
-        == 0
-    )
+    assert value(found, "num_requests_running") == 0
+    assert value(found, "background_responses", status="in_progress") == 0
     assert value(found, "background_responses_ended_total", status="cancelled") == background
-    found.subtract(was)
+    found = growth(found, was)
     n_prompt, n_generated = (value(found, f"{name}_tokens_total") for name in ("prompt", "generation"))
     assert n_prompt > 0
     assert n_generated >= n_deltas
