@@ -84,7 +84,7 @@ DAMAGES: list[tuple[str, bytes | int | None, str]] = [
     ("chat_template.jinja",    b"{% if",                                       "template"),
     ("chat_template.jinja",    b"\xff",                                        "chat_template.jinja"),
     ("chat_template.jinja",    b"{{" + b"(" * 9999,                            "RecursionError"),
-    ("tokenizer_config.json",  b"[]",                                          "tokenizer_config.json"),
+    ("tokenizer_config.json",  b"[1]",                                         "tokenizer_config.json"),
     ("tokenizer_config.json",  b"[" * 99_999,                                  "RecursionError"),
     ("generation_config.json", b"[]",                                          "generation_config.json"),
 ]
