@@ -226,7 +226,7 @@ class Api:
 
             def check() -> tuple[params.Request, list[items.Item], Row]:
                 request = params.responses_request(values, chain, own, owner)
-                conversation = items.listed(chain, own)
+                conversation = [*chain, *own]
                 if purpose == "compact":
                     conversation.append(items.TRIGGER)
                 row = items.new_row(request, values, conversation, is_remembered=recall is not None)

@@ -1,7 +1,6 @@
 """Input items: from a body to a conversation, from a conversation to what is stored, listed and compacted.
 
-    input, previous_response_id --resolve()--> chain, input      every reference is replaced by its item
-    chain, input --listed()--> conversation                      every item in its long form, with an id
+    input, previous_response_id --resolve()--> chain, input      every item in its long form, with an id
     Request, conversation --new_row()--> Row --body_of()--> body of POST /v1/responses
     Request, conversation --summary_request()--> Request; what the model answers --compacted(emit)--> one item
 
@@ -33,7 +32,7 @@ import sse
 from channels import Accepted, Compaction, Delta, Emit, Finish, Output
 from request.body import n_values
 from request.ids import PREFIXES, new_id, response_id_of
-from request.messages import IMAGES, MAX_ITEMS
+from request.messages import IMAGES, ITEM_TYPES, MAX_ITEMS, PART_TEXTS
 from request.params import Request, read_responses, responses_request
 from request.refusals import BadInput
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS
@@ -56,8 +55,6 @@ PARTS = {
     "custom_tool_call_output": {"output": "input_text"},
 }
 # fmt: on
-PART_LISTS = ("content", "output", "summary")
-PART_MEMBERS = ("type", "text", "refusal")  # that are kept: logprobs may be a hundred times the text
 TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items before it
 WITHOUT_STATUS = ("compaction", "compaction_trigger", "additional_tools")  # openai's ResponseItem
 STATUSES = ("in_progress", "completed", "incomplete")  # of all other types, except those of TOOL_ITEMS
@@ -71,7 +68,7 @@ async def resolve(
 ) -> tuple[list[Item], Any]:
     """Return the chain that a request continues, and its own items, with nothing left to look up.
 
-    Raises BadInput, but for a chain alone: one that is too long by its last answer can still be compacted.
+    Raises BadInput; but a chain alone, which is too long by its last answer, can still be compacted.
     """
     chain: list[Item] = []
     if previous_response_id is not None:
@@ -136,13 +133,15 @@ async def _referenced(input: Sequence[Item], find: Find) -> dict[str, Item]:
 def _resolved(
     chain: Sequence[Item], input: Sequence[Item], said: Mapping[str, Item], unseal: Unseal
 ) -> list[Item]:
-    """Return the input with what its items stand for in their places; raises BadInput."""
+    """Return the input in its long form, with what its items stand for in their places; raises BadInput."""
     size = sum(map(n_bytes, chain))
+    ids = {item["id"] for item in chain}
     resolved = []
     for i, item in enumerate(input):
         path = f"input[{i}]"
-        item = said[item["id"]] if is_reference(item) else known(item)
-        item = _opened(item, path, unseal)
+        if is_reference(item):
+            item = said[item["id"]]
+        item = _long_form(_opened(item, path, unseal), ids)
         if is_trigger(item) and i < len(input) - 1:
             raise BadInput("The 'compaction_trigger' item must be the final input item.", path)
         size += n_bytes(item)
@@ -150,24 +149,6 @@ def _resolved(
             raise _too_long(f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)")
         resolved.append(item)
     return resolved
-
-
-def known(item: Item) -> Item:
-    """Return an item without what its parts hold besides a text, such as logprobs and annotations.
-
-    What is not a part is left for messages.py to refuse.
-    """
-    kept = {**item}
-    for name in PART_LISTS:
-        if isinstance(item.get(name), list) and str(item.get("type")) not in TOOL_ITEMS:
-            kept[name] = [_known_part(part) for part in item[name]]
-    return kept
-
-
-def _known_part(part: Any) -> Any:
-    if not isinstance(part, dict):
-        return part
-    return {name: part[name] for name in PART_MEMBERS if name in part}
 
 
 def n_bytes(item: Item) -> int:
@@ -234,48 +215,56 @@ def with_image_texts(value: Any) -> Any:
 # --- the long form ------------------------------------------------------------------------------------------
 
 
-def retained(conversation: Sequence[Item]) -> list[Item]:
-    """Return what stays of a conversation beside its compaction: what the user has said."""
-    return [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
+def _long_form(item: Item, ids: set[str]) -> Item:
+    """Return an item as GET /v1/responses/{id}/input_items lists it, with an id that is not in `ids` yet.
 
-
-def listed(chain: Sequence[Item], input: Sequence[Item]) -> list[Item]:
-    """Return a conversation as GET /v1/responses/{id}/input_items lists it: the chain, then the input."""
-    items = list(chain)
-    ids = {item["id"] for item in items}
-    for item in input:
-        items.append(_long_form(item, ids))
-        ids.add(items[-1]["id"])
-    return items
-
-
-def _long_form(item: Item, taken_ids: set[str]) -> Item:
-    kind = item.get("type") or "message"
+    What is not an item, or not a part, is left for messages.py to refuse.
+    """
+    kind = "message" if item.get("type") is None else str(item["type"])
+    if kind not in ITEM_TYPES:
+        return item
     id_ = item.get("id")
-    if not isinstance(id_, str) or not id_ or id_ in taken_ids:
+    if not isinstance(id_, str) or not id_ or id_ in ids:
         id_ = new_id(TOOL_ITEMS[kind].prefix if kind in TOOL_ITEMS else PREFIXES[kind])
+    ids.add(id_)
     long = {**item, "id": id_, "type": kind}
     if kind in WITHOUT_STATUS:
         return long
-    lists = PARTS.get(kind, {})
-    if kind == "message":
-        lists = {"content": "output_text" if item["role"] == "assistant" else "input_text"}
-    for name, part_type in lists.items():
-        if name != "output" or isinstance(item[name], list):  # a result may be a string
-            long[name] = _long_parts(item.get(name) or [], part_type)
     status = item.get("status") or "completed"
     if kind not in TOOL_ITEMS and status not in STATUSES:
         status = "completed"
-    return long | {"status": status}
+    long["status"] = status
+    lists = PARTS.get(kind, {})
+    if kind == "message":
+        lists = {"content": "output_text" if item.get("role") == "assistant" else "input_text"}
+    for name, part_type in lists.items():
+        parts = item.get(name)
+        if kind == "reasoning" and not parts:
+            parts = []
+        if name == "content" and isinstance(parts, str):
+            parts = [{"type": "text", "text": parts}]
+        if isinstance(parts, list):  # a result may be a string
+            long[name] = [_long_part(part, part_type) for part in parts]
+    return long
 
 
-def _long_parts(content: str | Sequence[Item], part_type: str) -> list[Item]:
-    """Return the parts of a content, in which each text has the type that belongs there."""
-    parts: Sequence[Item] = [{"text": content}] if isinstance(content, str) else content
-    members: Item = {"type": part_type}
+def _long_part(part: Any, part_type: str) -> Any:
+    """Return a part with its text and no other member: logprobs may be a hundred times the text."""
+    type_ = str(part.get("type")) if isinstance(part, dict) else ""
+    if type_ not in PART_TEXTS:
+        return part
+    name = PART_TEXTS[type_]
+    if type_ == "refusal":
+        part_type = type_
+    long = {"type": part_type, name: part.get(name)}
     if part_type == "output_text":
-        members |= {"annotations": [], "logprobs": []}  # which must be there, even empty
-    return [part if part.get("type") == "refusal" else part | members for part in parts]
+        long |= {"annotations": [], "logprobs": []}  # which must be there, even empty
+    return long
+
+
+def retained(conversation: Sequence[Item]) -> list[Item]:
+    """Return what stays of a conversation beside its compaction: what the user has said."""
+    return [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

@@ -73,11 +73,8 @@ class Conversation:
             self._messages.append({"role": role, "content": []})
         return self._messages[-1]
 
-    def add_text(self, role: str, text: str) -> None:
-        self._turn(role)["content"].append(text)
-
-    def add_reasoning(self, text: str) -> None:
-        self._turn("assistant").setdefault("reasoning_content", []).append(text)
+    def add_text(self, role: str, text: str, member: str = "content") -> None:
+        self._turn(role).setdefault(member, []).append(text)
 
     def add_call(self, call_id: str, name: str, written: str, is_cut: bool = False) -> None:
         """Raise BadInput if the arguments of all calls have more values than a body may have."""
@@ -208,7 +205,7 @@ def add_item(conversation: Conversation, item: Place) -> None:
             for part in item.get("summary", objects, []):
                 part.need("text", text)
             if reasoning := item.get("content", content_text, ""):
-                conversation.add_reasoning(reasoning)
+                conversation.add_text("assistant", reasoning, "reasoning_content")
         case "function_call" | "custom_tool_call":
             add_call(conversation, type_.partition("_")[0], item.need("call_id", text), item)
         case "function_call_output" | "custom_tool_call_output":
@@ -307,7 +304,7 @@ def add_assistant(conversation: Conversation, message: Place) -> None:
     refusal = message.get("refusal", text, "")
     calls = message.get("tool_calls", objects, [])
     if reasoning:
-        conversation.add_reasoning(reasoning)
+        conversation.add_text("assistant", reasoning, "reasoning_content")
     may_lack_content = reasoning or calls or refusal
     if message.members.get("content") is not None or not may_lack_content:
         add_message(conversation, message)

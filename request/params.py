@@ -23,6 +23,7 @@ Rules of this file:
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from request import messages
@@ -34,7 +35,6 @@ from request.tools import (
     StructuredOutput,
     Tool,
     ToolChoice,
-    read_chat_tool,
     read_tool,
     response_format,
     structured_output,
@@ -277,7 +277,7 @@ RESPONSES = COMMON | {
 
 CHAT = COMMON | {
     "messages":               Parameter(list_of(mapping, messages.MAX_ITEMS)),
-    "tools":                  Parameter(list_of(read_chat_tool, MAX_TOOLS), []),
+    "tools":                  Parameter(list_of(partial(read_tool, is_chat=True), MAX_TOOLS), []),
     "n":                      Parameter(integer(1, 16),                  1),
     "max_tokens":             Parameter(integer(1, 2**31)),
     "max_completion_tokens":  Parameter(integer(1, 2**31)),

@@ -198,10 +198,6 @@ def read_tool(value: Any, path: str, is_chat: bool = False, namespace: str = "")
     )
 
 
-def read_chat_tool(value: Any, path: str) -> DeclaredTool:
-    return read_tool(value, path, is_chat=True)
-
-
 # --- tool_choice --------------------------------------------------------------------------------------------
 
 Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
@@ -309,20 +305,14 @@ def structured_output(
 
     `format_` is what text_format() has returned for the text, {} for none; its schema stands at `path`.
     """
-    schema = None
-    if format_.get("type") == "json_schema":
-        schema = format_["schema"]
-    elif format_.get("type") == "json_object":
-        schema = {"type": "object"}
-    else:
-        path = ""
+    schemas = {"json_schema": format_.get("schema"), "json_object": {"type": "object"}}
+    schema = schemas.get(str(format_.get("type")))
     # The calls that may come are all that a model could write.
     is_any = len(choice.allowed) == len(tools) and not any(tool.strict or tool.grammar for tool in tools)
     is_free = choice.calls == "none" or (choice.calls == "auto" and is_any)
     if schema is None and is_free:
         return None
-    functions: list[tuple[str, Schema]] = []
-    inputs: list[tuple[str, Grammar]] = []
+    functions = []
     for tool in choice.allowed:
         name = tool.qualified_name
         arguments = {"type": "object"} | (tool.schema() or {})
@@ -330,7 +320,7 @@ def structured_output(
             message = f"Invalid schema for '{name}': arguments are an object."
             raise BadInput(message, "tools", "invalid_json_schema")
         functions.append((name, arguments))
-        if tool.grammar:
-            inputs.append((name, tool.grammar))
+    inputs = [(tool.qualified_name, tool.grammar) for tool in choice.allowed if tool.grammar]
+    schema_path = path if schema else ""
     one_call = choice.named or not parallel
-    return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, path)
+    return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, schema_path)

@@ -186,7 +186,7 @@ CAPS = {
     "devices":    19_100,
     "dialects":   10_500,
     "gateway":    11_850,
-    "request":    16_550,
+    "request":    16_350,
     "service":    12_350,
 }
 # fmt: on

@@ -1,4 +1,4 @@
-"""Items resolved: what is looked up, how often, and what each becomes."""
+"""Items: what is looked up, how often, what each becomes; what a compaction makes of a summary."""
 
 import asyncio
 import json
@@ -12,17 +12,26 @@ from hypothesis import strategies as st
 from openai.types.responses import ResponseItem
 
 from audit import schema
+from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
 from request import items
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
-from request.items import listed, n_bytes, resolve
+from request.items import compacted, n_bytes, resolve, summary_request
 from request.messages import MAX_ITEMS
+from request.params import from_responses
 from request.refusals import BadInput
 from store import Row
 
+Json = dict[str, Any]
+
 KEPT = new_id("resp")
 NEW_ITEM = item_ids(KEPT)
-OUTPUT = [{"id": NEW_ITEM("rs"), "type": "reasoning"}, {"id": NEW_ITEM("msg"), "type": "message"}]
-QUESTION = {"id": "msg_1", "type": "message", "role": "user", "content": "hi"}
+SAID: Json = {"id": NEW_ITEM("msg"), "type": "message", "role": "assistant", "status": "completed"}
+OUTPUT = [
+    {"id": NEW_ITEM("rs"), "type": "reasoning", "status": "completed", "summary": [], "content": []},
+    SAID,
+]
+HI = [{"type": "input_text", "text": "hi"}]
+QUESTION = {"id": "msg_1", "type": "message", "role": "user", "status": "completed", "content": HI}
 RESPONSE = {"id": KEPT, "status": "completed", "output": OUTPUT}
 ROW = Row(
     id=KEPT,
@@ -39,13 +48,15 @@ ROW = Row(
 )
 
 
-def resolved(input: Any, previous_response_id: str | None = None) -> tuple[list[Any], Any, list[str]]:
+def resolved(
+    input: Any, previous_response_id: str | None = None, row: Row = ROW
+) -> tuple[Any, Any, list[str]]:
     """What resolve() returns, and the ids that it has looked up."""
     looked_up = []
 
     async def find(response_id: str) -> Row | None:
         looked_up.append(response_id)
-        return {KEPT: ROW}.get(response_id)
+        return {KEPT: row}.get(response_id)
 
     def unseal(purpose: str, blob: str) -> str:
         if blob != "blob":
@@ -54,6 +65,10 @@ def resolved(input: Any, previous_response_id: str | None = None) -> tuple[list[
 
     chain, own = asyncio.run(resolve(input, previous_response_id, find, unseal))
     return chain, own, looked_up
+
+
+def without_id(item: Json) -> Json:
+    return {name: value for name, value in item.items() if name != "id"}
 
 
 @given(st.sampled_from(sorted(PREFIXES.values())))
@@ -65,49 +80,43 @@ def test_an_item_says_which_response_it_is_of(prefix: str) -> None:
     assert {response_id_of(id_) for id_ in drawn} == {response_id}
 
 
-def test_a_response_is_looked_up_once() -> None:
+def test_a_response_is_looked_up_once_and_only_if_it_is_named() -> None:
     references = [{"type": "item_reference", "id": item["id"]} for item in OUTPUT]
     assert resolved(references) == ([], OUTPUT, [KEPT])
-    assert resolved([OUTPUT[1]], KEPT) == ([QUESTION, *OUTPUT], [OUTPUT[1]], [KEPT])
-
-
-def test_nothing_is_looked_up_unasked() -> None:
-    for came in (None, [], [QUESTION, {}, {"type": ["message"]}]):
-        assert resolved(came) == ([], came, [])
+    assert resolved([QUESTION | {"id": "msg_2"}], KEPT)[0] == [QUESTION, *OUTPUT]
+    assert resolved([QUESTION, {"type": ["message"]}])[2] == []
 
 
 def test_blobs_become_their_text() -> None:
     thought = {"type": "reasoning", "encrypted_content": "blob"}
     as_text = {"content": [{"type": "reasoning_text", "text": "the reasoning"}]}
     compaction = {"type": "compaction", "encrypted_content": "blob"}
-    _, own, _ = resolved([thought, thought | as_text, compaction])
-    assert own == [thought | as_text, thought | as_text, compaction | {"summary": "the compaction"}]
+    own = [without_id(item) for item in resolved([thought, thought | as_text, compaction])[1]]
+    read = thought | as_text | {"summary": [], "status": "completed"}
+    assert own == [read, read, compaction | {"summary": "the compaction"}]
+    assert compaction == {"type": "compaction", "encrypted_content": "blob"}  # what came is not changed
     with pytest.raises(BadInput) as refusal:
         resolved([QUESTION, compaction | {"encrypted_content": None}])
     assert refusal.value.param == "input[1].encrypted_content"
     assert refusal.value.code == "invalid_encrypted_content"
 
 
-def test_what_came_is_not_changed() -> None:
-    came = {"type": "compaction", "encrypted_content": "blob"}
-    resolved([came])
-    assert came == {"type": "compaction", "encrypted_content": "blob"}
+# --- the long form ------------------------------------------------------------------------------------------
 
 
 def test_items_of_one_conversation_differ_by_id() -> None:
-    found = listed([QUESTION], [{"role": "user", "content": "hi"}, QUESTION, QUESTION | {"id": None}])
-    assert found[0] is QUESTION
-    assert len({item["id"] for item in found}) == 4
-    assert [item["content"] for item in found[1:]] == [[{"type": "input_text", "text": "hi"}]] * 3
+    chain, own, _ = resolved([{"role": "user", "content": "hi"}, QUESTION, QUESTION | {"id": None}], KEPT)
+    assert len({item["id"] for item in chain + own}) == len(chain) + 3
+    assert [without_id(item) for item in own] == [without_id(QUESTION)] * 3
 
 
-def texts_of(role: str, *types: str) -> dict[str, Any]:
+def texts_of(role: str, *types: str) -> Json:
     return {"role": role, "content": [{"type": type_, "text": "hi"} for type_ in types]}
 
 
 REFUSAL = {"type": "refusal", "refusal": "no"}
 CALLED = {"type": "function_call_output", "call_id": "c"}
-SHORT_FORMS: list[dict[str, Any]] = [
+SHORT_FORMS: list[Json] = [
     {"role": "assistant", "content": "hi"},
     texts_of("assistant", "output_text"),  # as Codex writes it
     texts_of("assistant", "input_text", "text"),
@@ -126,48 +135,40 @@ SHORT_FORMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("item", SHORT_FORMS)
-def test_what_is_listed_is_an_item_of_the_sdk(item: dict[str, Any]) -> None:
+def test_what_is_listed_is_an_item_of_the_sdk(item: Json) -> None:
     """Some lacked annotations or a summary, or had parts or a status that no type of the SDK has."""
-    (long,) = listed([], resolved([item])[1])
+    (long,) = resolved([item])[1]
     pydantic.TypeAdapter[Any](ResponseItem).validate_json(json.dumps(long), strict=True)
     assert {"hi", "hm", "no"} & {*re.findall("[a-z]+", json.dumps(long))}
     for part in long.get("content", ()):
         assert {*schema.required(schema.PARTS.get(part["type"], {}))} <= part.keys()
 
 
-# --- what is kept -------------------------------------------------------------------------------------------
-
-JUNK: list[dict[str, Any]] = [{}] * 1000
+JUNK: list[Json] = [{}] * 1000
 HOLDERS = (
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi", "zz": JUNK}]},
     {"role": "assistant", "content": [{"type": "output_text", "text": "hi", "annotations": JUNK}]},
     {"role": "assistant", "content": [{"type": "output_text", "text": "hi", "logprobs": JUNK}]},
-    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s", "zz": JUNK}]},
+    {"type": "reasoning", "summary": [{"type": "text", "text": "s", "zz": JUNK}]},
     {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "zz": JUNK}]},
 )
 
 
 @pytest.mark.bug("I06")
 @pytest.mark.parametrize("item", HOLDERS, ids=lambda item: str(item.get("type")))
-def test_of_a_part_only_its_text_is_kept(item: dict[str, Any]) -> None:
+def test_of_a_part_only_its_text_is_kept(item: Json) -> None:
     """Logprobs that come back may be a hundred times the text, and a chain stores them with each turn."""
-    (kept,) = listed([], resolved([item])[1])
+    (kept,) = resolved([item])[1]
     assert n_bytes(kept) < 2000 < n_bytes(item)
     assert "zz" not in json.dumps(kept)
 
 
 def test_what_an_item_says_is_kept() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "namespace": "n", "arguments": "{}"}
-    said = {
-        "type": "message",
-        "role": "assistant",
-        "content": "hi",
-        "phase": "commentary",
-        "status": "incomplete",
-    }
+    said = {"type": "message", "role": "user", "content": HI, "phase": "commentary", "status": "incomplete"}
     for item in (call, said, {"type": "tool_search_call", "execution": "client", "arguments": {"a": [1]}}):
         (kept,) = resolved([item])[1]
-        assert kept == item
+        assert kept.items() >= item.items()
 
 
 # --- how long a conversation may be -------------------------------------------------------------------------
@@ -183,16 +184,17 @@ def too_long(input: Any, previous_response_id: str | None = None) -> str:
 
 def test_a_chain_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it: its items, and what they hold, with the input."""
-    n_left = MAX_ITEMS - len([*ROW.items, *ROW.response["output"]])
+    chain = [*ROW.items, *ROW.response["output"]]
+    n_left = MAX_ITEMS - len(chain)
     assert len(resolved([QUESTION] * n_left, KEPT)[1]) == n_left
     assert f"{MAX_ITEMS} items" in too_long([QUESTION] * (n_left + 1), KEPT)
-    context = sum(map(n_bytes, [*ROW.items, *ROW.response["output"]]))
-    monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context + n_bytes(QUESTION))
-    assert resolved([QUESTION], KEPT)[1] == [QUESTION]
-    assert str(items.MAX_CONVERSATION_BYTES) in too_long([QUESTION | {"content": "hi!!"}], KEPT)
-    too_long([QUESTION | {"content": "x" * items.MAX_CONVERSATION_BYTES}], KEPT)
-    monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", context - 1)
-    assert resolved(None, KEPT)[0] == [*ROW.items, *ROW.response["output"]]  # it can still be compacted
+    n_bytes_of_chain = sum(map(n_bytes, chain))
+    asked = QUESTION | {"id": "msg_2"}
+    monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", n_bytes_of_chain + n_bytes(asked))
+    assert resolved([asked], KEPT)[1] == [asked]
+    assert str(items.MAX_CONVERSATION_BYTES) in too_long([asked | {"phase": "commentary"}], KEPT)
+    monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", n_bytes_of_chain - 1)
+    assert resolved(None, KEPT)[0] == chain  # it can still be compacted
 
 
 @pytest.mark.bug("I06")
@@ -212,7 +214,6 @@ def test_references_count_as_what_they_stand_for(monkeypatch: pytest.MonkeyPatch
 
 def test_references_name_so_many_responses() -> None:
     references = [{"id": item_ids(f"resp_{i}")("msg")} for i in range(items.MAX_REFERENCED + 1)]
-    known = {response_id_of(reference["id"]) for reference in references}
     looked_up: set[str] = set()
 
     async def find(response_id: str) -> Row | None:
@@ -222,7 +223,7 @@ def test_references_name_so_many_responses() -> None:
 
     with pytest.raises(BadInput, match="too long"):
         asyncio.run(resolve(references, None, find, lambda _, blob: blob))
-    assert len(looked_up) == items.MAX_REFERENCED < len(known)
+    assert len(looked_up) == items.MAX_REFERENCED
 
 
 # --- compactions --------------------------------------------------------------------------------------------
@@ -231,21 +232,50 @@ def test_references_name_so_many_responses() -> None:
 def test_a_trigger_is_the_last_item() -> None:
     """As OpenAI has it: https://github.com/james-6-23/codex2api/pull/546"""
     trigger = {"type": "compaction_trigger"}
-    assert resolved([QUESTION, trigger])[1] == [QUESTION, trigger]
+    assert items.is_trigger(resolved([QUESTION, trigger])[1][-1])
     with pytest.raises(BadInput, match="must be the final input item") as refusal:
         resolved([trigger, QUESTION])
     assert refusal.value.param == "input[0]"
 
 
-def test_a_chain_behind_a_compaction_has_nothing_of_what_it_stands_for() -> None:
-    said = {"id": "msg_2", "type": "message", "role": "assistant", "content": "Hello"}
+def test_a_chain_after_a_compaction_has_nothing_of_what_it_stands_for() -> None:
     compaction = {"id": NEW_ITEM("cmp"), "type": "compaction", "encrypted_content": "blob"}
     trigger = {"id": "cmpt_1", "type": "compaction_trigger"}
     response_json = json.dumps(RESPONSE | {"output": [compaction]})
-    row = ROW._replace(items_json=json.dumps([QUESTION, said, trigger]), response_json=response_json)
+    row = ROW._replace(items_json=json.dumps([QUESTION, SAID, trigger]), response_json=response_json)
+    assert resolved([], KEPT, row)[0] == [QUESTION, compaction | {"summary": "the compaction"}]
 
-    async def find(_: str) -> Row:
-        return row
 
-    chain, _ = asyncio.run(resolve([], KEPT, find, lambda _, blob: f"all of {blob}"))
-    assert chain == [QUESTION, compaction | {"summary": "all of blob"}]
+USAGE = Usage(7, 3)
+
+
+def made_of(*outputs: Accepted | Output | Finish) -> list[Any]:
+    made: list[Any] = []
+    take = compacted(made.append, seal=lambda text: f"sealed {text}")
+    for output in outputs:
+        take(output)
+    return made
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_summary_is_one_item_whatever_else_is_said(reason: Any) -> None:
+    said: list[Output] = [Delta("analysis", "hm"), Delta("final", "They "), Call("f"), Delta("final", "met.")]
+    made = made_of(Accepted(), *said, Finish(reason, USAGE))
+    assert made == [Accepted(), Compaction("sealed They met."), Finish("stop", USAGE)]
+
+
+def test_without_a_summary_it_has_failed() -> None:
+    nothing = Delta("final", "")  # as a relay says logprobs that have no text
+    _, finish = made_of(Accepted(), Delta("analysis", "hm"), nothing, Finish("stop", USAGE))
+    assert finish == Finish("failed", USAGE, "The model wrote no summary.")
+    failed = Finish("failed", None, "The engine has stopped.")
+    assert made_of(Accepted(), Delta("final", "They"), failed)[-1] == failed
+
+
+def test_a_summary_is_not_a_call_of_a_tool_that_the_conversation_brings() -> None:
+    """The model called it, and so wrote no summary; the tools stay in the prompt, for the prefix cache."""
+    brought = {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "f"}]}
+    conversation: list[Any] = [{"type": "message", "role": "user", "content": "hi"}, brought]
+    summary = summary_request(from_responses({"model": "m", "input": conversation}, {}), conversation, {})
+    assert [tool["function"]["name"] for tool in summary.tools] == ["f"]
+    assert summary.called == {}

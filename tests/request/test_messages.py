@@ -38,22 +38,11 @@ def shortened(messages: list[Message]) -> list[list[Message]]:
 
 
 def numbered(messages: list[Message]) -> list[Message]:
-    """The messages with the ids that the calls have for a template."""
-    newest: dict[str, str] = {}
-    n_calls = 0
-    copies = []
-    for message in messages:
-        copy = {**message}
-        if "tool_calls" in message:
-            copy["tool_calls"] = []
-            for call in message["tool_calls"]:
-                newest[call["id"]] = f"call{n_calls:05}"
-                n_calls += 1
-                copy["tool_calls"].append(call | {"id": newest[call["id"]]})
-        if "tool_call_id" in message:
-            copy["tool_call_id"] = newest[message["tool_call_id"]]
-        copies.append(copy)
-    return copies
+    """The messages with the ids that the server gives to calls."""
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    for n, call in enumerate(calls):
+        call["id"] = f"call{n:05}"
+    return messages
 
 
 WEATHER = {
@@ -74,18 +63,15 @@ def system(content: str) -> Message:
     return {"role": "system", "content": content}
 
 
-def assistant(content: str, *calls: tuple[str, str, Any], reasoning: str = "") -> Message:
-    tool_calls = [
-        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for call_id, name, arguments in calls
-    ]
+def assistant(content: str, *calls: tuple[str, Any], reasoning: str = "") -> Message:
+    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
     message: Message = {"role": "assistant", "content": content}
-    message |= {"tool_calls": tool_calls} if calls else {}
+    message |= {"tool_calls": [{"type": "function", "function": each} for each in functions]} if calls else {}
     return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
-def tool(call_id: str, name: str, content: str) -> Message:
-    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+def tool(n_call: int, name: str, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": f"call{n_call:05}", "name": name, "content": content}
 
 
 # --- input items --------------------------------------------------------------------------------------------
@@ -117,8 +103,8 @@ def says(role: str, content: Any) -> dict[str, Any]:
 
 CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "call_3", "name": "p", "input": 'a\n"b"'}
 CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_3", "output": "done"}
-P = ("call_3", "p", {"input": 'a\n"b"'})
-F, G = ("call_1", "f", {"x": 1}), ("call_2", "g", {"x": 1})
+P = ("p", {"input": 'a\n"b"'})
+F, G = ("f", {"x": 1}), ("g", {"x": 1})
 # A limit cut it; no object; too deep for Python's reader, and in an object; no JSON.
 NO_OBJECTS = ['{"x": ', "[1]", "[" * 99999, '{"x":' * 9999, '"Beijing"', "null", "not json"]
 
@@ -147,17 +133,16 @@ RESPONSES = [
         [system("i"), user("a"), system("s"), system("d"), user("b")]),
     ("reasoning, text and calls are one turn",
         [user("hi"), HM, ANSWER, CALL, OUTPUT], None,
-        [user("hi"), assistant("Hello", F, reasoning="Hm."), tool("call_1", "f", "42")]),
+        [user("hi"), assistant("Hello", F, reasoning="Hm."), tool(0, "f", "42")]),
     ("parallel calls are one turn, results come in any order and stand in that of the calls",
         [CALL, CALL_2, OUTPUT_2 | {"output": "43"}, OUTPUT], None,
-        [assistant("", F, G), tool("call_1", "f", "42"), tool("call_2", "g", "43")]),
+        [assistant("", F, G), tool(0, "f", "42"), tool(1, "g", "43")]),
     ("a call id that is used again is answered in its own turn",
         [CALL, OUTPUT, CALL_2, CALL, OUTPUT | {"output": "43"}, OUTPUT_2], None,
-        [assistant("", F), tool("call_1", "f", "42"),
-         assistant("", G, F), tool("call_2", "g", "42"), tool("call_1", "f", "43")]),
-    ("behind a result the next turn begins",
+        [assistant("", F), tool(0, "f", "42"), assistant("", G, F), tool(1, "g", "42"), tool(2, "f", "43")]),
+    ("after a result the next turn begins",
         [HM, CALL, OUTPUT, HM, ANSWER], None,
-        [assistant("", F, reasoning="Hm."), tool("call_1", "f", "42"), assistant("Hello", reasoning="Hm.")]),
+        [assistant("", F, reasoning="Hm."), tool(0, "f", "42"), assistant("Hello", reasoning="Hm.")]),
     ("two messages and two thoughts of one turn",
         [HM, ANSWER, HM, ANSWER], None,
         [assistant("Hello\n\nHello", reasoning="Hm.\n\nHm.")]),
@@ -166,22 +151,21 @@ RESPONSES = [
         [user("hi"), assistant("Hello")]),
     ("a call that was cut needs no output, and may have one",
         [CALL | CUT, user("hi"), CALL_2 | CUT, OUTPUT_2], None,
-        [assistant("", F), user("hi"), assistant("", G), tool("call_2", "g", "42")]),
+        [assistant("", F), user("hi"), assistant("", G), tool(1, "g", "42")]),
     ("a custom call is one with its input as the one argument",
         [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}], None,
-        [assistant("", P), tool("call_3", "p", "done"), assistant("", P), tool("call_3", "p", "t\nt")]),
+        [assistant("", P), tool(0, "p", "done"), assistant("", P), tool(1, "p", "t\nt")]),
     ("a name in a namespace is both",
         [CALL | {"namespace": "n"}, OUTPUT, CUSTOM_CALL | {"namespace": "n"}, CUSTOM_OUTPUT], None,
-        [assistant("", ("call_1", "n__f", F[2])), tool("call_1", "n__f", "42"),
-         assistant("", ("call_3", "n__p", P[2])), tool("call_3", "n__p", "done")]),
+        [assistant("", ("n__f", F[1])), tool(0, "n__f", "42"),
+         assistant("", ("n__p", P[1])), tool(1, "n__p", "done")]),
     ("arguments that are not an object become one, and need no result",
         [*(CALL | {"arguments": text} for text in NO_OBJECTS), OUTPUT], None,
-        [assistant("", *(("call_1", "f", {"arguments": text}) for text in NO_OBJECTS)),
-         tool("call_1", "f", "42")]),
+        [assistant("", *(("f", {"arguments": text}) for text in NO_OBJECTS)),
+         tool(len(NO_OBJECTS) - 1, "f", "42")]),
     ("no arguments are an empty object",
         [CALL | {"arguments": ""}, user("hi"), CALL | {"arguments": " \n"}, OUTPUT], None,
-        [assistant("", ("call_1", "f", {})), user("hi"), assistant("", ("call_1", "f", {})),
-         tool("call_1", "f", "42")]),
+        [assistant("", ("f", {})), user("hi"), assistant("", ("f", {})), tool(1, "f", "42")]),
 ]
 
 MISSING = "missing_required_parameter"
@@ -247,15 +231,15 @@ def test_what_becomes_one_message_is_joined_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_chat_call_that_was_cut_needs_no_result() -> None:
-    """Chat has no status for it, but half a JSON object: nobody could run that."""
-    for arguments, is_due in (('{"city":"Pa', False), ('{"city":"Paris"}', True)):
+    """Chat has no status for it, but half a JSON object, which no client could run."""
+
+    def went_on(arguments: str) -> list[Message]:
         call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "Go on."}]
-        if is_due:
-            with pytest.raises(BadInput, match="No tool output found"):
-                from_chat(messages)
-        else:
-            assert len(from_chat(messages)) == 2
+        return from_chat([{"role": "assistant", "tool_calls": [call]}, user("Go on.")])
+
+    assert len(went_on('{"city":"Pa')) == 2
+    with pytest.raises(BadInput, match="No tool output found"):
+        went_on('{"city":"Paris"}')
 
 
 # --- chat messages ------------------------------------------------------------------------------------------
@@ -282,10 +266,10 @@ CHAT = [
         [system("d"), user("t\nt")]),
     ("content may be null or absent beside calls",
         [CALLS, RESULT, {"role": "assistant", "tool_calls": [CHAT_CALL]}, RESULT | {"content": [PART]}],
-        [assistant("", F), tool("call_1", "f", "42"), assistant("", F), tool("call_1", "f", "t")]),
+        [assistant("", F), tool(0, "f", "42"), assistant("", F), tool(1, "f", "t")]),
     ("a custom call has its input as the one argument",
         [CALLS | {"tool_calls": [CHAT_CALL, CHAT_CUSTOM]}, RESULT | {"tool_call_id": "call_3"}, RESULT],
-        [assistant("", F, P), tool("call_1", "f", "42"), tool("call_3", "p", "42")]),
+        [assistant("", F, P), tool(0, "f", "42"), tool(1, "p", "42")]),
     ("a refusal is what was said",
         [says("assistant", None) | {"refusal": "No."}, user("why?")],
         [assistant("No."), user("why?")]),
@@ -392,33 +376,6 @@ def test_tools_are_shown_as_the_model_saw_them() -> None:
 WORDS = (
     st.text(st.characters(codec="utf-8", exclude_characters="<>\n"), min_size=1).map(str.strip).filter(bool)
 )
-ARGUMENTS = st.dictionaries(WORDS, WORDS | st.integers() | st.booleans(), max_size=3)
-CALLED = st.lists(st.tuples(WORDS, ARGUMENTS), max_size=3)
-
-
-@given(reasoning=WORDS, text=WORDS | st.just(""), called=CALLED)
-def test_a_turn_is_rendered_with_its_reasoning_text_and_calls(
-    reasoning: str, text: str, called: list[tuple[str, dict[str, Any]]]
-) -> None:
-    """E11: all of the turn comes back, in the order and format in which the model writes it."""
-    items: list[Any] = [user("q"), HM | {"content": [{"type": "reasoning_text", "text": reasoning}]}]
-    items += [says("assistant", text)] if text else []
-    for n, (name, arguments) in enumerate(called):
-        items.append(CALL | {"call_id": f"call_{n}", "name": name, "arguments": json.dumps(arguments)})
-    items += [OUTPUT | {"call_id": f"call_{n}"} for n in range(len(called))]
-    written = [text] if text else []
-    for name, arguments in called:
-        rendered = json.dumps(arguments, ensure_ascii=False)
-        written.append(f'<tool_call>\n{{"name": "{name}", "arguments": {rendered}}}\n</tool_call>')
-    results = "\n<tool_response>\n42\n</tool_response>" * len(called)
-    assert QWEN.render(from_responses(items, None), None, NOW) == (
-        "<|im_start|>user\nq<|im_end|>\n"
-        f"<|im_start|>assistant\n<think>\n{reasoning}\n</think>\n\n"
-        + "\n".join(written)
-        + "<|im_end|>\n"
-        + (f"<|im_start|>user{results}<|im_end|>\n" if called else "")
-        + "<|im_start|>assistant\n"
-    )
 
 
 # --- templates in the style of others -----------------------------------------------------------------------
@@ -429,21 +386,6 @@ CHATML = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
-LLAMA_2 = """
-{%- if messages[0].role == 'system' %}
-    {%- set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}{% set messages = messages[1:] %}
-{%- else %}{% set system = '' %}{% endif %}
-{%- for message in messages %}
-    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {%- if message.role == 'user' %}
-        {{- bos_token + '[INST] ' + (system if loop.first else '') + message.content + ' [/INST]' }}
-    {%- else %}
-        {{- ' ' + message.content + ' ' + eos_token }}
-    {%- endif %}
-{%- endfor %}"""
-
 GEMMA = """
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for message in messages %}
@@ -452,12 +394,6 @@ GEMMA = """
 {{- '<start_of_turn>model\n' }}"""
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-
-
-def test_llama_2_has_its_system_message_and_tokens() -> None:
-    messages = [system("s"), user("a"), assistant("b"), user("c")]
-    prompt = ChatTemplate(LLAMA_2, TOKENS).render(messages, None, NOW)
-    assert prompt == "<s>[INST] <<SYS>>\ns\n<</SYS>>\n\na [/INST] b </s><s>[INST] c [/INST]"
 
 
 def test_what_transformers_adds_to_jinja() -> None:
@@ -474,7 +410,7 @@ def test_what_transformers_adds_to_jinja() -> None:
 # fmt: off
 #   what it raises        template, messages                                           its words
 REFUSED = [
-    ("raise_exception",   LLAMA_2, [user("a"), user("b")],                             "must alternate"),
+    ("raise_exception",   "{{ raise_exception('must alternate') }}", [user("a")],      "must alternate"),
     ("TypeError",         "{{ messages[0].content + 1 }}", [user("a")],                "concatenate"),
     ("SecurityError",     "{{ messages.append(1) }}", [user("a")],                     "append"),
 ]
@@ -582,46 +518,6 @@ def read(name: str, said: str) -> list[list[str]]:
     cut = re.split("(" + "|".join(map(re.escape, sorted(row.markers))) + ")", said)
     pieces = [Piece(text, text if text in row.markers else "") for text in cut if text]
     return parse(pieces, Parser(dialect, dialect.start, schemas={"f": PARAMETERS}))
-
-
-HARMONY_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a place.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "location": {"type": "string", "description": "A city"},
-                "format": {"enum": ["celsius", "fahrenheit"], "default": "celsius"},
-                "days": {"type": "array", "items": {"type": "integer"}},
-            },
-            "required": ["location"],
-        },
-    },
-}
-
-
-def test_a_harmony_prompt() -> None:
-    """As https://cookbook.openai.com/articles/openai-harmony has it: reasoning of the running turn only."""
-    talk = [system("Be brief."), user("hi"), HM, ANSWER, user("Is it cold?"), HM, CALL, OUTPUT]
-    prompt = TEMPLATES["harmony"].render(
-        from_responses(talk, None), [HARMONY_TOOL], NOW, reasoning_effort="high"
-    )
-    assert prompt == (
-        "<|start|>system<|message|>You are a large language model.\nCurrent date: 2026-03-09\n\n"
-        "Reasoning: high\n\n"
-        "# Valid channels: analysis, commentary, final. Channel must be included for every message.\n"
-        "Calls to these tools must go to the commentary channel: 'functions'.<|end|>"
-        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n# Tools\n\n## functions\n\n"
-        "namespace functions {\n\n// The weather of a place.\ntype get_weather = (_: {\n"
-        '// A city\nlocation: string,\nformat?: "celsius" | "fahrenheit", // default: celsius\n'
-        "days?: number[],\n}) => any;\n\n} // namespace functions<|end|>"
-        "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>final<|message|>Hello<|end|>"
-        "<|start|>user<|message|>Is it cold?<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
-        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>'
-        "<|start|>functions.f to=assistant<|channel|>commentary<|message|>42<|end|><|start|>assistant"
-    )
 
 
 # Where gpt-oss's own differs from other models': one call a message, either text or thinking beside
@@ -734,16 +630,11 @@ def test_values_in_the_arguments_of_all_calls_are_bounded(n_calls: int) -> None:
 
 def test_call_ids_are_as_mistral_wants_them() -> None:
     """Nine letters and digits, a result's that of its call: its template raises over any other."""
-    calls = "{% for c in m.tool_calls %}{{ c.id }} {% endfor %}"
-    source = (
-        "{{ tools[0].function.name }} {% for m in messages %}" + calls + "{{ m.tool_call_id }} {% endfor %}"
-    )
-    template = ChatTemplate(source, {})
     messages = from_responses([CALL, CALL_2, OUTPUT_2, OUTPUT, CALL, OUTPUT], None)
-    _, first, second, *results, third, last_result = template.render(messages, [WEATHER], NOW).split()
-    assert (results, last_result) == ([first, second], third)
-    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call_id) for call_id in (first, second, third))
-    assert third != first  # though the client has used the id again
+    ids = [call["id"] for message in messages for call in message.get("tool_calls", [])]
+    assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == ids
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call_id) for call_id in ids)
+    assert len({*ids}) == 3  # though the client has used one again
 
 
 # --- files --------------------------------------------------------------------------------------------------

@@ -93,14 +93,6 @@ def test_the_only_owner_may_have_all() -> None:
         room.take("", 1)
 
 
-def test_who_holds_nothing_may_take_the_last() -> None:
-    """Bug: with --max-streams 1 and two keys nobody was ever served."""
-    room = Room("things", 1, is_shared=True)
-    room.take("a", 1)
-    room.give_back("a", 1)
-    room.take("b", 1)
-
-
 def test_a_visit_gives_back_what_it_holds() -> None:
     rooms = Rooms(10, is_shared=True)
     with rooms.visit("a") as visit:
@@ -161,16 +153,6 @@ def served(owners: Sequence[str], n_places: int = 1, leave: Sequence[int] = ()) 
         return order
 
     return asyncio.run(asyncio.wait_for(main(), 10))
-
-
-def test_a_turn_is_given_back() -> None:
-    async def main() -> None:
-        turns = Turns(1)
-        for _ in range(2):
-            async with turns.turn("a"):
-                pass
-
-    asyncio.run(asyncio.wait_for(main(), 1))
 
 
 @given(st.lists(OWNERS, max_size=12))

@@ -154,21 +154,8 @@ SPELLED = [
     "<|message|>", "<|eot_id|>", "<｜User｜>", "<|start_header_id|>",
 ]  # fmt: skip
 PIECES = [
-    "<",
-    ">",
-    "|",
-    "<|",
-    "|>",
-    "im_end",
-    "|im_end|>",
-    "tool_call",
-    "think",
-    "/think",
-    "INST]",
-    "[",
-    "]",
-    "/",
-]
+    "<", ">", "|", "<|", "|>", "im_end", "|im_end|>", "tool_call", "think", "/think", "INST]", "[", "]", "/",
+]  # fmt: skip
 WORDS = ["Hello", "/no_think", " ", "\n", '"', "\\", "é", MARK, "<|im_/no_thinkend|>", "<</think>think>"]
 STRINGS = st.lists(st.sampled_from([*SPELLED, *PIECES, *WORDS]), max_size=4).map("".join)
 
