@@ -20,12 +20,14 @@ Rules of this file:
 """
 
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from checkpoint.blocks import Blocks, sizes
 from checkpoint.config import UnsupportedModel
 
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
@@ -39,16 +41,14 @@ STRING, ARRAY = 8, 9
 NUMBERS = dict(enumerate(map(np.dtype, ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))))
 NUMBERS |= {10: U64, 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 
-
-class Tensor(NamedTuple):
-    format: str  # a name of gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # the outermost size first
-    data: NDArray[np.uint8]  # a view of the file
+# Formats of tensors: GGUF's name, and how the bytes are seen. bfloat16 is seen as uint16.
+FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 class Container(NamedTuple):
     metadata: dict[str, Any]  # str, int, float, bool, list[str], or an array of numbers
-    tensors: dict[str, Tensor]
+    tensors: dict[str, NDArray[Any] | Blocks]  # views of the file
 
 
 class Header:
@@ -88,6 +88,7 @@ class Header:
         return self.numbers(NUMBERS[kind], n)
 
 
+@lru_cache(maxsize=1)  # as_directory() reads a file, and then map_tensors()
 def read(file: Path) -> Container:
     """Map a file; raises UnsupportedModel for one that is unreadable, cut, or contradicts itself."""
     try:
@@ -118,12 +119,12 @@ def parse(data: NDArray[np.uint8]) -> Container:
         raise ValueError(f"general.alignment is {str(step)[:80]!r}; supported: powers of 2")
     places = [read_place(header) for _ in range(n_tensors)]
     start = begin = -(-header.position // step) * step
-    tensors: dict[str, Tensor] = {}
-    for name, kind, shape, n_bytes, offset in places:
+    tensors: dict[str, NDArray[Any] | Blocks] = {}
+    for name, block_format, shape, n_bytes, offset in places:
         end = begin + n_bytes
         if name in tensors or start + offset != begin or end > len(data):
             raise ValueError(f"tensor {name} is there twice, or does not lie at bytes {begin} to {end}")
-        tensors[name] = Tensor(kind, shape, data[begin:end])
+        tensors[name] = tensor_of(block_format, shape, data[begin:end])
         begin = -(-end // step) * step
     return Container(metadata, tensors)
 
@@ -136,10 +137,19 @@ def read_place(header: Header) -> tuple[str, str, tuple[int, ...], int, int]:
     n_dims = header.integer(U32)
     if not name.isprintable() or not 1 <= n_dims <= MAX_DIMS:
         raise ValueError(f"tensor {name[:80]!r} has {n_dims} dimensions; supported: 1 to {MAX_DIMS}")
-    sizes = [header.integer(U64) for _ in range(n_dims)]
+    dims = [header.integer(U64) for _ in range(n_dims)]
     kind = GGMLQuantizationType(header.integer(U32))
+    if kind.name not in FLOATS and (kind.name not in BLOCKS or n_dims != 2):
+        supported = f"{', '.join(FLOATS)}; for matrices also {', '.join(BLOCKS)}"
+        raise ValueError(f"tensor {name} is {kind.name} {dims}; supported: {supported}")
     block, block_bytes = GGML_QUANT_SIZES[kind]
-    if 0 in sizes or sizes[0] % block:
-        raise ValueError(f"tensor {name} has the sizes {sizes}; supported: rows of whole blocks of {block}")
-    n_bytes = math.prod(sizes) // block * block_bytes
-    return name, kind.name, tuple(reversed(sizes)), n_bytes, header.integer(U64)
+    if 0 in dims or dims[0] % block:
+        raise ValueError(f"tensor {name} has the sizes {dims}; supported: rows of whole blocks of {block}")
+    n_bytes = math.prod(dims) // block * block_bytes
+    return name, kind.name, tuple(reversed(dims)), n_bytes, header.integer(U64)
+
+
+def tensor_of(block_format: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> NDArray[Any] | Blocks:
+    if block_format in FLOATS:
+        return data.view(FLOATS[block_format]).reshape(shape)
+    return Blocks(block_format, data.reshape(shape[0], -1, sizes(block_format).n_bytes))

@@ -23,7 +23,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -32,10 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from checkpoint import gguf_container
-from checkpoint.blocks import Blocks, sizes
+from checkpoint.blocks import Blocks
 from checkpoint.config import UnsupportedModel
-from checkpoint.gguf_container import Container, Tensor
+from checkpoint.gguf_container import Container, read
 
 Metadata = Mapping[str, Any]
 NUMBER = int | float
@@ -256,12 +255,6 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
     return directory
 
 
-@lru_cache(maxsize=1)
-def read(file: Path) -> Container:
-    """Read the container, for as_directory() and then for map_tensors()."""
-    return gguf_container.read(file)
-
-
 # --- tensors ------------------------------------------------------------------------------------------------
 
 # GGUF, after "blk.N."   Hugging Face, after "model.layers.N."
@@ -284,19 +277,12 @@ OUTER_TENSORS = {
     "output.weight": "lm_head.weight",
 }
 
-# GGUF's name    how the bytes of a tensor are seen
-FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-
 
 def map_tensors(file: Path) -> dict[str, NDArray[Any] | Blocks]:
     """Return all tensors by Hugging Face's names, as views of the file."""
     tensors = read(file).tensors
     read.cache_clear()  # its lists of strings are large, and no longer needed
-    try:
-        return {hugging_face_name(name): tensor_of(name, tensor) for name, tensor in tensors.items()}
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{file.resolve()}: {error}") from None
+    return {hugging_face_name(name): tensor for name, tensor in tensors.items()}
 
 
 def hugging_face_name(name: str) -> str:
@@ -306,12 +292,3 @@ def hugging_face_name(name: str) -> str:
             return f"model.layers.{layer}.{LAYER_TENSORS[part]}.{kind}"
         case _:
             return OUTER_TENSORS.get(name, name)
-
-
-def tensor_of(name: str, tensor: Tensor) -> NDArray[Any] | Blocks:
-    if tensor.format in FLOATS:
-        return tensor.data.view(FLOATS[tensor.format]).reshape(tensor.shape)
-    if tensor.format not in BLOCKS or len(tensor.shape) != 2:
-        supported = f"{', '.join(FLOATS)}; for matrices also {', '.join(BLOCKS)}"
-        raise UnsupportedModel(f"tensor {name} is {tensor.format} {tensor.shape}; supported: {supported}")
-    return Blocks(tensor.format, tensor.data.reshape(tensor.shape[0], -1, sizes(tensor.format).n_bytes))

@@ -29,7 +29,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
-from checkpoint.default_model import cache_folder
+from checkpoint.default_model import HubError, cache_folder
 from devices import microkernel
 from devices.microkernel import AHEAD, BLOCK, ROWS, WIDTH, X_DTYPE, X_HEADER
 from model import PAGE
@@ -71,7 +71,7 @@ def can_cache():
             folder.mkdir(parents=True, exist_ok=True)  # else Numba would use another one
             numba_config.CACHE_DIR = str(folder)
         njit(cache=True)(can_cache)
-    except (RuntimeError, OSError):  # also without a home
+    except (RuntimeError, OSError, HubError):  # HubError: without a home
         return False
     return True
 

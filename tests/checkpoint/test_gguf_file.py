@@ -112,7 +112,7 @@ def test_decoded_blocks_are_those_of_the_gguf_package(name: str, folder: Path) -
     assert np.array_equal(weights.layers[3].w_down, theirs["blk.3.ffn_down.weight"])
 
 
-@pytest.mark.parametrize("name", gguf_file.BLOCKS)
+@pytest.mark.parametrize("name", gguf_container.BLOCKS)
 def test_any_bytes_are_blocks(name: str) -> None:
     data = np.random.default_rng(0).integers(0, 64, (4, 3, sizes(name).n_bytes)).astype(np.uint8)
     blocks = Blocks(name, data)  # whose scales are finite
@@ -207,7 +207,7 @@ def test_headers_that_lie(folder: Path) -> None:
         (changed(data, end + 4, b"\x21"),           "rows of whole blocks of 32"),
         (changed(data, end + 12, HUGE),             "token_embd.weight is there twice, or does not lie"),
         (changed(data, end + 12, b"\0\0"),          "token_embd.weight has the sizes [128, 0]"),
-        (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32 (128,); supported: F32, F16"),
+        (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32 [128]; supported: F32, F16"),
         (changed(data, end + 20, b"\x63\0\0\0"),    "99 is not a valid GGMLQuantizationType"),
         (changed(data, end + 24, b"\x20"),          "token_embd.weight is there twice, or does not lie"),
         (changed(data, end - 17, b"\n"),            "tensor '\\noken_embd.weight' has 2 dimensions"),
@@ -223,10 +223,8 @@ def test_headers_that_lie(folder: Path) -> None:
 
 def test_every_cut_of_a_file_is_one_line(folder: Path) -> None:
     data = small_file(folder)
-    header = len(data) - sum(
-        -(-len(t.data) // 32) * 32 for t in gguf_container.parse(as_array(data))[1].values()
-    )
-    for n in [*range(0, header, 7), *range(header, len(data), 10_007), len(data) - 32]:
+    header = data.rindex(b".weight")  # where it nearly ends
+    for n in [*range(0, header, 41), *range(header, len(data), 10_007), len(data) - 32]:
         file = folder / "cut.gguf"
         file.write_bytes(data[:n])
         gguf_file.as_directory.cache_clear()
@@ -248,10 +246,6 @@ def closed_to_us(file: Path, *_: Any, **__: Any) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
-def as_array(data: bytes) -> Any:
-    return np.frombuffer(data, np.uint8)
-
-
 def test_no_byte_of_a_header_breaks_more_than_the_file(folder: Path) -> None:
     """300 files with some bytes of the header changed: each is read, or refused."""
     data = small_file(folder)
@@ -264,7 +258,7 @@ def test_no_byte_of_a_header_breaks_more_than_the_file(folder: Path) -> None:
         new = int(values[rng.integers(len(values))]).to_bytes(8, "little")[: int(rng.choice([1, 4, 8]))]
         file.write_bytes(changed(data, place, new))
         gguf_file.as_directory.cache_clear()
-        gguf_file.read.cache_clear()
+        gguf_container.read.cache_clear()
         with suppress(UnsupportedModel, TokenizerError):
             read_weights_of(file)
 
