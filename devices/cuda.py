@@ -58,7 +58,6 @@ from devices.steps import (
     Expected,
     HostMemory,
     StepInFlight,
-    StepLayout,
     StepMemory,
     bucket,
     buckets,
@@ -69,7 +68,9 @@ from devices.steps import (
     pick_fields,
     row_fields,
     sampling_flags,
+    step_layout,
     step_tiles,
+    views,
 )
 from model import PAGE, Span, forward
 from sampling import Choice, Context
@@ -318,13 +319,13 @@ class CudaOps:
         pool = self.n_pages, c.n_kv_heads, PAGE * head_pad(c)
         self._keys = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
         self._values = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
-        layouts = {n: StepLayout(n, n, n) for n in buckets(self.max_wanted)}  # steps of decoding
+        layouts = {n: step_layout(n, n, n) for n in buckets(self.max_wanted)}  # steps of decoding
         rows = self._max_rows
-        layouts[ANY_SIZE] = StepLayout(rows, self.max_wanted, rows * tiles_a_row(c))
+        layouts[ANY_SIZE] = step_layout(rows, self.max_wanted, rows * tiles_a_row(c))
         self._memory = {}
         for n, layout in layouts.items():
-            numbers = cp.zeros(layout.n_bytes, np.uint8)
-            self._memory[n] = StepMemory(layout, numbers, layout.views(numbers), [])
+            numbers = cp.zeros(layout.itemsize, np.uint8)
+            self._memory[n] = StepMemory(layout, numbers, views(layout, numbers), [])
         self._stream.synchronize()
 
     def _memory_report(self) -> str:

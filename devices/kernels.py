@@ -321,13 +321,8 @@ class Kernels:
         code = read_code(path)
         self._modules = {shape: cp.RawModule(code=code, options=options(config, shape)) for shape in shapes}
         self._functions: dict[tuple[str, Shape], Any] = {}
-        self._blocks: dict[str, tuple[int]] = {}
-        self._parameters: dict[str, list[Parameter]] = {}
-        values = constants(config, ANY_SHAPE)
-        for name, signature in signatures(code).items():
-            threads = values.get(signature.threads, signature.threads)
-            self._blocks[name] = (int(threads),)
-            self._parameters[name] = signature.parameters
+        self._constants = constants(config, ANY_SHAPE)
+        self._signatures = signatures(code)
 
     def load(self) -> None:
         """Compile what is not compiled yet, all shapes: no step has to wait for that."""
@@ -342,9 +337,10 @@ class Kernels:
         An array for each array, None for one that the model does not have, a number for each number.
         """
         function = self._function(name, shape)
-        block = self._blocks[name]
+        signature = self._signatures[name]
+        block = (int(self._constants.get(signature.threads, signature.threads)),)
         values: list[Any] = []
-        for parameter in self._parameters[name]:
+        for parameter in signature.parameters:
             argument = arguments[parameter.name]
             if not parameter.is_array:
                 argument = parameter.dtype.type(argument)

@@ -343,24 +343,13 @@ def add_scaled(b, x: Sequence[Value], w: Block, dot, sums: Sums) -> Sums:
 # --- the tile -----------------------------------------------------------------------------------------------
 
 
-class Operand(NamedTuple):
-    """An array in a kernel."""
-
-    address: Value  # of its data
-    stride: Value  # bytes from row to row
-    length: Value  # rows
-
-    def row(self, b, r):
-        return b.add(self.address, b.mul(self.stride, r))
-
-
-def operand(context, b, kind, value) -> Operand:
+def rows_of(context, b, kind, value):
+    """How many rows an array has, and the address of a row by its number."""
     array = context.make_array(kind)(context, b, value)
-    return Operand(
-        b.ptrtoint(array.data, LONG),
-        cgutils.unpack_tuple(b, array.strides)[0],
-        cgutils.unpack_tuple(b, array.shape)[0],
-    )
+    address = b.ptrtoint(array.data, LONG)
+    stride = cgutils.unpack_tuple(b, array.strides)[0]
+    n_rows = cgutils.unpack_tuple(b, array.shape)[0]
+    return n_rows, lambda r: b.add(address, b.mul(stride, r))
 
 
 @intrinsic(prefer_literal=True)
@@ -373,18 +362,18 @@ def add_tile(typing, n_rows, x, w, y, adds, ahead):
 
     def generate(context, b, signature, arguments):
         arrays = zip(signature.args[1:4], arguments[1:4], strict=True)
-        x, w, y = (operand(context, b, kind, value) for kind, value in arrays)
+        (_, x_row), (n_blocks, w_row), (_, y_row) = (rows_of(context, b, *array) for array in arrays)
         adds, ahead = arguments[4:]
         rows = [ir.Constant(LONG, r) for r in range(n_rows.literal_value)]
-        x_rows = [x.row(b, r) for r in rows]
-        places = [places_of(b, y.row(b, r), FLOATS, VECTORS) for r in rows]
+        x_rows = [x_row(r) for r in rows]
+        places = [places_of(b, y_row(r), FLOATS, VECTORS) for r in rows]
         variables = []  # of the loop; LLVM keeps them in registers
         for row in places:
             before = [b.select(adds, b.load(place, align=4), repeated(FLOATS, 0)) for place in row]
             variables.append([cgutils.alloca_once_value(b, value) for value in before])
 
-        with cgutils.for_range(b, w.length, intp=LONG) as loop:
-            w_block = w.row(b, loop.index)
+        with cgutils.for_range(b, n_blocks, intp=LONG) as loop:
+            w_block = w_row(loop.index)
             prefetch(b, b.add(w_block, ahead), form.n_bytes)
             x_block = b.mul(loop.index, ir.Constant(LONG, 4 * form.x_words))
             x_blocks = [b.add(row, x_block) for row in x_rows]

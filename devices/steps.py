@@ -44,34 +44,32 @@ from sampling import Choice, Context, Sampling
 # ---- memory ------------------------------------------------------------------------------------------------
 
 
-class StepLayout:
-    """Where each field of a step lies in one piece of memory."""
+PADDING = {"positions": -1, "pick_rows": -1}  # values that mean no row; of other fields 0
 
-    def __init__(self, n_rows: int, n_wanted: int, n_tiles: int) -> None:
-        # fmt: off
-        #  name         dtype, shape,                    padding: a value that means no row, no tile
-        self.fields: dict[str, tuple[str, tuple[int, ...], int]] = {
-            "seeds":     ("u8", (n_wanted, SEEDS_WIDTH),    0),
-            "tokens":    ("i4", (n_rows,),                  0),  # -1: the token that the slot chose last
-            "slots":     ("i4", (n_rows,),                  0),
-            "positions": ("i4", (n_rows,),                 -1),
-            "tiles":     ("i4", (n_tiles, TILE_WIDTH),      0),
-            "wanted":    ("i4", (n_wanted,),                0),  # rows whose logits are wanted
-            "pick_rows": ("i4", (n_wanted, PICK_ROW_WIDTH), -1),
-            "settings":  ("f4", (n_wanted, SETTINGS_WIDTH), 0),
-        }
-        # fmt: on
-        self.n_bytes = sum(n_bytes(dtype, shape) for dtype, shape, _ in self.fields.values())
 
-    def views(self, memory: Any) -> dict[str, Any]:
-        """The fields as arrays, in memory (n_bytes,) uint8 of the host or the device."""
-        views = {}
-        begin = 0
-        for name, (dtype, shape, _) in self.fields.items():
-            end = begin + n_bytes(dtype, shape)
-            views[name] = memory[begin:end].view(np.dtype(dtype)).reshape(shape)
-            begin = end
-        return views
+def step_layout(n_rows: int, n_wanted: int, n_tiles: int) -> "np.dtype[Any]":
+    """The fields of a step, one after another in one piece of memory."""
+    # fmt: off
+    return np.dtype([
+        ("seeds",     "u8", (n_wanted, SEEDS_WIDTH)),
+        ("tokens",    "i4", (n_rows,)),  # -1: the token that the slot chose last
+        ("slots",     "i4", (n_rows,)),
+        ("positions", "i4", (n_rows,)),
+        ("tiles",     "i4", (n_tiles, TILE_WIDTH)),
+        ("wanted",    "i4", (n_wanted,)),  # rows whose logits are wanted
+        ("pick_rows", "i4", (n_wanted, PICK_ROW_WIDTH)),
+        ("settings",  "f4", (n_wanted, SETTINGS_WIDTH)),
+    ])
+    # fmt: on
+
+
+def views(layout: "np.dtype[Any]", memory: Any) -> dict[str, Any]:
+    """The fields as arrays, in memory (bytes,) uint8 of the host or the device."""
+    assert layout.fields
+    arrays = {}
+    for name, (field, begin, *_) in layout.fields.items():
+        arrays[name] = memory[begin : begin + field.itemsize].view(field.base).reshape(field.shape)
+    return arrays
 
 
 def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -88,21 +86,20 @@ def pinned(cp: Any, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
 class HostMemory:
     """Pinned memory that a step in flight copies from and to, and no other until the step is read."""
 
-    def __init__(self, cp: Any, layout: StepLayout, page_tables_shape: tuple[int, ...]) -> None:
-        self.fields = layout.fields
+    def __init__(self, cp: Any, layout: "np.dtype[Any]", page_tables_shape: tuple[int, ...]) -> None:
         self.page_tables = pinned(cp, "i4", page_tables_shape)  # (max_batch, max_pages)
-        self.numbers = pinned(cp, "u1", (layout.n_bytes,))
-        self.views = layout.views(self.numbers)
+        self.numbers = pinned(cp, "u1", (layout.itemsize,))
+        self.views = views(layout, self.numbers)
         self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # what `pick` writes
         self.arrived = cp.cuda.Event(disable_timing=True)
         self.expected = Expected([], [])
 
-    def fill(self, fields: Mapping[str, Sequence[float] | NDArray[Any]]) -> None:
+    def fill(self, fields: Mapping[str, Any]) -> None:
         """Write the values of fields, row after row, and padding after them."""
         for name, values in fields.items():
             flat = self.views[name].reshape(-1)
             flat[: len(values)] = values
-            flat[len(values) :] = self.fields[name][2]
+            flat[len(values) :] = PADDING.get(name, 0)
 
     def read_choices(self) -> Iterator[list[Choice]]:
         """The choices that have arrived, of each span that wants any."""
@@ -138,8 +135,8 @@ class Expected(NamedTuple):
 class StepMemory(NamedTuple):
     """Where the numbers of steps of one size lie: on the device, and on the host for those in flight."""
 
-    layout: StepLayout
-    numbers: DeviceArray  # (layout.n_bytes,) uint8
+    layout: "np.dtype[Any]"
+    numbers: DeviceArray  # (layout.itemsize,) uint8
     views: dict[str, DeviceArray]
     free: list[HostMemory]  # those that no step in flight uses
 
