@@ -1,7 +1,7 @@
 """The matcher process: where a grammar is compiled and followed, so that none can hold up or end the server.
 
     python matcher_process.py TOKENIZER SIZE EOS,EOS FD     the root: builds the token trie, then forks
-    fork --file: what to check and compile--> masks, or an error; then tokens --> masks, until the end of file
+    fork --what to check and compile--> masks, or an error; then tokens --> masks, until the end of file
 
 llguidance compiles some small schemas for minutes, such as one with a large multipleOf, and one mask can take
 it 0.2 s. It drops Python's lock meanwhile, but a thread cannot be ended. A process can. The root has the
@@ -20,7 +20,6 @@ Rules of this file:
 Not here: the other end of the sockets (matchers.py), the grammars (structured_output.py).
 """
 
-import array
 import gc
 import json
 import os
@@ -33,7 +32,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -47,13 +45,10 @@ TOO_COSTLY = (
     f"to follow it takes more than {MAX_COMPILE_S} s of computing or {MAX_BYTES // 2**20} MB of memory; "
     "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
 )
-N_FDS = 2  # that a fork is given: its connection, and the file with its order
 NO_LIMIT = 0.0  # while it waits
 
 # The first byte of an answer says what it is.
 MASKS, ERROR = b"m", b"e"
-
-Order = dict[str, Any]  # what matchers.Grammars.start() writes
 
 
 class BadPart(Exception):
@@ -61,7 +56,7 @@ class BadPart(Exception):
 
 
 def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
-    """The root: fork for each pair of a socket and a file that comes, until the server's end is closed."""
+    """The root: fork for each connection that comes, until the server's end is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the server, whose streams have a grace
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets forks that have ended
@@ -70,17 +65,16 @@ def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
     gc.freeze()  # what is not collected is not written to, and stays shared
     with socket.socket(fileno=int(fd)) as orders:
         while True:
-            _, fds, _, _ = socket.recv_fds(orders, 1, N_FDS)
+            _, fds, _, _ = socket.recv_fds(orders, 1, 1)
             if not fds:
                 return
-            if fork() == 0:
-                try:
-                    orders.close()
-                    follow(tokens, *fds)
-                finally:
-                    os._exit(0)
-            for fd_of_fork in fds:
-                os.close(fd_of_fork)
+            with Connection(fds[0]) as connection:
+                if fork() == 0:
+                    try:
+                        orders.close()
+                        follow(tokens, connection)
+                    finally:
+                        os._exit(0)
 
 
 def fork() -> int:
@@ -91,25 +85,20 @@ def fork() -> int:
         time.sleep(0.1)
 
 
-def follow(tokens: LLTokenizer, connection_fd: int, file_fd: int) -> None:
+def follow(tokens: LLTokenizer, connection: Connection) -> None:
     """A fork: answer for one grammar until the other end is closed."""
     limit_process()
-    order = json.loads(os.pread(file_fd, os.fstat(file_fd).st_size, 0))
-    connection = Connection(connection_fd)
     try:
-        limit_work(order["max_compile_s"])
-        matcher = compiled(tokens, order)
-        next_tokens = order["output"]
-        drafts = order["drafts"]
+        max_compile_s, lark, parts, output, drafts = connection.recv()  # from matchers.Grammars.start()
+        limit_work(max_compile_s)
+        matcher = compiled(tokens, lark, parts)
         while True:
             mask_bytes = -(-tokens.vocab_size // 8)  # the library's masks are some words longer
-            packed = [mask[:mask_bytes] for mask in masks(matcher, next_tokens, drafts)]
+            packed = [mask[:mask_bytes] for mask in masks(matcher, output, drafts)]
             limit_work(NO_LIMIT)
             connection.send_bytes(MASKS + b"".join(packed))
-            n_tokens, *token_ids = array.array("i", connection.recv_bytes())
+            output, drafts = connection.recv()
             limit_work(MAX_MASK_S)
-            next_tokens = token_ids[:n_tokens]
-            drafts = token_ids[n_tokens:]
     except BadPart as error:
         message, part = error.args
         limit_work(NO_LIMIT)
@@ -141,19 +130,19 @@ def limit_work(max_s: float) -> None:
 # --- grammars and masks -------------------------------------------------------------------------------------
 
 
-def compiled(tokens: LLTokenizer, order: Order) -> LLMatcher:
-    """Raises BadPart."""
-    for name, schema, lark in json.loads(order["parts"]):
+def compiled(tokens: LLTokenizer, lark: str, parts: str) -> LLMatcher:
+    """Check each part by itself, and compile the whole; raises BadPart."""
+    for name, schema, lark_of_part in json.loads(parts):
         try:
             if schema is None:
-                grammar = LLMatcher.grammar_from_lark(lark)
+                grammar = LLMatcher.grammar_from_lark(lark_of_part)
             else:
                 grammar = LLMatcher.grammar_from_json_schema(schema)
         except ValueError as error:  # a number of more than 64 bits
             raise BadPart(one_line(error), name) from error
         if message := LLMatcher.validate_grammar(grammar, tokens):
             raise BadPart(one_line(message), name)
-    matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(order["lark"]), log_level=0)
+    matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
     if matcher.is_error():
         raise BadPart(one_line(matcher.get_error()), "")
     return matcher

@@ -24,7 +24,6 @@ Rules of this file:
 Not here: the other end (matcher_process.py), the grammars and what they are for (structured_output.py).
 """
 
-import array
 import asyncio
 import json
 import os
@@ -36,12 +35,9 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import closing
 from hashlib import blake2b
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +62,7 @@ class Constraint:
     def __init__(self, grammars: "Grammars", grammar: AnswerGrammar) -> None:
         self._grammars = grammars
         self._grammar = grammar
-        self._process: Process | None = None  # None: none follows it now
+        self._process: Connection | None = None  # to the process that follows it now
         self._n_told = 0  # tokens of the output that the process has been told
         self._masks: list[NDArray[np.bool_]] | None = None  # after those tokens; None: not there yet
         self._deadline = 0.0  # for the masks that it computes
@@ -74,7 +70,7 @@ class Constraint:
     def fileno(self) -> int:
         """Return what becomes readable when the masks have come."""
         assert self._process is not None
-        return self._process.connection.fileno()
+        return self._process.fileno()
 
     def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
         """Return which tokens may come after the output, then after each draft up to one that may not come.
@@ -88,13 +84,12 @@ class Constraint:
             # More time than the check has: what has passed it does not fail here, on a busy machine either.
             self._process = self._grammars.start(self._grammar, MAX_MASK_S, output, drafts)
         elif is_new:
-            new = output[self._n_told :]
-            self._process.connection.send_bytes(array.array("i", [len(new), *new, *drafts]).tobytes())
+            self._process.send((output[self._n_told :], drafts))
         if is_new:
             self._n_told = len(output)
             self._masks = None
             self._deadline = time.monotonic() + MAX_ANSWER_S
-        if self._masks is None and self._process.connection.poll():
+        if self._masks is None and self._process.poll():
             self._masks = self._grammars.read(self._process)
         if self._masks is None and time.monotonic() > self._deadline:
             raise BadGrammar(f"expected an answer within {MAX_ANSWER_S:.0f} s", "")
@@ -150,20 +145,24 @@ class Grammars:
             self._checks.popitem(last=False)
 
     async def _problem(self, grammar: AnswerGrammar, owner: str) -> Problem | None:
-        """Wait for the owner's turn, let a process compile the grammar, return what is wrong with it."""
+        """Wait for the owner's turn and compile the grammar; return what is wrong with it."""
         if self._turns.waiting[owner] >= MAX_WAITING:
             message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
             raise BadInput(message, None, "rate_limit_exceeded")
         async with self._turns.turn(owner):
-            try:
-                with closing(self.start(grammar, MAX_COMPILE_S)) as process:
-                    async with asyncio.timeout(MAX_ANSWER_S):
-                        await readable(process.connection.fileno())
-                    self.read(process)
-            except OSError as error:  # TimeoutError too
-                raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
-            except BadGrammar as error:
-                return str(error), error.part
+            return await asyncio.to_thread(self._compile, grammar)
+
+    def _compile(self, grammar: AnswerGrammar) -> Problem | None:
+        """Let a process compile the grammar, wait for it, return what is wrong with it."""
+        try:
+            with self.start(grammar, MAX_COMPILE_S) as process:
+                if not process.poll(MAX_ANSWER_S):
+                    raise TimeoutError
+                self.read(process)
+        except OSError as error:  # TimeoutError too
+            raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
+        except BadGrammar as error:
+            return str(error), error.part
         return None
 
     def constraint(self, grammar: AnswerGrammar) -> Constraint:
@@ -176,26 +175,25 @@ class Grammars:
         max_compile_s: float,
         output: Sequence[int] = (),
         drafts: Sequence[int] = (),
-    ) -> "Process":
-        """Start a process that follows the grammar, beginning after this output; raises OSError."""
-        order = grammar._asdict() | {"max_compile_s": max_compile_s, "output": output, "drafts": drafts}
-        ours, theirs = Pipe()
-        with theirs, anonymous_file() as file:  # to write so much into a pipe might have to wait
-            file.write(json.dumps(order).encode())
-            file.flush()
-            with self._lock:
-                if self._root.has_ended():
-                    self._root = Root(self._command)
-                root = self._root
-                socket.send_fds(root.socket, [b"\0"], [theirs.fileno(), file.fileno()])
-        return Process(ours, root)
+    ) -> Connection:
+        """Start a process that follows the grammar, beginning after this output; raises OSError.
 
-    def read(self, process: "Process") -> list[NDArray[np.bool_]]:
+        It ends when its connection, which is returned, is closed.
+        """
+        ours, theirs = Pipe()
+        with theirs, self._lock:
+            if self._root.has_ended():
+                self._root = Root(self._command)
+            socket.send_fds(self._root.socket, [b"\0"], [theirs.fileno()])
+        ours.send((max_compile_s, *grammar, output, drafts))
+        return ours
+
+    def read(self, process: Connection) -> list[NDArray[np.bool_]]:
         """Return the masks that have come, or come now; raises BadGrammar."""
         try:
-            answer = process.connection.recv_bytes()
+            answer = process.recv_bytes()
         except (EOFError, OSError) as error:
-            if process.root.has_ended():  # the fault is not the grammar's
+            if self._root.has_ended():  # the fault is not the grammar's
                 raise RuntimeError("the process that follows grammars has ended") from error
             raise BadGrammar(TOO_COSTLY, "") from error
         if answer.startswith(ERROR):
@@ -208,16 +206,6 @@ class Grammars:
 
     def close(self) -> None:
         self._root.close()
-
-
-class Process(NamedTuple):
-    """One that follows a grammar: a fork of the root. It ends when its connection is closed."""
-
-    connection: Connection
-    root: "Root"
-
-    def close(self) -> None:
-        self.connection.close()
 
 
 class Root:
@@ -240,7 +228,7 @@ class Root:
     def has_ended(self) -> bool:
         """Return whether its end of the socket is closed. It never sends anything."""
         try:
-            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            return self.socket.recv(1) == b""
         except BlockingIOError:
             return False
         except OSError:  # reset, because it left something unread; or our end is closed
@@ -251,21 +239,3 @@ class Root:
         connection.close()
         process.kill()
         process.wait()
-
-
-def anonymous_file() -> IO[bytes]:
-    """Open a file without a name: in memory if the system can, so that no disk can be full or read-only."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("grammar"), "w+b")
-    return TemporaryFile()
-
-
-async def readable(fd: int) -> None:
-    """Wait until there is something to read."""
-    loop = asyncio.get_running_loop()
-    is_readable = asyncio.Event()
-    loop.add_reader(fd, is_readable.set)
-    try:
-        await is_readable.wait()
-    finally:
-        loop.remove_reader(fd)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +61,11 @@ def forks(grammars: Grammars) -> list[int]:
     return children(grammars._root.process.pid)
 
 
-def test_what_is_too_costly_is_refused_and_ended(grammars: Grammars) -> None:
-    """It went on for minutes in a thread of the server, took gigabytes, and nothing could end it."""
-    for schema in (costly(), {"allOf": [costly(9973), costly(9967)]}):
-        with pytest.raises(BadGrammar, match=r"takes more than 0\.25 s of computing or 128 MB"):
-            asyncio.run(grammars.check(of(schema), ""))
-    until(lambda: forks(grammars) == [], "the processes have ended")
-    asyncio.run(grammars.check(of({"type": "integer"}), ""))
-
-
 def test_what_is_too_costly_is_computed_once(grammars: Grammars) -> None:
     """Bug: each request with the same schema took a second of a processor again, and memory likewise."""
 
     async def check(grammar: AnswerGrammar) -> None:
-        with pytest.raises(BadGrammar, match="takes more than"):
+        with pytest.raises(BadGrammar, match=r"takes more than 0\.25 s of computing or 128 MB"):
             await grammars.check(grammar, "me")
 
     async def main() -> None:
@@ -92,17 +84,10 @@ def test_what_is_too_costly_is_computed_once(grammars: Grammars) -> None:
 
 def test_computing_is_limited_by_the_system(grammars: Grammars) -> None:
     grammar = of(costly(99_991))
-    for max_compile_s, is_enough in ((0.01, False), (60.0, True)):
-        with closing(grammars.start(grammar, max_compile_s)) as process:
-            assert process.connection.poll(PATIENCE_S)
-            assert isinstance(outcome(grammars, process), BadGrammar) != is_enough
-
-
-def outcome(grammars: Grammars, process: matchers.Process) -> Any:
-    try:
-        return grammars.read(process)
-    except BadGrammar as error:
-        return error
+    with grammars.start(grammar, 0.01) as process, pytest.raises(BadGrammar):
+        grammars.read(process)
+    with grammars.start(grammar, 60.0) as process:
+        assert grammars.read(process)
 
 
 def test_memory_is_limited_by_the_system(grammars: Grammars) -> None:
@@ -118,21 +103,6 @@ def test_memory_is_limited_by_the_system(grammars: Grammars) -> None:
     assert int(allowed[1]) <= int(mapped[1]) * 1024 + MAX_BYTES
 
 
-def test_a_client_that_leaves_ends_the_compilation(grammars: Grammars) -> None:
-    async def leave() -> None:
-        check = asyncio.create_task(grammars.check(of(costly()), ""))
-        await asyncio.to_thread(until, lambda: forks(grammars) != [], "it has begun")
-        check.cancel()
-        with suppress(asyncio.CancelledError):
-            await check
-
-    before = time.monotonic()
-    asyncio.run(leave())
-    until(lambda: forks(grammars) == [], "the process has ended")
-    assert grammars.n_waiting == 0
-    assert time.monotonic() - before < 20
-
-
 def test_a_process_ends_with_its_connection(grammars: Grammars) -> None:
     """While it waits, and after what it computes."""
     for schema in ({"type": "integer"}, costly(99_991)):
@@ -140,15 +110,6 @@ def test_a_process_ends_with_its_connection(grammars: Grammars) -> None:
         until(lambda: forks(grammars) != [], "it has begun")
         process.close()
         until(lambda: forks(grammars) == [], "the process has ended")
-
-
-def test_a_process_is_followed_by_its_end(grammars: Grammars) -> None:
-    """One for each answer, from its first token to its last."""
-    with Followed(grammars, 'start: "a"') as one, Followed(grammars, 'start: "b"') as other:
-        one.mask()
-        other.mask()
-        assert len(forks(grammars)) == 2
-    until(lambda: forks(grammars) == [], "the processes have ended")
 
 
 def test_another_root_takes_the_place_of_one_that_was_killed(grammars: Grammars) -> None:
@@ -254,7 +215,7 @@ def test_a_root_that_is_stopped_holds_up_nobody(grammars: Grammars) -> None:
     """
     asyncio.run(grammars.check(of({"type": "integer"}), ""))
     os.kill(grammars._root.process.pid, signal.SIGSTOP)
-    asked_for: list[matchers.Process] = []
+    asked_for: list[Connection] = []
 
     def ask() -> None:
         with suppress(OSError):
@@ -307,7 +268,7 @@ def test_one_check_is_enough_for_all_who_wait_for_it(
     started: list[AnswerGrammar] = []
     start = grammars.start
 
-    def counted(grammar: AnswerGrammar, max_compile_s: float) -> matchers.Process:
+    def counted(grammar: AnswerGrammar, max_compile_s: float) -> Connection:
         started.append(grammar)
         return start(grammar, max_compile_s)
 
