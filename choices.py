@@ -63,14 +63,13 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
     finally:
         usage = end.usage or Usage(0, 0)
         watch.end(end.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-        log_finish(prompt, end.reason, usage, time.monotonic() - started_at)
+        log_finish(end.reason, usage, time.monotonic() - started_at)
     emit(end)
 
 
-def log_finish(prompt: Prompt, reason: str, usage: Usage, seconds: float) -> None:
-    n_in = prompt.n_tokens or usage.input_tokens
+def log_finish(reason: str, usage: Usage, seconds: float) -> None:
     n_out = usage.output_tokens
     if reason == "cancelled":
         reason = "nobody waits any longer: aborted"
     rate = n_out / max(seconds, 1e-9)
-    log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, n_in, n_out, seconds, rate)
+    log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, usage.input_tokens, n_out, seconds, rate)

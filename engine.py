@@ -226,7 +226,7 @@ class Engine:
             while self._is_open:
                 self._read_inbox(wait=not self.busy() and not self._in_flight)
                 self._step()
-        except BaseException:  # SystemExit too: whatever it is, the thread has ended
+        except BaseException:  # SystemExit too: no reader may wait for a thread that has ended
             log.exception("the engine has stopped")
             self._why_closed = BROKEN
         self._is_open = False

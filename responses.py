@@ -197,8 +197,7 @@ class _Item:
     call: dict[str, str]  # call_id, name and namespace, if it is a call
     seal: Callable[[str], str] | None  # what makes encrypted_content of a reasoning item: see Builder
     texts: list[str] = field(default_factory=list)
-    event_logprobs: list[sse.Encoded] = field(default_factory=list)  # one a token, for the events
-    part_logprobs: list[sse.Encoded] = field(default_factory=list)  # the same with bytes, for the part
+    logprobs: list[EncodedLogprob] = field(default_factory=list)  # one a token
 
     def __post_init__(self) -> None:
         # The members that say where in the output an event belongs.
@@ -214,11 +213,8 @@ class _Item:
         """Add to the text; return the members of the delta that says so."""
         delta = {**self.place, "delta": text}
         if self.kind.part == "output_text":
-            delta["logprobs"] = []
-            for of_event, of_part in logprobs:
-                delta["logprobs"].append(of_event)
-                self.event_logprobs.append(of_event)
-                self.part_logprobs.append(of_part)
+            delta["logprobs"] = [of_event for of_event, _ in logprobs]
+            self.logprobs += logprobs
         self.texts.append(text)
         return delta
 
@@ -226,7 +222,7 @@ class _Item:
         """Return the members of the event that says all of the text."""
         whole = {**self.place, self.kind.field: self.text()}
         if self.kind.part == "output_text":  # it must carry `logprobs`, be it empty; no other event has them
-            whole["logprobs"] = [*self.event_logprobs]
+            whole["logprobs"] = [of_event for of_event, _ in self.logprobs]
         if self.kind.item == "function_call":
             whole["name"] = self.call["name"]  # required by openai-openapi, absent from the SDK's type
         return whole
@@ -235,7 +231,7 @@ class _Item:
         """Return the content part as it stands."""
         part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
         if self.kind.part == "output_text":
-            part |= {"annotations": [], "logprobs": [*self.part_logprobs]}
+            part |= {"annotations": [], "logprobs": [of_part for _, of_part in self.logprobs]}
         return part
 
     def snapshot(self, status: str) -> dict[str, Any]:
@@ -339,7 +335,16 @@ class Builder:
         """Return the events of the end, of whatever kind; `now` is when (Unix seconds)."""
         ending = ENDINGS[finish.reason]
         closing = self._close(ending.item_status)
-        return [*closing, self._envelope(ending.event, ending.status, finish, now)]
+        members: dict[str, Any] = {}
+        if ending.status == "completed":
+            members["completed_at"] = now
+        if ending.status == "failed":
+            members["error"] = {"code": finish.code, "message": finish.message}
+        if ending.incomplete_reason:
+            members["incomplete_details"] = {"reason": ending.incomplete_reason}
+        if finish.usage and ending.status != "cancelled":
+            members["usage"] = usage_object(finish.usage)
+        return [*closing, self._envelope(ending.event, ending.status, members)]
 
     def _event(self, type_: str, fields: Mapping[str, Any]) -> Event:
         """Make an event, here and nowhere else; raises IllegalEvent (rule 2)."""
@@ -395,10 +400,8 @@ class Builder:
         self._item = None
         return events
 
-    def _envelope(
-        self, type_: str, status: str, finish: Finish | None = None, now: int | None = None
-    ) -> Event:
-        """Make an event around the response object as it stands; the last one has `finish` and `now`."""
+    def _envelope(self, type_: str, status: str, members: Mapping[str, Any] | None = None) -> Event:
+        """Make an event around the response object as it stands; `members` are those that its end sets."""
         response = self._head | {
             "status": status,
             "completed_at": None,
@@ -406,25 +409,9 @@ class Builder:
             "incomplete_details": None,
             "output": [dict(item) for item in self.output],
             "usage": None,
+            **(members or {}),
         }
-        if finish:
-            response |= _final_members(finish, status, now)
         return self._event(type_, {"response": response})
-
-
-def _final_members(finish: Finish, status: str, now: int | None) -> dict[str, Any]:
-    """Return the members of the response object that its end sets."""
-    members: dict[str, Any] = {}
-    if status == "completed":
-        members["completed_at"] = now
-    if status == "failed":
-        members["error"] = {"code": finish.code, "message": finish.message}
-    incomplete_reason = ENDINGS[finish.reason].incomplete_reason
-    if incomplete_reason:
-        members["incomplete_details"] = {"reason": incomplete_reason}
-    if finish.usage and status != "cancelled":
-        members["usage"] = usage_object(finish.usage)
-    return members
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -438,9 +425,6 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def _encoded_if_large(value: Any) -> Any:
-    is_short = isinstance(value, str) and len(value) <= SMALL
-    if is_short or not isinstance(value, str | list | dict) or not value:
-        return value
     encoded = sse.encoded(value)
     return encoded if len(encoded.text) > SMALL else value
 

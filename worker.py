@@ -25,13 +25,14 @@ a bug (choices.py).
 import asyncio
 import bisect
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
-from channels import Accepted, Dialect, Emit, Finish, Parser, Piece, State, TokenLogprob, Usage
+from channels import Accepted, Emit, Finish, Parser, Piece, TokenLogprob, Usage
 from dialects import families
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
@@ -67,11 +68,9 @@ class Prompt(Protocol):
 
     @property
     def request(self) -> Request: ...
-    @property
-    def n_tokens(self) -> int | None: ...  # None: only the upstream can count them
 
     async def count_tokens(self) -> int:
-        """Return `n_tokens`; if it is None, ask the other server. Raises BadInput."""
+        """Count its tokens, or ask the other server, which may refuse: raises BadInput."""
 
     async def run(self, emit: Emit, choice: int = 0) -> None:
         """Emit what the model says in one of the request's n choices."""
@@ -107,17 +106,11 @@ class LocalPrompt(NamedTuple):
     max_tokens: int
     stop_token_ids: frozenset[int]
     sampling: Sampling  # of the first choice
-    dialect: Dialect  # how the model marks reasoning and calls, if these tools are offered
-    state: State  # of the parser, at the beginning of the answer
-    after_marker: bool  # the prompt ends with a marker
+    parser: Callable[[], Parser]  # makes one for an answer
     grammar: AnswerGrammar | None  # structured output; None: the answer is free
 
-    @property
-    def n_tokens(self) -> int:
-        return len(self.token_ids)
-
     async def count_tokens(self) -> int:
-        return self.n_tokens
+        return len(self.token_ids)
 
     async def run(self, emit: Emit, choice: int = 0) -> None:
         """Emit what the model says in one choice."""
@@ -133,7 +126,7 @@ class LocalPrompt(NamedTuple):
         )
         emit(Accepted())  # prepare() has checked everything: only an upstream may still refuse in run()
         try:
-            await self.worker.engine.generate(sequence, answer.take)
+            await self.worker.engine.generate(sequence, answer.feed)
         except asyncio.CancelledError:
             answer.cancel()
             raise
@@ -239,18 +232,12 @@ class LocalWorker:
         if seed is None:
             seed = secrets.randbits(63)
         more = {"seed": seed, "logit_bias": logit_bias, "n_top_logprobs": request.n_top_logprobs}
-        return LocalPrompt(
-            self,
-            request,
-            token_ids,
-            max_tokens,
-            frozenset(stop_token_ids),
-            Sampling(**(request.sampling | more)),
-            dialect,
-            state,
-            after_marker,
-            grammar,
-        )
+        sampling = Sampling(**(request.sampling | more))
+        schemas = {name: tool.schema() or {} for name, tool in request.called.items()}
+        one_call = not request.parallel_tool_calls
+        parser = partial(Parser, dialect, state, after_marker, request.stop, one_call, schemas)
+        stops = frozenset(stop_token_ids)
+        return LocalPrompt(self, request, token_ids, max_tokens, stops, sampling, parser, grammar)
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
         """Return the marked prompt and its token ids; with `truncate` drop old turns until it fits."""
@@ -263,18 +250,15 @@ class LocalWorker:
             return self._encode(request, without_old_turns(request.messages, starts[i]))
 
         def fits(i: int) -> bool:
-            try:
-                encoded(i)
-            except PromptTooLong:
-                return False
-            return True
+            with suppress(PromptTooLong):
+                return bool(encoded(i))
+            return False
 
         # Fewer turns have fewer tokens: bisection finds the first start that fits, else the last one.
         last = len(starts) - 1
-        first_fitting = 0
-        if last > 0 and not fits(0):
-            first_fitting = bisect.bisect_left(range(last), True, lo=1, key=fits)
-        return encoded(first_fitting)
+        if last == 0 or fits(0):
+            return encoded(0)
+        return encoded(bisect.bisect_left(range(last), True, lo=1, key=fits))
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
         """Return the marked prompt of these messages and its token ids; raises PromptTooLong early."""
@@ -334,58 +318,49 @@ class Answer:
     """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
 
     def __init__(self, prompt: LocalPrompt, emit: Emit) -> None:
-        request = prompt.request
-        functions = [tool["function"] for tool in request.tools if tool["function"]["name"] in request.called]
         self._tokenizer = prompt.worker.tokenizer
         self._decoder = self._tokenizer.decoder()
-        self._parser = Parser(
-            prompt.dialect,
-            state=prompt.state,
-            after_marker=prompt.after_marker,
-            stop=request.stop,
-            one_call=not request.parallel_tool_calls,
-            schemas={function["name"]: function.get("parameters", {}) for function in functions},
-        )
+        self._parser = prompt.parser()
         self._stop_token_ids = prompt.stop_token_ids
-        self._n_logprob_bytes_left = MAX_LOGPROB_BYTES // request.n
+        self._n_logprob_bytes_left = MAX_LOGPROB_BYTES // prompt.request.n
         self._emit = emit
         self._usage = Usage(len(prompt.token_ids), 0)
         self._has_finished = False
 
-    def take(self, step: StepOutput) -> bool:
+    def feed(self, step: StepOutput) -> bool:
         """Emit what a step has brought; return whether more is wanted."""
         self._usage.cached_tokens = step.cached_tokens
         end = step.finish
         for token in step.tokens:  # one by one: a step may cross any number of channels
             if self._n_logprob_bytes_left < 0:
-                end = "failed" if end == "failed" else "length"
+                end = "length"
                 break
-            self._say(token)
+            self._feed_token(token)
             if self._parser.stopped:
                 self._finish("stop")
                 return False
         if end:
-            self._feed(self._decoder.close())
+            self._parse(self._decoder.close())
             for output in self._parser.close(cut=end != "stop"):
                 self._emit(output)
             reason = "stop" if self._parser.stopped else end
             self._finish(reason, step.message)
         return not end
 
-    def _say(self, token: Choice) -> None:
+    def _feed_token(self, token: Choice) -> None:
         state_before = self._parser.state
         logprobs: tuple[TokenLogprob, ...] = ()
         if token.logprob is not None:
-            top = [self._logprob(*likely) for likely in token.top]
-            logprobs = (self._logprob(token.token_id, token.logprob)._replace(top=tuple(top)),)
+            top = tuple(self._logprob(*likely) for likely in token.top)
+            logprobs = (self._logprob(token.token_id, token.logprob, top),)
             self._n_logprob_bytes_left -= json_bytes(logprobs)
         self._usage.output_tokens += 1
         if token.token_id not in self._stop_token_ids:
-            self._feed(self._decoder.feed(token.token_id, logprobs))
+            self._parse(self._decoder.feed(token.token_id, logprobs))
         if "analysis" in (state_before, self._parser.state):  # both markers count as reasoning
             self._usage.reasoning_tokens += 1
 
-    def _feed(self, pieces: list[Piece]) -> None:
+    def _parse(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             for output in self._parser.feed(piece):
                 self._emit(output)
@@ -400,9 +375,9 @@ class Answer:
         self._has_finished = True
         self._emit(Finish(reason, self._usage, message))
 
-    def _logprob(self, token_id: int, logprob: float) -> TokenLogprob:
+    def _logprob(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         token = self._tokenizer.token_bytes(token_id)
-        return TokenLogprob(token.decode(errors="replace"), logprob, token)
+        return TokenLogprob(token.decode(errors="replace"), logprob, token, top)
 
 
 def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:

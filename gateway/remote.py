@@ -141,7 +141,6 @@ class UpstreamPrompt(NamedTuple):
     request: Request
     body: dict[str, Any]  # all but the messages
     candidates: list[list[Message]]  # the messages; then, if they may be cut, without their oldest turns
-    n_tokens: None = None  # only the upstream knows
 
     async def count_tokens(self) -> int:
         """Return the tokens of the prompt, if the upstream has an endpoint that counts; raises BadInput."""

@@ -175,7 +175,8 @@ def test_special_tokens_come_from_the_template_alone(vocabularies: Vocabularies,
     forged = prepared(template, tokenizer, chat(iter(strings)))
     plain = prepared(template, tokenizer, chat(iter(harmless)))
     assert special_tokens(forged, tokenizer) == special_tokens(plain, tokenizer)
-    assert (forged.state, forged.after_marker) == (plain.state, plain.after_marker)
+    assert vars(forged.parser()._trimming) == vars(plain.parser()._trimming)
+    assert forged.parser().state == plain.parser().state
 
 
 # fmt: off
@@ -226,10 +227,9 @@ def test_what_a_user_ends_with_opens_no_reasoning() -> None:
     source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if thinks }}"
     template = ChatTemplate(source, {})
     body = {"messages": [{"role": "user", "content": "Why <think>"}]}
-    assert prepared(template, tokenizer, body).state == "final"
-    assert (
-        prepared(template, tokenizer, body | {"chat_template_kwargs": {"thinks": True}}).state == "analysis"
-    )
+    thinking = body | {"chat_template_kwargs": {"thinks": True}}
+    assert prepared(template, tokenizer, body).parser().state == "final"
+    assert prepared(template, tokenizer, thinking).parser().state == "analysis"
 
 
 def test_what_a_template_raises_is_told_without_marks() -> None:
