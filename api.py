@@ -72,12 +72,13 @@ CANNOT_CANCEL = {
 # fmt: on
 
 
+Handler = Callable[[HttpRequest, Visit], Awaitable[Response]]  # its visit holds what it takes
+
+
 class Endpoint(NamedTuple):
     method: str
     path: str
-    handler: Callable[[Any, Visit], Awaitable[Response | None]]
-    # What a slow client may send or read for minutes; an "endless stream" ends with the server.
-    slow_part: Literal["body", "stream", "endless stream", "answer", "socket", ""] = ""
+    handler: Handler
 
 
 Purpose = Literal["respond", "count", "compact"]
@@ -139,23 +140,22 @@ class Api:
     def endpoints(self) -> list[Endpoint]:
         # fmt: off
         endpoints = [
-            #        method    path                             handler                  slow part
-            Endpoint("POST",   "/v1/responses",                  self.create_response,    "body"),
-            Endpoint("GET",    "/v1/responses",                  self.open_websocket,     "socket"),
-            Endpoint("POST",   "/v1/responses/input_tokens",     self.count_input_tokens, "body"),
-            Endpoint("POST",   "/v1/responses/compact",          self.compact,            "body"),
-            Endpoint("GET",    "/v1/responses/{id}",             self.get_response,       "stream"),
-            Endpoint("DELETE", "/v1/responses/{id}",             self.delete_response,    "answer"),
-            Endpoint("POST",   "/v1/responses/{id}/cancel",      self.cancel_response,    "answer"),
-            Endpoint("GET",    "/v1/responses/{id}/input_items", self.list_input_items,   "answer"),
-            Endpoint("POST",   "/v1/chat/completions",           self.create_completion,  "body"),
+            #        method    path                             handler
+            Endpoint("POST",   "/v1/responses",                  self.create_response),
+            Endpoint("POST",   "/v1/responses/input_tokens",     self.count_input_tokens),
+            Endpoint("POST",   "/v1/responses/compact",          self.compact),
+            Endpoint("GET",    "/v1/responses/{id}",             self.get_response),
+            Endpoint("DELETE", "/v1/responses/{id}",             self.delete_response),
+            Endpoint("POST",   "/v1/responses/{id}/cancel",      self.cancel_response),
+            Endpoint("GET",    "/v1/responses/{id}/input_items", self.list_input_items),
+            Endpoint("POST",   "/v1/chat/completions",           self.create_completion),
             Endpoint("GET",    "/v1/models",                     self.list_models),
             Endpoint("GET",    "/v1/models/{id:path}",           self.get_model),
             Endpoint("GET",    "/health",                        self.health),
             Endpoint("GET",    "/health/live",                   self.alive),
         ]
         if self._steps:
-            endpoints.append(Endpoint("GET", "/debug/steps", self.read_steps, "endless stream"))
+            endpoints.append(Endpoint("GET", "/debug/steps", self.read_steps))
         # fmt: on
         return endpoints
 
@@ -176,6 +176,7 @@ class Api:
         return JsonAnswer(job.shown_row().response_json, headers=headers)
 
     async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
+        visit.hold(visit.rooms.sockets, 1)
 
         async def start(body: Any, recall: Recall) -> Job:
             return await self._start(await self._begin(nullcontext(body), visit.owner, recall))
@@ -352,6 +353,10 @@ class Api:
 
     async def _row(self, http: HttpRequest, visit: Visit, with_events: bool = False) -> Row:
         """Return the response that is asked for; raises BadInput, also if there is no room to load it."""
+        if with_events:
+            visit.enter()
+        else:
+            visit.hold(visit.rooms.answers, 1)
         id_ = http.path_params["id"]
         row = await self._registry.get(id_, visit.owner, visit.load, with_events)
         if row is None:
@@ -447,6 +452,7 @@ class Api:
 
     async def read_steps(self, http: HttpRequest, visit: Visit) -> Response:
         assert self._steps
+        visit.enter()
         return StepStream(self._steps.read(visit.owner))
 
     async def alive(self, _: HttpRequest, visit: Visit) -> Response:

@@ -1,6 +1,6 @@
 """ASGI middleware around every endpoint: authentication, admission, errors, access log and metrics.
 
-    request --logged()--> CORSMiddleware --refusal(): name, key, site--> Starlette --Admitted--> endpoint
+    request --logged()--> CORSMiddleware --refusal(): name, key, site--> Starlette --> endpoint
     endpoint --reply, or an exception--> error body --logged(): x-request-id, log, metrics--> client
 
 Authority: https://platform.openai.com/docs/guides/error-codes; for pages of other sites
@@ -40,10 +40,9 @@ from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from api import Api, Endpoint
+from api import Api, Handler
 from gateway.refused import Refused
 from request.ids import REQUEST_ID, new_id
-from request.query import wants_stream
 from request.refusals import MAX_SHOWN, BadInput, shown
 from request.room import Rooms
 from service import webpage
@@ -71,6 +70,10 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
     async def scrape(_: HttpRequest) -> Response:
         return Response(api.metrics.render(), media_type=CONTENT_TYPE)
 
+    async def socket(websocket: WebSocket) -> None:
+        with rooms.visit(websocket.scope["owner"]) as visit:
+            await api.open_websocket(websocket, visit)
+
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, unless it is refused; scope["owner"] is whose it is."""
         headers = Headers(scope=scope)
@@ -78,13 +81,15 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
         app = refusal(scope, headers, keys, origins, hosts) or inner
         await app(scope, receive, send)
 
-    routes: list[BaseRoute] = [Route("/", page), Route("/metrics", scrape)]
-    for endpoint in api.endpoints():
-        admitted = Admitted(endpoint, rooms)
-        if endpoint.slow_part == "socket":
-            routes.append(WebSocketRoute(endpoint.path, admitted))
-        else:
-            routes.append(Route(endpoint.path, admitted, methods=[endpoint.method]))
+    routes: list[BaseRoute] = [
+        Route("/", page),
+        Route("/metrics", scrape),
+        WebSocketRoute("/v1/responses", socket),
+        *(
+            Route(path, Visiting(rooms, handler), methods=[method])
+            for method, path, handler in api.endpoints()
+        ),
+    ]
     kinds = (BadInput, HTTPException, ClientDisconnect, Exception)
     inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error))
     inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
@@ -137,29 +142,15 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
 
 
 @dataclass
-class Admitted:
-    """An endpoint, as Starlette calls it: while it runs, and is answered, it holds what it takes."""
+class Visiting:
+    """An endpoint, as Starlette calls it, with a visit: until it is answered it holds what it takes."""
 
-    endpoint: Endpoint
     rooms: Rooms
+    handler: Handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _, _, handler, slow_part = self.endpoint
         with self.rooms.visit(scope["owner"]) as visit:
-            if slow_part == "socket":
-                visit.hold(self.rooms.sockets, 1)
-                await handler(WebSocket(scope, receive, send), visit)
-                return
-            http = HttpRequest(scope, receive, send)
-            match slow_part:
-                case "endless stream":
-                    visit.enter()
-                case "stream" if wants_stream(http.query_params):
-                    visit.enter()
-                case "stream" | "answer":
-                    visit.hold(self.rooms.answers, 1)
-            response = await handler(http, visit)
-            assert response
+            response = await self.handler(HttpRequest(scope, receive, send), visit)
             await response(scope, receive, send)
 
 

@@ -54,10 +54,6 @@ log = logging.getLogger("server")
 
 MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
 
-# How long a thread may keep Python's lock that another waits for. A step of the engine gives it up a hundred
-# times: with Python's own 5 ms a busy event loop would make half a second of each step.
-SWITCH_S = 0.0005
-
 # New objects before the garbage collector looks at them. With Python's own 700 it takes a tenth of the time
 # of each event, for all of them live as long as their stream; so many are looked at in a millisecond.
 MAX_YOUNG_OBJECTS = 20_000
@@ -72,7 +68,6 @@ def main() -> int:
     """Run a server until it is stopped; return the exit status of the process."""
     args = options.arguments().parse_args()
     sys.set_int_max_str_digits(MAX_DIGITS)
-    sys.setswitchinterval(SWITCH_S)
     threadpoolctl.threadpool_limits(args.threads, user_api="blas")
     logs.start(args.log_level, args.log_format)
     local = remote = None
@@ -85,7 +80,6 @@ def main() -> int:
         retention = Retention(args.store_max_responses, args.store_max_bytes, args.store_max_age)
         store = Store(args.store, retention)
         if args.model or not args.upstream:
-            args.device = loading.device(args.device)
             local = loading.load(hub.find(args.model, args.revision), args)
         elif args.debug_steps:
             raise ValueError("--debug-steps: expected --model too; the steps of upstreams cannot be seen")

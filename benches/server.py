@@ -34,7 +34,7 @@ from benches.processes import Running, started, stream
 from checkpoint import hub
 from checkpoint.config import read_config
 from dialects.matchers import Grammars
-from engine import Emit, Engine, StepOutput
+from engine import SWITCH_INTERVAL_S, Emit, Engine, StepOutput
 from request.template import ChatTemplate
 from sampling import Choice
 from scheduler import Sequence
@@ -123,7 +123,6 @@ def serve_least(directory: Path) -> None:
 
     app = Starlette(routes=[Route(PATH, answer, methods=["POST"])])
     listener = bind("127.0.0.1", 0)
-    sys.setswitchinterval(server.SWITCH_S)
     server.tune_garbage_collector()
     print(f"listening http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
@@ -214,6 +213,7 @@ def resident_kb(pid: int) -> int:
 def run(args: argparse.Namespace) -> None:
     directory = hub.find(args.model)
     if args.serve:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine does
         SERVED[args.serve](directory)
         return
     contenders = {"ours": (command_of("script", directory), ROOT)}

@@ -1,6 +1,5 @@
 """Loading a model: from the options and a directory to the LocalWorker that serves it on this machine.
 
-    options --device()--> cpu or cuda
     directory, options --load()--> LocalWorker --facts()--> what the server says of it at its start
 
 It chooses the ops (the kernels of a GPU, Numba or NumPy) and the size of the page pool of the KV cache.
@@ -41,20 +40,9 @@ MAX_ROPE_BYTES = 2**29  # a million positions of heads of 128; making the table 
 ROPE_DIM_BYTES = 4  # a position: a complex64 for two dimensions of a head
 
 
-def device(option: str) -> str:
-    """The device to compute on, cpu or cuda; raises ValueError for cuda where there is no GPU."""
-    if option == "cpu":
-        return "cpu"
-    missing = cuda.missing()
-    if not missing:
-        return "cuda"
-    if option == "cuda":
-        raise ValueError(f"--device cuda: {missing}")
-    return "cpu"
-
-
 def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
-    """The worker over a model; `args.device` is cpu or cuda. Raises what the readers of the files raise."""
+    """Return the worker over a model; raises ValueError, and what the readers of the files raise."""
+    ops_class = ops_of(args.device)
     config = read_config(directory)
     max_seq_len = context_length(config, args.max_model_len)
     defaults = generation_defaults(config.generation)
@@ -65,14 +53,14 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
         raise UnsupportedModel(f"the chat template in {directory} cannot be read: {error!r}") from error
     tokenizer = Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    ops_class = ops_of(args.device)
-    if args.device == "cuda":
+    is_on_gpu = ops_class is cuda.CudaOps
+    if is_on_gpu:
         kernels.check_sizes(config)
         room = cuda.room(config, max_seq_len, args.max_batch)
     else:
         room = free_memory() // 4  # the system gives memory only to pages that are used
     n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
-    if args.device == "cuda" and (directory / "model.gguf").is_file():
+    if is_on_gpu and (directory / "model.gguf").is_file():
         log.warning("--device cuda: a GPU multiplies by bfloat16 alone; the file's weights are rounded to it")
     weights = read_weights(directory, config, *packs(ops_class, config, args.weights))
     runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
@@ -119,7 +107,15 @@ def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ops_of(device: str) -> type[NumpyOps] | type[cuda.CudaOps]:
-    return cuda.CudaOps if device == "cuda" else cpu_ops()
+    """Return the ops of a device; raises ValueError for "cuda" if there is no GPU."""
+    if device == "cpu":
+        return cpu_ops()
+    missing = cuda.missing()
+    if not missing:
+        return cuda.CudaOps
+    if device == "cuda":
+        raise ValueError(f"--device cuda: {missing}")
+    return cpu_ops()
 
 
 def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
@@ -187,7 +183,7 @@ def facts(args: argparse.Namespace, worker: LocalWorker) -> dict[str, str]:
         "context": f"{engine.max_seq_len} tokens",
         "memory": about_memory(ops_of(args.device), config, engine.counts()["pages"]),
         "dialect": worker.dialect,
-        "device": f"{args.device}: {engine.about}",
+        "device": engine.about,
     }
 
 

@@ -425,8 +425,8 @@ def test_a_gpu_that_is_missing_is_named() -> None:
     )
 
     with pytest.raises(ValueError, match="--device cuda: CuPy"):
-        loading.device("cuda")
-    assert loading.device("auto") == loading.device("cpu") == "cpu"
+        loading.ops_of("cuda")
+    assert loading.ops_of("auto") == loading.ops_of("cpu") == loading.cpu_ops()
 
 
 def test_room_is_what_weights_and_buffers_leave() -> None:
