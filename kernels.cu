@@ -42,7 +42,7 @@
 //
 // A kernel's argument is the array of its name; a bias, a norm of heads or sinks that the model does not have
 // are null. For layers and weights the names are those of checkpoint/weights.py, with the shapes that stand
-// there. The others are made by devices/cuda.py (buffer_shapes) and devices/steps.py (StepLayout):
+// there. The others are made by devices/cuda.py (buffer_shapes) and devices/steps.py (step_layout):
 //
 //   x            (n_rows, DIM) float                    the residual stream
 //   normed       (n_rows, DIM) bf16                     x normed, for more than NORMED_ROWS rows

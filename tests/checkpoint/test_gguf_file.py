@@ -19,8 +19,8 @@ from checkpoint.config import UnsupportedModel, read_config
 from checkpoint.hub import find
 from checkpoint.weights import Weights, map_tensors, read_weights
 from helpers.gguf_files import write_gguf
-from helpers.serving import TINY, run
-from parity import CASES, N_PAGES, Ours, write
+from helpers.serving import TINY
+from parity import CASES, write
 from request.template import ChatTemplate
 from tokenizer import Tokenizer, TokenizerError
 
@@ -261,35 +261,3 @@ def test_no_byte_of_a_header_breaks_more_than_the_file(folder: Path) -> None:
         gguf_container.read.cache_clear()
         with suppress(UnsupportedModel, TokenizerError):
             read_weights_of(file)
-
-
-def test_the_server_says_it_in_one_line(folder: Path) -> None:
-    (folder / "cut.gguf").write_bytes(b"GGUF")
-    ended = run("server.py", "--model", str(folder / "cut.gguf"))
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("error: ")
-
-
-# ---- Greedy text -------------------------------------------------------------------------------------------
-
-
-def test_greedy_text_of_blocks_is_that_of_the_decoded_weights(folder: Path) -> None:
-    """64 tokens of the tiny model by the kernels over Q8_0 and Q4_1, and by NumPy in float32 over what the
-    same blocks decode to.
-    """
-    pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
-    from devices.cpu import FastOps
-    from devices.panels import pack
-
-    prompt = Tokenizer(TINY / "tokenizer.json").encode(
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    for name in ("Q8_0", "Q4_1"):
-        write_gguf(TINY, folder / f"{name}.gguf", name)
-        directory = find(str(folder / f"{name}.gguf"))
-        expected = Ours(directory).greedy(prompt, 64)
-        fast = Ours(directory)
-        fast.weights = read_weights(directory, fast.config, pack)
-        fast.ops = FastOps(fast.config, fast.weights, 1024, N_PAGES, 1)
-        assert fast.greedy(prompt, 64) == expected

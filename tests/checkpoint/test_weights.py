@@ -223,24 +223,6 @@ def test_whatever_a_field_holds_is_read_or_refused(model_type: str) -> None:
 # ---- Weights -----------------------------------------------------------------------------------------------
 
 
-def test_adjacent_pairs_rotate_like_rotate_half(tmp_path: Path) -> None:
-    """One complex multiplication on our rows is `q * cos + rotate_half(q) * sin` on the checkpoint's."""
-    tensors = checkpoint(tmp_path)
-    config = read_config(tmp_path)
-    x = np.random.default_rng(1).standard_normal(config.dim).astype(np.float32)
-    table = rope_table(config.rope, config.head_dim, 6)[5]  # (head_dim/2,)
-
-    theirs = (tensors["model.layers.0.self_attn.q_proj.weight"] @ x).reshape(config.n_heads, config.head_dim)
-    cos, sin = np.tile(table.real, 2), np.tile(table.imag, 2)
-    first, second = np.split(theirs, 2, axis=1)
-    rotated = theirs * cos + np.concatenate([-second, first], axis=1) * sin  # (n_heads, head_dim) halves
-
-    rows = read_weights(tmp_path, config).layers[0].wqkv[: config.n_heads * config.head_dim]
-    ours = (rows @ x).reshape(config.n_heads, config.head_dim).view(np.complex64) * table
-    np.testing.assert_allclose(ours.real, rotated[:, : config.head_dim // 2], atol=1e-5)
-    np.testing.assert_allclose(ours.imag, rotated[:, config.head_dim // 2 :], atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_dtypes_widen_to_the_same_numbers(tmp_path: Path, dtype: str) -> None:
     tensors = checkpoint(tmp_path)

@@ -6,7 +6,7 @@ most races of a GPU do not on the day they are written.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -159,11 +159,6 @@ def test_kernels_that_are_right(order: int, check: bool) -> None:
     assert total(Emulator(order, check)) == 2 * sum(range(200))
 
 
-@pytest.mark.parametrize("name", ["not_awaited", "awaited_too_few"])
-def test_a_copy_that_nobody_waits_for_does_not_arrive(name: str) -> None:
-    assert np.isnan(rounds(Emulator(), name)).all()
-
-
 @pytest.mark.parametrize("order", sweep([0, 1], [0]))
 @pytest.mark.parametrize(
     ("run", "name", "says"),
@@ -175,79 +170,6 @@ def test_planted(run: Any, name: str, says: str, order: int) -> None:
         run(Emulator(order, check=True), name)
     if "deadlock" not in says and "ended" not in says:
         assert "kernels.cu:" in str(caught.value), "the checker names the line"
-
-
-def bad_arguments() -> Iterator[tuple[str, Any]]:
-    cp = Emulator()
-    x = cp.zeros(64, np.float32)
-    yield "wants f4, not float64", cp.zeros(64, np.float64)
-    yield "wants f4, not int32", cp.zeros(64, np.int32)
-    yield "not contiguous", cp.zeros((64, 2), np.float32)[:, 0]
-    yield "an array of the device", x.get()
-    yield "an array of the device", 0
-
-
-@pytest.mark.parametrize(("says", "x"), list(bad_arguments()))
-def test_arguments_of_another_type(says: str, x: Any) -> None:
-    cp = Emulator()
-    kernel = cp.RawModule(code=planted()).get_function("total")
-    w, part, n_done, y = (cp.zeros(64, t) for t in (np.uint16, np.float32, np.int32, np.float32))
-    with pytest.raises(TypeError, match=says):
-        kernel((1,), (64,), (w, x, part, n_done, y, np.int32(64)))
-    with pytest.raises(TypeError, match="CuPy passes float"):
-        kernel((1,), (64,), (w, part, part, n_done, y, 64.0))
-    with pytest.raises(TypeError, match="takes 6 arguments"):
-        kernel((1,), (64,), (w,))
-
-
-def test_work_is_done_when_somebody_waits() -> None:
-    """As late as a GPU might do it: a buffer of the host that is used again too early shows."""
-    cp = Emulator()
-    stream, event, host = cp.cuda.Stream(), cp.cuda.Event(), np.zeros(4, np.float32)
-    device = cp.zeros(4, np.float32)
-    device.set(np.ones(4, np.float32), stream)
-    device.get(stream, out=host, blocking=False)
-    event.record(stream)
-    assert not event.done
-    assert host.sum() == 0
-    event.synchronize()
-    assert event.done
-    assert host.sum() == 4
-
-
-def test_a_graph_repeats_what_was_captured() -> None:
-    cp = Emulator()
-    step = """extern "C" __global__ void step(int* token, int* position, int* out) {
-      await_previous();
-      out[position[0]] = token[0];
-      token[0] = token[0] * 3 % 101;
-      position[0] += 1;
-    }"""
-    kernel = cp.RawModule(code=HEAD + step).get_function("step")
-    token, position, out = cp.zeros(1, np.int32), cp.zeros(1, np.int32), cp.zeros(8, np.int32)
-    token.set(np.array([7], np.int32))
-    with cp.cuda.Stream() as stream:
-        stream.begin_capture()
-        kernel((1,), (1,), (token, position, out))
-        graph = stream.end_capture()
-        for _ in range(8):
-            graph.launch(stream)
-        stream.synchronize()
-    assert list(out.get()) == [7 * 3**i % 101 for i in range(8)]
-
-
-def test_memory_that_nobody_wrote_is_nan() -> None:
-    cp = Emulator()
-    assert np.isnan(cp.empty(8, np.float32).get()).all()
-    kernel = """extern "C" __global__ void unset(float* y) {
-      __shared__ float s[4];
-      await_previous();
-      if (y[0] > 0) s[1] = 2;
-      y[0] = s[1];
-    }"""
-    y = cp.zeros(1, np.float32)
-    cp.RawModule(code=kernel).get_function("unset")((1,), (1,), (y,))
-    assert np.isnan(y.get()).all()
 
 
 # ---- The tensor cores --------------------------------------------------------------------------------------

@@ -213,25 +213,6 @@ def test_graphs_and_early_launches_change_nothing() -> None:
         assert early._kernels._driver is not None, "and kernels that start early"
 
 
-def test_sampling_is_that_of_numpy() -> None:
-    ops = real("SmolLM2-135M")
-    token_ids = list(range(50))
-    samplings = [
-        Sampling(seed=1),
-        Sampling(0.7, top_p=0.9, top_k=50, seed=2),
-        Sampling(0, repetition_penalty=1.2, presence_penalty=0.5),
-        Sampling(1.2, min_p=0.05, seed=3, logit_bias={5: 4.0}),
-    ]
-    choices(ops, [span(0, token_ids, 0, 1)])
-    raw = ops._buffers["raw"].get()[:1]
-    for sampling in samplings:
-        for number in range(20):
-            context = Context(replace(sampling, seed=number), token_ids, [3] * number)
-            got = ops.read(ops.launch([span(0, token_ids[-1:], 49)], [context]))
-            assert np.array_equal(ops._buffers["raw"].get()[:1], raw)
-            assert got == [NumpyOps.pick(None, raw, [context])]  # type: ignore[arg-type]
-
-
 @pytest.mark.skipif(
     not shutil.which("compute-sanitizer"), reason="no compute-sanitizer: CUDA's toolkit has it"
 )
@@ -249,9 +230,3 @@ def test_compute_sanitizer(tool: str) -> None:
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert "2 passed" in ended.stdout
     assert "skipped" not in ended.stdout
-
-
-def test_pages_are_of_the_size_that_is_computed_with() -> None:
-    ops = real("Qwen3-0.6B")
-    pools = [*ops._keys, *ops._values]
-    assert sum(pool.nbytes for pool in pools) == ops.n_pages * CudaOps.page_bytes(ops.config)
