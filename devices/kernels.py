@@ -21,6 +21,7 @@ Not here: what is computed (kernels.cu, plain.cu), the arrays (cuda.py, steps.py
 import ctypes
 import importlib
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -282,25 +283,15 @@ def signatures(code: str) -> dict[str, Signature]:
 
 # --- launches -----------------------------------------------------------------------------------------------
 
-# The attribute of a launch whose kernel may start before the one ahead of it has ended (PDL), and the
-# structures of cuda.h that say so.
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
 NULL = np.uintp(0)
 
-
-class LaunchAttribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
-
-
-class LaunchConfig(ctypes.Structure):
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(LaunchAttribute)),
-        ("n_attributes", ctypes.c_uint),
-    )
+# Structures of cuda.h 13.0 on a system of 64 bits, as Python's struct writes them. The attribute of a launch
+# says that the kernel may start before the one ahead of it has ended (PDL).
+LAUNCH_ATTRIBUTE = "I4xI60x"  # CUlaunchAttribute, 72 bytes: its id; its value
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+LAUNCH_CONFIG = (
+    "3I3II4xPPI4x"  # CUlaunchConfig, 56 bytes: grid; block; shared bytes; stream; attributes; number
+)
 
 
 class Kernels:
@@ -359,25 +350,19 @@ class Kernels:
         self, name: str, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
     ) -> None:
         """Launch a kernel that begins once every block of the one ahead of it has called start_next()."""
-        attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION)
-        attribute.value[0] = 1
-        config = LaunchConfig(
-            (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3]),
-            (ctypes.c_uint * 3)(*(*block, 1, 1)[:3]),
-            0,
-            self._cp.cuda.get_current_stream().ptr,
-            ctypes.pointer(attribute),
-            1,
+        attribute = ctypes.create_string_buffer(
+            struct.pack(LAUNCH_ATTRIBUTE, PROGRAMMATIC_STREAM_SERIALIZATION, 1)
         )
+        sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3]
+        stream = self._cp.cuda.get_current_stream().ptr
+        config = struct.pack(LAUNCH_CONFIG, *sizes, 0, stream, ctypes.addressof(attribute), 1)
         arguments = []  # each in memory that the driver copies it from
         for value in values:
             if not isinstance(value, np.generic):
                 value = np.uintp(value.data.ptr)
             arguments.append(np.array(value))
         pointers = (ctypes.c_void_p * len(arguments))(*[argument.ctypes.data for argument in arguments])
-        result = self._driver.cuLaunchKernelEx(
-            ctypes.byref(config), ctypes.c_void_p(function), pointers, None
-        )
+        result = self._driver.cuLaunchKernelEx(config, ctypes.c_void_p(function), pointers, None)
         if result:
             raise RuntimeError(f"cuLaunchKernelEx of {name} returned {int(result)}")
 

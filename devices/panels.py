@@ -123,16 +123,18 @@ class Arena:
 arena = Arena()
 
 
-def exact_format(w: NDArray[Any]) -> str:
-    """The first format that holds every value: BF16, which uint16 is already, F16 or F32."""
+def narrowest(w: NDArray[Any]) -> tuple[str, NDArray[Any]]:
+    """The first format that holds every value, BF16, F16 or F32, and the numbers in it."""
     if w.dtype == np.uint16:
-        return "BF16"
-    if not w.view(np.uint16)[..., ::2].any():  # the lower halves: little-endian
-        return "BF16"
+        return "BF16", w
+    halves = w.view(np.uint16)  # the lower ones first: little-endian
+    if not halves[..., ::2].any():
+        return "BF16", halves[..., 1::2]
     with np.errstate(over="ignore"):
-        if np.array_equal(w.astype(np.float16), w):
-            return "F16"
-    return "F32"
+        float16 = w.astype(np.float16)
+    if np.array_equal(float16, w):
+        return "F16", float16.view(np.int16)
+    return "F32", w
 
 
 def fill(panels: NDArray[Any], rows: NDArray[Any]) -> None:
@@ -145,12 +147,7 @@ def fill(panels: NDArray[Any], rows: NDArray[Any]) -> None:
 def pack_floats(w: NDArray[Any]) -> Panels:
     """Pack a matrix of float32, or of bfloat16 as uint16, in its exact format."""
     n_out, n_in = w.shape
-    name = exact_format(w)
-    numbers = w
-    if name == "BF16" and w.dtype != np.uint16:
-        numbers = w.view(np.uint16)[:, 1::2]
-    elif name == "F16":
-        numbers = w.astype(np.float16).view(np.int16)
+    name, numbers = narrowest(w)
     n_inputs = 2 if name == "BF16" else 1  # of a block
     words = arena.zeros(DTYPES[name], math.ceil(n_out / WIDTH), math.ceil(n_in / n_inputs), WIDTH, n_inputs)
     for i in range(n_inputs):
@@ -182,7 +179,7 @@ def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Pan
         formats = {part.format for part in parts}
         if len(formats) == 1 and name in (None, *formats):
             return pack_blocks(parts[0]._replace(data=np.concatenate([part.data for part in parts])))
-    elif name in (None, exact_format(w)):
+    elif name is None or name == narrowest(w)[0]:
         return pack_floats(w)
     numbers: Array = unpacked(w)
     if name == "BF16" or numbers.shape[1] % BLOCK:

@@ -5,7 +5,6 @@ cold, drafts or none, graphs or none, kernels that overlap or not.
 """
 
 import asyncio
-import ctypes
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +27,6 @@ from devices.kernels import (
     SOME_ROWS,
     SOME_WIDE,
     Kernels,
-    LaunchAttribute,
-    LaunchConfig,
     check_sizes,
     shape_for,
     signatures,
@@ -488,18 +485,3 @@ def test_all_shapes_are_loaded_before_the_first_step() -> None:
     kernels = ops_of(VARIED[0])._kernels
     asked_for = {id(kernel.module) for kernel in kernels._cp.kernels}
     assert asked_for >= {id(kernels._modules[shape]) for shape in SHAPES}
-
-
-def test_the_structures_are_those_of_cuda_h() -> None:
-    """cuda.h 13.0, of a 64-bit system: CUlaunchConfig has 56 bytes, CUlaunchAttribute 72."""
-    offsets = {name: getattr(LaunchConfig, name).offset for name, _ in LaunchConfig._fields_}
-    assert offsets == {
-        "grid": 0,
-        "block": 12,
-        "shared_bytes": 24,
-        "stream": 32,
-        "attributes": 40,
-        "n_attributes": 48,
-    }
-    assert LaunchAttribute.value.offset == 8
-    assert (ctypes.sizeof(LaunchConfig), ctypes.sizeof(LaunchAttribute)) == (56, 72)

@@ -321,7 +321,7 @@ class Driver:
 
     def cuLaunchKernelEx(self, config: Any, function: Any, args: Any, extra: Any) -> int:
         self.n_launches += 1
-        raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
+        raw = config
         *sizes, shared_bytes, stream, attributes, n_attributes = struct.unpack("<3I3IIxxxxQQIxxxx", raw)
         assert (shared_bytes, n_attributes, extra) == (0, 1, None)
         assert stream == self.emulator.current.ptr
