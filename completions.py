@@ -54,7 +54,7 @@ class Chunks:
         self._include_usage = include_usage
         self._named_call = named_call
         self._n_calls = [0] * n  # by choice: how many calls it has made so far
-        self._is_custom = [False] * n  # by choice: whether its newest call is one of a custom tool
+        self._newest = [CALL_MEMBERS[False]] * n  # by choice: the row of its newest call
         self._usages: list[Usage] = []  # of the choices that have ended
         self._failed = False  # a choice has failed: no choice says anything after the error
 
@@ -77,12 +77,11 @@ class Chunks:
                 delta = {"content": text}
             case Call(name, is_custom):
                 self._n_calls[index] += 1
-                self._is_custom[index] = is_custom
-                type_, member = CALL_MEMBERS[is_custom]
+                type_, member = self._newest[index] = CALL_MEMBERS[is_custom]
                 call = {"id": self._new_id("call"), "type": type_, type_: {"name": name, member: ""}}
                 delta = self._call(index, call)
             case Arguments(text):
-                type_, member = CALL_MEMBERS[self._is_custom[index]]
+                type_, member = self._newest[index]
                 delta = self._call(index, {type_: {member: text}})
             case Close():
                 return []

@@ -78,7 +78,7 @@ class Parser:
             if i > 0 and (event := self._end_line()):  # a line end stands between two pieces
                 events.append(event)
             self.line += piece
-            if self.ended_bytes + len(self.line) > self.max_event_bytes:
+            if self._event_bytes() > self.max_event_bytes:
                 break
         if not events:
             self._check_size()
@@ -98,8 +98,8 @@ class Parser:
         return self.ended_bytes + len(self.line)
 
     def _check_size(self) -> None:
-        if (n := self._event_bytes()) > self.max_event_bytes:
-            raise EventTooLarge(f"expected at most {self.max_event_bytes} bytes an event, got {n} of one")
+        if self._event_bytes() > self.max_event_bytes:
+            raise EventTooLarge(f"expected at most {self.max_event_bytes} bytes an event")
 
     def _end_line(self) -> Event | None:
         """Process self.line, now that it is whole; return the event if this was its blank line."""
@@ -198,23 +198,18 @@ def _escaped(json_text: str) -> str:
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def loads(text: str | bytes | bytearray) -> Any:
+def loads(text: str, errors: str = "strict") -> Any:
     """Return the value of a JSON text; raises ValueError, whatever is wrong with it.
 
-    Also refused: what JSON does not have (NaN, 1e999), half a surrogate pair, which is not a character, and
-    nesting deeper than Python can follow.
+    Also refused: what JSON does not have (NaN, 1e999) and nesting deeper than Python can follow. Half a
+    surrogate pair is not a character: `errors` says what becomes of it, as for bytes.decode().
     """
-    if isinstance(text, str):
-        text.encode()  # raises if half a surrogate pair stands in it unescaped
-    else:
-        text = text.decode("utf-8-sig")
+    text.encode()  # raises if half a surrogate pair stands in it unescaped
     try:
-        text = text.strip(" \t\r\n")
-        value, end = DECODER.raw_decode(text)
-        if end < len(text):
-            raise ValueError(f"expected the end of the JSON text at character {end}")
+        value = DECODER.decode(text)
         if SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
+            written = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            value = json.loads(written.decode("utf-16", errors))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     return value

@@ -48,13 +48,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import sse
 from channels import Channel, is_object
 from completions import CALL_MEMBERS, Chunk
 from gateway.metering import Meter, usage_of
-from request.ids import new_id
+from request import ids
 from request.refusals import error_body, shown
 
 # The event loop stands still while JSON is read: 20 ms a MiB of text, 200 a MiB of the smallest objects. The
@@ -65,15 +65,15 @@ MAX_OBJECT_BYTES = 2**22
 # lower limit: 128k tokens are 32 MB.
 MAX_ANSWER_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 48 * 2**20
-MAX_CALLS = 1024  # of a choice; OpenAI allows 128 tools
-MAX_NAME = 1024  # characters of a call's name, and of its id; OpenAI allows 64
-MAX_ARGUMENTS = 2**21  # characters, of all calls of a choice
+MAX_CALL_CHARACTERS = 2**21  # names, ids and arguments of all calls of a choice
+CALL_CHARACTERS = 2**10  # what a call counts for by itself
 MAX_BLANKS = 1024  # characters of blank text that are held until text follows
 MAX_MESSAGE = 4096  # characters of an error
 
 # fmt: off
 #  finish_reason           OpenAI's          any other, such as "abort", is a failure; in any case
 FINISH_REASONS = {
+    "":                    "stop",            # none came, although the answer is whole
     "stop":                "stop",
     "length":              "length",
     "content_filter":      "content_filter",
@@ -89,7 +89,7 @@ FINISH_REASONS = {
     "model_length":        "length",          # Mistral
 }
 PAYLOADS = dict(CALL_MEMBERS.values())  # type of a call -> member that holds its arguments or input
-CUT = ("length", "content_filter")  # these end an answer in its midst
+CUT = ("length", "content_filter")  # these end an answer before it is complete
 
 #  channel       members of a delta that hold its text; both names of the reasoning hold the same
 TEXTS: dict[Channel, tuple[str, ...]] = {
@@ -106,8 +106,20 @@ class Unreadable(ValueError):
     """The answer is not a chat completion. An Answer makes an error chunk of it."""
 
 
-class TooLarge(Unreadable):
-    """An event, or an object, has grown over its limit."""
+class Asked(NamedTuple):
+    """What the request says of its answer."""
+
+    n: int = 1  # choices
+    one_call: bool = False  # parallel_tool_calls=false: of each choice only the first call is wanted
+    # tool_choice names the function: "finish_reason will be 'stop'" then, says
+    # https://platform.openai.com/docs/guides/function-calling
+    named_call: bool = False
+    shows_usage: bool = False
+    max_bytes: int = MAX_ANSWER_BYTES
+    new_id: Callable[[str], str] = ids.new_id  # draws an id, with this prefix, for a call without one
+
+
+ONE_CHOICE = Asked()
 
 
 # --- documents ----------------------------------------------------------------------------------------------
@@ -117,7 +129,6 @@ SSE_STARTS = b"deir:"  # of data, event, id, retry or a comment; no JSON text st
 # https://github.com/openai/openai-python/issues/2722 https://github.com/NousResearch/hermes-agent/pull/80822
 SILENT = ("", "null")
 SPACES = bytes.maketrans(b"\r\n", b"  ")
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class LenientParser(sse.Parser):
@@ -139,7 +150,7 @@ class Frames:
     """Cuts an answer into its documents: the JSON object of each event, None for [DONE].
 
     An answer that is one JSON object is read as an event of one line, with [DONE] after it. feed() and
-    close() raise Unreadable.
+    close() raise Unreadable or sse.EventTooLarge.
     """
 
     def __init__(self, content_type: str) -> None:
@@ -163,24 +174,17 @@ class Frames:
         yield from self._documents(data)
 
     def close(self, is_finished: bool) -> Iterator[Chunk | None]:
-        """End the answer, of which the last event may lack its blank line.
-
-        Half an event is no loss if the answer is finished.
-        """
+        """End the answer. Its last event may lack the blank line; half an event after the end is no loss."""
         try:
             yield from self._documents(b"\n\n")
-        except Unreadable as error:
-            if isinstance(error, TooLarge) or not is_finished:
+        except Unreadable:
+            if not is_finished:
                 raise
         if self.is_stream is False:
             yield None
 
     def _documents(self, data: bytes) -> Iterator[Chunk | None]:
-        try:
-            events = self._parser.feed(data)
-        except sse.EventTooLarge as error:
-            raise TooLarge(f"expected at most {self._parser.max_event_bytes} bytes at a time") from error
-        for event in events:
+        for event in self._parser.feed(data):
             text = event.data.strip()
             if text == "[DONE]":
                 yield None
@@ -194,11 +198,7 @@ class Frames:
 def document(text: str) -> Chunk:
     """Return the JSON object that a text is, half a surrogate pair in it as U+FFFD; raises Unreadable."""
     try:
-        try:
-            value = sse.loads(text)
-        except UnicodeEncodeError:
-            escaped = json.dumps(sse.DECODER.decode(text), ensure_ascii=False)
-            value = json.loads(LONE_SURROGATE.sub("\ufffd", escaped))
+        value = sse.loads(text, "replace")
     except ValueError as error:
         raise Unreadable(f"expected JSON, got {shown(text)}") from error
     if not isinstance(value, dict):
@@ -217,7 +217,7 @@ def objects(value: Any) -> list[Chunk]:
 
 
 def error_of(document: Chunk) -> Chunk | None:
-    """Return the error of a document that tells of one: its message; type, param and code if it has them."""
+    """Return the error that a document tells of: its message; its type, param and code if it has them."""
     error = document.get("error")
     if not error and "choices" not in document:
         error = document if "message" in document else document.get("detail")
@@ -288,7 +288,7 @@ class ToolCall:
 
     index: int  # ours
     type: str  # function or custom
-    id: str = ""  # the server's, if it has given one
+    id: str  # the server's; "": it has given none
     name: str = ""
     fragments: list[str] = field(default_factory=list)  # of its arguments
     nesting: Nesting = field(default_factory=Nesting)
@@ -323,26 +323,21 @@ class ToolCall:
 class Choice:
     """Puts right what an answer says of one choice."""
 
-    def __init__(self, one_call: bool, named_call: bool, new_id: Callable[[str], str]) -> None:
-        self.has_begun = False  # something came of it
+    def __init__(self, asked: Asked) -> None:
+        self.calls: list[ToolCall] = []  # by our index, those that are not wanted too
         self.has_said = False  # text, reasoning or a call has left
         self.is_finished = False  # a finish_reason came, or a whole message: nothing more is read
         self.failure = ""  # why the answer ends with an error
-        self._max_wanted = 1 if one_call else MAX_CALLS
-        self._named_call = named_call
-        self._new_id = new_id
+        self._asked = asked
         self._has_role = False
-        self._has_reason = False
-        self._calls: list[ToolCall] = []  # by index, those that are not wanted too
         self._newest: ToolCall | None = None
         self._by_index: dict[int, ToolCall] = {}  # the newest call of each index of the server's
-        self._n_characters = 0  # of arguments
+        self._n_characters = 0  # of calls
         self._open: Channel | None = None  # the channel that has left last; None: a call, or nothing
         self._blank: tuple[Channel, str] = ("final", "")  # the text that is held
 
-    def read(self, choice: Chunk) -> None:
-        """Put right what a chunk says."""
-        self.has_begun = True
+    def read(self, choice: Chunk, is_end: bool = False) -> None:
+        """Put right what a chunk says; `is_end` if nothing more can come."""
         delta = choice.get("delta")
         if not isinstance(delta, dict):
             delta = {}
@@ -350,29 +345,23 @@ class Choice:
         if isinstance(message, dict) and not delta and not self.has_said:
             # After deltas it repeats them: https://github.com/abundantbeing/hermes-browser-extension/issues/11
             delta = message
-            self.is_finished = "delta" not in choice
+            is_end = "delta" not in choice
         choice["delta"] = delta
         self._delta(delta)
         if "logprobs" in choice and not isinstance(choice["logprobs"], dict):
             choice["logprobs"] = None
-        if reason := choice.get("finish_reason"):
+        reason = choice.get("finish_reason") or ""  # "" is none: https://github.com/ollama/ollama/issues/4357
+        if reason or is_end:
+            self.is_finished = True
             choice["finish_reason"] = self._end(str(reason), delta)
         elif "finish_reason" in choice:
-            choice["finish_reason"] = None  # "" is none: https://github.com/ollama/ollama/issues/4357
+            choice["finish_reason"] = None
 
-    def missing_reason(self) -> str:
-        """Return the finish_reason that a complete answer lacks; "" if it lacks none.
+    def _end(self, reason: str, delta: Chunk) -> str | None:
+        """Add to the last delta what the answer lacks; return the finish_reason, None if it is a failure.
 
         Clients take an answer without one for a cut one: https://github.com/earendil-works/pi/pull/4558
         """
-        if self._has_reason or not self.has_begun:
-            return ""
-        is_cut = any(call.fragments and not call.can_be_run() for call in self._calls[: self._max_wanted])
-        return "length" if is_cut else "stop"
-
-    def _end(self, reason: str, delta: Chunk) -> str | None:
-        """Add to the last delta what the answer lacks; return the finish_reason, None if it is a failure."""
-        self.is_finished = self._has_reason = True
         ours = FINISH_REASONS.get(reason.lower())
         if ours is None:
             self.failure = f"The upstream ended its answer for the reason '{reason[:60]}'."
@@ -383,7 +372,7 @@ class Choice:
             delta |= dict.fromkeys(TEXTS[channel], blank)
         if ours in CUT:  # nothing is made up for a call that was cut
             return ours
-        for call in self._calls[: self._max_wanted]:
+        for call in filter(self._is_wanted, self.calls):
             if not call.name:
                 self.failure = "The answer cannot be used: a call came without a name."
             elif not call.fragments and call.type == "function":
@@ -391,12 +380,14 @@ class Choice:
                 fragment = {"index": call.index, "function": {"arguments": "{}"}}
                 delta["tool_calls"] = [*delta.get("tool_calls", []), fragment]
             elif not call.can_be_run():
+                if not reason:
+                    return "length"
                 self.failure = f"The arguments of the call of '{call.name}' are not a JSON object."
             if self.failure:
                 return None
         if ours not in ("stop", "tool_calls"):
             return ours
-        return "tool_calls" if self._calls and not self._named_call else "stop"
+        return "tool_calls" if self.calls and not self._asked.named_call else "stop"
 
     # --- text -----------------------------------------------------------------------------------------------
 
@@ -406,12 +397,9 @@ class Choice:
             if self._has_role:
                 del delta["role"]
             self._has_role = True
-        if isinstance(delta.get("content"), list):
-            parts = objects(delta["content"])
-            thoughts = [text_of(part.get("thinking")) for part in parts if part.get("type") == "thinking"]
-            if thoughts:
-                said = text_of(delta.get("reasoning_content") or delta.get("reasoning"))
-                delta["reasoning_content"] = said + "".join(thoughts)
+        parts = objects(delta.get("content"))
+        if thoughts := [part.get("thinking") for part in parts if part.get("type") == "thinking"]:
+            delta["reasoning_content"] = "".join(map(text_of, thoughts))
         for channel, names in TEXTS.items():
             if value := delta.get(names[0]) or delta.get(names[-1]):
                 text = self._text(channel, text_of(value))
@@ -451,49 +439,46 @@ class Choice:
         arguments = said.get(member) or ""
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        id_ = str(fragment.get("id") or "")
-        call = self._call_of(fragment.get("index"), type_, id_, name, arguments)
-        piece = name.removeprefix(call.name)  # https://github.com/continuedev/continue/pull/5849
-        call.name += piece
-        self._n_characters += len(arguments)
-        if max(len(id_), len(call.name)) > MAX_NAME:
-            raise Unreadable(f"expected names and ids of calls of at most {MAX_NAME} characters")
-        if self._n_characters > MAX_ARGUMENTS:
-            raise Unreadable(f"expected arguments of at most {MAX_ARGUMENTS} characters")
+        call = self._call_of(fragment, type_, name, arguments)
         if said and type_ != call.type:
             raise Unreadable(f"a call that began as {call.type} goes on as {type_}")
+        piece = name.removeprefix(call.name)  # https://github.com/continuedev/continue/pull/5849
+        call.name += piece
         call.add(arguments)
-        is_wanted = call.index < self._max_wanted
-        if is_wanted:
-            self._begin(None)
-        fragment["index"] = call.index
-        if type_ == "function":
-            fragment.pop("custom", None)
-        if call.is_open:
-            fragment.pop("id", None)
+        self._n_characters += len(piece) + len(arguments)
+        if self._n_characters > MAX_CALL_CHARACTERS:
+            raise Unreadable(f"expected at most {MAX_CALL_CHARACTERS} characters of calls")
+        fragment |= {"index": call.index, call.type: said | {"name": piece, member: arguments}}
+        if not call.is_open:
+            fragment |= {"id": call.id or self._asked.new_id("call"), "type": type_}
+            call.is_open = True
         else:
-            fragment |= {"id": id_ or self._new_id("call"), "type": type_}
-        if said or not call.is_open:
-            fragment[type_] = said | {"name": piece, member: arguments}
-            if call.is_open and not piece:
-                del fragment[type_]["name"]
-        call.is_open = True
-        return is_wanted
+            fragment.pop("id", None)
+            if not piece:
+                del fragment[call.type]["name"]
+        if not self._is_wanted(call):
+            return False
+        self._begin(None)
+        return True
 
-    def _call_of(self, index: Any, type_: str, id_: str, name: str, arguments: str) -> ToolCall:
+    def _is_wanted(self, call: ToolCall) -> bool:
+        return call.index == 0 or not self._asked.one_call
+
+    def _call_of(self, fragment: Chunk, type_: str, name: str, arguments: str) -> ToolCall:
         """Return the call that a fragment belongs to, a new one if it begins one."""
+        index = fragment.get("index")
+        id_ = str(fragment.get("id") or "")
         call = self._newest
         if type(index) is int:
             call = self._by_index.get(index)
         elif name:  # https://github.com/ollama/ollama/issues/7881
-            call = next((call for call in self._calls if id_ and call.id == id_), None)
+            call = next((call for call in self.calls if id_ and call.id == id_), None)
         if call is None or call.begins_again(id_, name, arguments):
-            call = ToolCall(len(self._calls), type_, id_)
-            self._calls.append(call)
+            call = ToolCall(len(self.calls), type_, id_)
+            self.calls.append(call)
+            self._n_characters += CALL_CHARACTERS + len(id_)
         if type(index) is int:
             self._by_index[index] = call
-        if max(len(self._calls), len(self._by_index)) > MAX_CALLS:
-            raise Unreadable(f"expected at most {MAX_CALLS} calls")
         self._newest = call
         return call
 
@@ -502,71 +487,56 @@ class Choice:
 
 
 class Answer:
-    """Reads an answer of `n` choices.
+    """Reads an answer; `meter` counts its usage."""
 
-    `meter` counts its usage, which leaves only if `shows_usage`. `one_call`: of each choice only the first
-    call is wanted (parallel_tool_calls=false). `named_call`: tool_choice names the function, and
-    "finish_reason will be 'stop'" for it: https://platform.openai.com/docs/guides/function-calling.
-    `new_id(prefix)` draws an id for a call without.
-    """
-
-    def __init__(
-        self,
-        content_type: str = "",
-        meter: Meter | None = None,
-        n: int = 1,
-        one_call: bool = False,
-        named_call: bool = False,
-        shows_usage: bool = False,
-        max_bytes: int = MAX_ANSWER_BYTES,
-        new_id: Callable[[str], str] = new_id,
-    ) -> None:
+    def __init__(self, content_type: str = "", meter: Meter | None = None, asked: Asked = ONE_CHOICE) -> None:
         self.frames = Frames(content_type)
         self.meter = meter or Meter()
+        self.choices: dict[int, Choice] = {}  # those that have begun
         self.is_over = False  # an error came, or [DONE]: nothing more is read
         self.failed = False  # an error has left
         self.n_bytes = 0
-        self._choices = [Choice(one_call, named_call, new_id) for _ in range(n)]
-        self._shows_usage = shows_usage
-        self._max_bytes = max_bytes
+        self._asked = asked
         self._head: Chunk = {}
         self._usage_chunk: Chunk = {}  # the newest
 
     @property
     def has_said(self) -> bool:
         """Whether text, reasoning or a call has come, or the end of a choice."""
-        return any(choice.has_said or choice.is_finished for choice in self._choices)
+        return any(choice.has_said or choice.is_finished for choice in self.choices.values())
 
     @property
     def is_finished(self) -> bool:
         """Whether every choice has its finish_reason: usage may follow, and [DONE], and nothing else."""
-        return all(choice.is_finished for choice in self._choices)
+        return self._n_finished() == self._asked.n
+
+    def _n_finished(self) -> int:
+        return sum(choice.is_finished for choice in self.choices.values())
 
     def feed(self, data: bytes) -> list[Chunk]:
         self.n_bytes += len(data)
-        if self.n_bytes > self._max_bytes:
-            return self.fail(f"The answer cannot be used: it is longer than {self._max_bytes} bytes.")
+        if self.n_bytes > self._asked.max_bytes:
+            return self.fail(f"The answer cannot be used: it is longer than {self._asked.max_bytes} bytes.")
         return self._read(self.frames.feed(data))
 
     def close(self) -> list[Chunk]:
         """End the answer: return what it lacks. An error is the last chunk of all."""
         chunks = self._read(self.frames.close(self.is_finished))
+        if not self.is_over and (not self.choices or self._n_finished() < len(self.choices)):
+            chunks += self.fail("The upstream ended its answer before it had finished.")
         if self.failed:
             return chunks
-        begun = [choice for choice in self._choices if choice.has_begun]
-        if not (self.is_over or (begun and all(choice.is_finished for choice in begun))):
-            return chunks + self.fail("The upstream ended its answer before it had finished.")
         ends = []
-        for index, choice in enumerate(self._choices):
-            if reason := choice.missing_reason():
-                ends.append({"index": index, "delta": {}, "finish_reason": reason})
-                choice.read(ends[-1])
+        for index, choice in self.choices.items():
+            if not choice.is_finished:
+                ends.append({"index": index, "delta": {}})
+                choice.read(ends[-1], is_end=True)
         if ends:
             chunks.append(self._head | {"object": "chat.completion.chunk", "choices": ends})
-        for choice in begun:
+        for choice in self.choices.values():
             if choice.failure:
                 chunks += self.fail(choice.failure)
-        if self._usage_chunk and self._shows_usage and not self.failed:
+        if self._usage_chunk and self._asked.shows_usage and not self.failed:
             chunks.append(self._usage_chunk)
         return chunks
 
@@ -586,28 +556,24 @@ class Answer:
         try:
             for document in documents:
                 if document is None:
-                    self._done()
+                    # Some servers send one after each choice: https://github.com/vllm-project/vllm/pull/378
+                    self.is_over = self._n_finished() in (0, self._asked.n)
                 elif error := error_of(document):
                     chunks += self.fail("", error)
                 elif self._says(document):
                     chunks.append(document)
                 if self.is_over:
                     break
-        except Unreadable as error:
+        except (Unreadable, sse.EventTooLarge) as error:
             chunks += self.fail(f"The answer cannot be used: {error}.")
         return chunks
-
-    def _done(self) -> None:
-        """Take [DONE]; some servers send one after each choice: https://github.com/vllm-project/vllm/pull/378"""
-        n_finished = sum(choice.is_finished for choice in self._choices)
-        self.is_over = n_finished in (0, len(self._choices))
 
     def _says(self, chunk: Chunk) -> bool:
         """Put a chunk right; return whether it says anything."""
         if not self._head:
             self._head = {name: chunk[name] for name in HEAD if name in chunk}
         chunk.pop("error", None)  # it is null
-        n = len(self._choices)
+        n = self._asked.n
         choices = objects(chunk.get("choices"))
         if n == 1:  # its index does not matter: https://github.com/microsoft/Foundry-Local/issues/144
             choices = choices[:1]
@@ -619,8 +585,10 @@ class Answer:
             choice["index"] = index
             if "message" in choice and "delta" not in choice:
                 chunk["object"] = "chat.completion.chunk"
-            if not self._choices[index].is_finished:
-                self._choices[index].read(choice)
+            if index not in self.choices:
+                self.choices[index] = Choice(self._asked)
+            if not self.choices[index].is_finished:
+                self.choices[index].read(choice)
                 chunk["choices"].append(choice)
         usage = usage_of(chunk)
         if usage is not None:
@@ -628,5 +596,5 @@ class Answer:
         if isinstance(chunk.get("usage"), dict):
             self._usage_chunk = chunk | {"choices": []}
             del chunk["usage"]
-            return bool(chunk["choices"])
+            choices = choices or [{}]  # without a choice it says nothing else
         return bool(chunk["choices"]) or not choices

@@ -17,7 +17,8 @@ Rules of this file:
 import functools
 import logging
 from collections import Counter
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from channels import Usage
 
@@ -35,14 +36,18 @@ class TokenCounts(NamedTuple):
     reasoning: int = 0  # of the completion's tokens
 
 
-# Where each count stands in a usage object: its path in Chat Completions, in Responses, in single servers.
 # fmt: off
+#  place in a usage object of Chat Completions, of Responses, of single servers    count
 PATHS = {
-    "prompt":     ("prompt_tokens", "input_tokens"),
-    "cached":     ("prompt_tokens_details.cached_tokens", "input_tokens_details.cached_tokens"),
-    "completion": ("completion_tokens", "output_tokens"),
-    "reasoning":  ("completion_tokens_details.reasoning_tokens", "output_tokens_details.reasoning_tokens",
-                   "reasoning_tokens"),
+    "prompt_tokens":                              "prompt",
+    "input_tokens":                               "prompt",
+    "prompt_tokens_details.cached_tokens":        "cached",
+    "input_tokens_details.cached_tokens":         "cached",
+    "completion_tokens":                          "completion",
+    "output_tokens":                              "completion",
+    "completion_tokens_details.reasoning_tokens": "reasoning",
+    "output_tokens_details.reasoning_tokens":     "reasoning",
+    "reasoning_tokens":                           "reasoning",
 }
 # fmt: on
 
@@ -59,17 +64,13 @@ def member(value: Any, name: str) -> Any:
 
 def read_counts(usage: Document) -> TokenCounts:
     """Return the counts in a usage object; if a count is there twice, the larger one: rule 3."""
-    counts = {name: max(_read_count(usage, path) for path in paths) for name, paths in PATHS.items()}
-    counts["cached"] = min(counts["cached"], counts["prompt"])
-    counts["reasoning"] = min(counts["reasoning"], counts["completion"])
-    return TokenCounts(**counts)
-
-
-def _read_count(usage: Document, path: str) -> int:
-    """Return the count at a path; 0 for anything that is not a count."""
-    value: Any = functools.reduce(member, path.split("."), usage)
-    is_count = type(value) is int and 0 <= value <= MAX_COUNT
-    return value if is_count else 0
+    counts = dict.fromkeys(TokenCounts._fields, 0)
+    for path, name in PATHS.items():
+        value: Any = functools.reduce(member, path.split("."), usage)
+        if type(value) is int and 0 <= value <= MAX_COUNT:
+            counts[name] = max(counts[name], value)
+    prompt, cached, completion, reasoning = counts.values()
+    return TokenCounts(prompt, min(cached, prompt), completion, min(reasoning, completion))
 
 
 class Prices(NamedTuple):
@@ -97,19 +98,21 @@ class Prices(NamedTuple):
     def costs(self, counts: TokenCounts) -> dict[str, int]:
         """Return the members that a usage object is given."""
         adjusted = self.adjusted(counts)
+        prompt_cost = (adjusted.prompt + adjusted.cached) * self.per_token
+        total_cost = sum(adjusted) * self.per_token
         return {
-            "prompt_total_cost": (adjusted.prompt + adjusted.cached) * self.per_token,
-            "completion_total_cost": (adjusted.completion + adjusted.reasoning) * self.per_token,
-            "total_cost": sum(adjusted) * self.per_token,
+            "prompt_total_cost": prompt_cost,
+            "completion_total_cost": total_cost - prompt_cost,
+            "total_cost": total_cost,
         }
 
 
+@dataclass
 class Meter:
     """Counts the tokens of one request; without `prices` nothing is given a cost."""
 
-    def __init__(self, prices: Prices | None = None) -> None:
-        self.counts: TokenCounts | None = None  # None: no usage was seen
-        self.prices = prices
+    prices: Prices | None = None
+    counts: TokenCounts | None = None  # None: no usage was seen
 
     def read(self, usage: Document) -> None:
         """Count a usage object, and give it its costs in place."""
@@ -132,7 +135,7 @@ class Meter:
         adjusted = (self.prices or Prices()).adjusted(self.counts)
         used = adjusted._asdict() | {"total": sum(adjusted)}
         if self.prices:
-            used["cost"] = self.prices.costs(self.counts)["total_cost"]
+            used["cost"] = used["total"] * self.prices.per_token
         return used
 
 
@@ -144,8 +147,8 @@ class Ledger:
 
     def __init__(self, prices: Prices | None = None) -> None:
         self.prices = prices
-        names = (*get_args(Outcome), "usage_unknown", "total")
         # All of them from the start: the rate of a counter needs its zero.
+        names = ("done", "error", "disconnect", "usage_unknown", "total")
         self.totals = Counter({f"relayed_{name}": 0 for name in names})
 
     def settle(self, model: str, upstream: str, outcome: Outcome, meter: Meter) -> None:
@@ -153,7 +156,5 @@ class Ledger:
         used = meter.used()
         summary = " ".join(f"{name}={value}" for name, value in used.items()) or "unknown (null)"
         log.info("%s of %s: %s, usage: %s", model, upstream or "no upstream", outcome, summary)
-        self.totals[f"relayed_{outcome}"] += 1
-        self.totals["relayed_usage_unknown"] += not used
-        for name, value in used.items():
-            self.totals[f"relayed_{name}"] += value
+        entered = used | {outcome: 1, "usage_unknown": int(not used)}
+        self.totals.update({f"relayed_{name}": value for name, value in entered.items()})

@@ -26,7 +26,7 @@ from typing import Any
 
 from channels import UNLIKELY, Arguments, Call, Channel, Delta, Finish, Output, TokenLogprob, Usage
 from completions import Chunk
-from gateway.answers import CUT, PAYLOADS, TEXTS, ToolCall, objects
+from gateway.answers import CUT, TEXTS, Answer, ToolCall, objects
 from request.refusals import shown
 
 MAX_TOKEN_BYTES = 1024  # of one token of the logprobs; the longest of known vocabularies have some 200
@@ -35,13 +35,14 @@ MAX_LOGPROB = 10**6  # magnitude: what is larger is no logprob, and may be no fl
 
 
 class Outputs:
-    """Reads the chunks of an Answer of one choice."""
+    """Reads the chunks of an answer of one choice, and the fragments of its calls, which the answer holds."""
 
-    def __init__(self, n_top_logprobs: int = MAX_TOP_LOGPROBS) -> None:
+    def __init__(self, answer: Answer, n_top_logprobs: int = MAX_TOP_LOGPROBS) -> None:
+        self._answer = answer
         self._n_top_logprobs = n_top_logprobs  # a token has no more alternatives, whatever is sent
         self._said: list[Output] = []  # what leaves now
-        self._calls: dict[int, ToolCall] = {}
         self._waiting: deque[ToolCall | Delta] = deque()  # the first is a call, which may be open
+        self._n_sent = 0  # fragments of that call; 0: it is not open
         self._channel: Channel | None = None  # of the text that has left last; None: a call, or nothing
         self._logprobs: list[TokenLogprob] = []  # their text has not come
         self._finish = Finish("stop")
@@ -60,53 +61,41 @@ class Outputs:
         """Return the rest, and how the answer ends."""
         self._said = []
         self._send_waiting(is_over=True)
-        self._rest_of_logprobs()
+        if self._logprobs and self._channel == "final":  # such as that of a stop token
+            self._said.append(Delta("final", "", tuple(self._logprobs)))
         return [*self._said, self._finish._replace(usage=usage)]
 
     def _choice(self, choice: Chunk) -> None:
         delta = choice["delta"]
-        if self._logprobs or choice.get("logprobs"):
-            self._take_logprobs(choice)
+        logprobs = self._logprobs_of(choice)
         for channel, (name, *_) in TEXTS.items():
             if text := delta.get(name):
-                self._text(channel, text)
+                self._waiting.append(Delta(channel, text, logprobs if channel == "final" else ()))
         for fragment in delta.get("tool_calls") or ():
-            self._call_fragment(fragment)
-        if self._waiting:
-            self._send_waiting()
+            if "id" in fragment:  # its first fragment
+                self._waiting.append(self._answer.choices[0].calls[fragment["index"]])
+        self._send_waiting()
         if choice.get("finish_reason") in CUT:
             self._finish = Finish(choice["finish_reason"])
 
-    # --- text and its logprobs ------------------------------------------------------------------------------
+    # --- logprobs -------------------------------------------------------------------------------------------
 
-    def _text(self, channel: Channel, text: str) -> None:
-        logprobs: Sequence[TokenLogprob] = ()
-        if channel == "final" and self._logprobs:
-            logprobs = self._logprobs
-            self._logprobs = []
-            if self._channel != "final":
-                logprobs = spelling(text, logprobs, and_rest=True)
-        delta = Delta(channel, text, tuple(logprobs))
-        if self._waiting:
-            self._waiting.append(delta)
-        else:
-            self._channel = channel
-            self._said.append(delta)
-
-    def _take_logprobs(self, choice: Chunk) -> None:
+    def _logprobs_of(self, choice: Chunk) -> tuple[TokenLogprob, ...]:
+        """Return the logprobs of the text in this chunk: rule 3."""
+        if not self._logprobs and not choice.get("logprobs"):
+            return ()
         delta = choice["delta"]
         entries = (choice.get("logprobs") or {}).get("content")
-        logprobs = [self._logprob(entry) for entry in objects(entries)]
-        if delta.get("reasoning") or delta.get("refusal") or delta.get("tool_calls"):
-            self._rest_of_logprobs()
-            logprobs = spelling(delta.get("content") or "", logprobs)
-        self._logprobs += logprobs
-
-    def _rest_of_logprobs(self) -> None:
-        """Logprobs without a text, such as that of a stop token, go with the text before."""
-        if self._logprobs and self._channel == "final":
-            self._said.append(Delta("final", "", tuple(self._logprobs)))
+        self._logprobs += map(self._logprob, objects(entries))
+        text = delta.get("content") or ""
+        has_others = bool(delta.get("reasoning") or delta.get("refusal") or delta.get("tool_calls"))
+        if not (text or has_others):
+            return ()
+        logprobs = self._logprobs
         self._logprobs = []
+        if has_others or self._channel != "final":
+            logprobs = spelling(text, logprobs, and_rest=not has_others)
+        return tuple(logprobs)
 
     def _logprob(self, entry: Chunk) -> TokenLogprob:
         token = entry.get("token")
@@ -121,17 +110,7 @@ class Outputs:
         alternatives = objects(entry.get("top_logprobs"))[: self._n_top_logprobs]
         return TokenLogprob(token, float(logprob), token_bytes, tuple(map(self._logprob, alternatives)))
 
-    # --- calls ----------------------------------------------------------------------------------------------
-
-    def _call_fragment(self, fragment: Chunk) -> None:
-        index = fragment["index"]
-        if index not in self._calls:
-            self._calls[index] = ToolCall(index, fragment["type"])
-            self._waiting.append(self._calls[index])
-        call = self._calls[index]
-        said = fragment.get(call.type) or {}
-        call.name += said.get("name") or ""
-        call.add(said.get(PAYLOADS[call.type]) or "")
+    # --- one item after another -----------------------------------------------------------------------------
 
     def _send_waiting(self, is_over: bool = False) -> None:
         """Send what waits, up to a call that is not whole, and of that call what has come."""
@@ -142,20 +121,23 @@ class Outputs:
                 self._said.append(item)
             else:
                 self._send(item, is_over)
-                has_left = item.is_open and item.nesting.is_whole and len(self._waiting) > 1
+                has_left = self._n_sent and item.nesting.is_whole and len(self._waiting) > 1
                 if not (has_left or is_over):
                     return
+                self._n_sent = 0
             self._waiting.popleft()
 
     def _send(self, call: ToolCall, is_over: bool) -> None:
         """Send what has come of a call; until its arguments begin its name may grow."""
-        if call.name and not call.is_open and (call.fragments or is_over):
-            call.is_open = True
+        fragments = call.fragments[self._n_sent :]
+        if not call.name or not (fragments or is_over):
+            return
+        if not self._n_sent:
             self._channel = None
             self._said.append(Call(call.name, call.type == "custom"))
-        if call.is_open and call.fragments:
-            self._said.append(Arguments("".join(call.fragments)))
-            call.fragments.clear()
+        if fragments:
+            self._said.append(Arguments("".join(fragments)))
+        self._n_sent = len(call.fragments)
 
 
 def are_bytes(value: Any) -> bool:
@@ -165,7 +147,7 @@ def are_bytes(value: Any) -> bool:
     return all(type(byte) is int and 0 <= byte <= 255 for byte in value)
 
 
-def spelling(text: str, logprobs: Sequence[TokenLogprob], and_rest: bool = False) -> list[TokenLogprob]:
+def spelling(text: str, logprobs: Sequence[TokenLogprob], and_rest: bool) -> list[TokenLogprob]:
     """Return the logprobs whose tokens spell the text; all of them if none do.
 
     Reasoning or a marker may stand before them. Calls or a stop token may follow: `and_rest` keeps those.
@@ -175,9 +157,7 @@ def spelling(text: str, logprobs: Sequence[TokenLogprob], and_rest: bool = False
     start = spelled.rfind(wanted)
     if start < 0 or (and_rest and spelled.startswith(wanted)):
         start = 0
-    end = start + len(wanted)
-    if and_rest:
-        end = len(spelled) + 1
+    end = len(spelled) + 1 if and_rest else start + len(wanted)
     chosen = []
     at = 0
     for p in logprobs:

@@ -56,8 +56,8 @@ class Refused(BadInput):
     ) -> None:
         super().__init__(message, param, code)
         self.status = status
+        self.upstream_status = status
         self.retry_after = retry_after  # seconds or a date, as the upstream wrote it; "" for none
-        self.is_retryable = False  # another upstream may serve the request
         self.is_failure = False  # the upstream is broken, or the request breaks it
 
     @property
@@ -84,10 +84,24 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
     return refused
 
 
+def no_answer(error: Exception) -> Refused:
+    """Make the refusal for an upstream that cannot be reached, or breaks off before it has said anything."""
+    status = 504 if isinstance(error, TimeoutError) else 502
+    refused = Refused(status, f"The upstream gave no answer to a request ({reason(error)}).")
+    refused.is_failure = True
+    return refused
+
+
+def reason(error: Exception) -> str:
+    """Return why there is no answer, or no more of it."""
+    if isinstance(error, TimeoutError):
+        return "it was silent for too long"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
 def refusal_in(error: Chunk) -> Refused:
     """Read the error of an answer with status 200: the status that it names, 502 if it names none."""
-    for member in ("code", "type"):
-        value = str(error.get(member))
+    for value in map(str, (error.get("code"), error.get("type"))):
         if re.fullmatch("[45][0-9]{2}", value):  # vLLM has a number there, LiteLLM its digits
             return refusal(int(value), error)
         if value in ERROR_STATUS:
@@ -113,5 +127,5 @@ def refusal(status: int, error: Chunk) -> Refused:
     if code == "context_length_exceeded":
         our_status = 400
     refused = Refused(our_status, message, param, code)
-    refused.is_retryable = status in RETRYABLE
+    refused.upstream_status = status
     return refused

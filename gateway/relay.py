@@ -32,7 +32,6 @@ from request import params
 from request.refusals import error_body
 from streaming import SSE_HEADERS, KeptAlive, while_connected
 
-PATH = "chat/completions"
 # Seconds after which a request that can wait is accepted, although the upstream may still read its prompt.
 # Until then a refusal keeps its status.
 ACCEPT_S = 5
@@ -119,8 +118,7 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes
 
     Names have no case: https://github.com/timoklimmer/powerproxy-aoai/issues/53
     """
-    lowered = [(name.lower(), value) for name, value in headers]
-    return [(name, value) for name, value in lowered if name in FORWARDED]
+    return [(name.lower(), value) for name, value in headers if name.lower() in FORWARDED]
 
 
 def whole(chunks: Iterable[Chunk]) -> str:
@@ -145,9 +143,7 @@ class RelayedChat(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._asking as opening:
-            headers = []
-            if opening.done():
-                headers = forwarded(opening.result().headers)
+            headers = forwarded(opening.result().headers) if opening.done() else []
             if self._is_stream:
                 await send_stream(opening, headers, send)
                 return

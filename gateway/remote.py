@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from channels import Accepted, Emit, Finish
-from gateway.answers import MAX_ANSWER_BYTES, MAX_KEPT_BYTES, Answer
+from gateway.answers import MAX_ANSWER_BYTES, MAX_KEPT_BYTES, Asked
 from gateway.metering import Ledger, Meter, Prices
 from gateway.outputs import Outputs
 from gateway.refused import Refused
-from gateway.relay import PATH, RelayedChat, asking, checkable
+from gateway.relay import RelayedChat, asking, checkable
 from gateway.upstreams import RETRY_AFTER_S, Reply, Upstreams
 from request import params
 from request.messages import Message, turn_starts, without_old_turns
@@ -37,6 +37,7 @@ COUNTERS = {
     "/tokenize": "count",  # vLLM's; llama.cpp's takes no messages, and answers without a count
     "/v1/chat/completions/input_tokens": "input_tokens",  # llama.cpp's
 }
+NO_SUCH_ENDPOINT = (404, 405, 501)
 IN_PROMPT = ("model", "tools", "chat_template_kwargs")  # members of a chat body that decide the prompt
 
 
@@ -102,14 +103,12 @@ def marked(tools: list[dict[str, Any]], request: Request) -> list[dict[str, Any]
 
 
 def response_format(request: Request) -> dict[str, Any] | None:
-    if not request.structured_output or request.structured_output.schema is None:
+    """Return the format of the text in chat's form; None: the text is free."""
+    members = request.echo["text"]["format"] | {}
+    kind = members.pop("type")
+    if kind == "text":
         return None
-    text_format = request.echo["text"]["format"]
-    if text_format["type"] == "json_object":
-        return {"type": "json_object"}
-    members = ("name", "description", "schema", "strict")
-    schema = {name: text_format[name] for name in members if text_format.get(name) is not None}
-    return {"type": "json_schema", "json_schema": schema}
+    return {"type": kind} | ({kind: members} if kind == "json_schema" else {})
 
 
 def chat_message(message: Message) -> Message:
@@ -147,9 +146,14 @@ class UpstreamPrompt(NamedTuple):
         body = {name: self.body[name] for name in IN_PROMPT if name in self.body}
         body["messages"] = self.candidates[0]
         for path, member in COUNTERS.items():
-            answer = await self.worker.upstreams.ask(path, body) or {}
-            if type(answer.get(member)) is int:
-                return int(answer[member])
+            try:
+                counted = await self.worker.upstreams.ask(path, body)
+            except Refused as refused:
+                if refused.upstream_status not in NO_SUCH_ENDPOINT:
+                    raise
+            else:
+                if type(counted.get(member)) is int:
+                    return int(counted[member])
         endpoints = " and no ".join(COUNTERS)
         message = f"The upstream of '{self.request.model}' cannot count tokens: it has no {endpoints}."
         raise BadInput(message, None, "unsupported_endpoint")
@@ -158,13 +162,13 @@ class UpstreamPrompt(NamedTuple):
         """Emit what the model says. Raises Refused before Accepted, and nothing after it."""
         request = self.request
         meter = Meter(self.worker.ledger.prices)
-        outputs = Outputs(request.n_top_logprobs or 0)
         can_wait = request.stream or request.background
         open_reply = partial(self._open, meter)
         async with asking(open_reply, can_wait, self.worker.ledger, request.model, meter) as opening:
             emit(Accepted())
             try:
                 reply = await opening
+                outputs = Outputs(reply.answer, request.n_top_logprobs or 0)
                 async for chunks in reply:
                     if reply.answer.frames.is_stream:
                         said = outputs.read(chunks)
@@ -185,23 +189,20 @@ class UpstreamPrompt(NamedTuple):
 
         Raises Refused, which names the parameter that the client has sent.
         """
-        one_call = not self.request.parallel_tool_calls
-        answer = partial(Answer, meter=meter, one_call=one_call, max_bytes=MAX_KEPT_BYTES)
-        *longer, shortest = self.candidates
-        try:
-            for messages in longer:
-                try:
-                    return await self.worker.upstreams.open(PATH, self.body | {"messages": messages}, answer)
-                except Refused as refused:
-                    if refused.code != "context_length_exceeded":
-                        raise
-            return await self.worker.upstreams.open(PATH, self.body | {"messages": shortest}, answer)
-        except Refused as refused:
-            if refused.param:
-                chat_param = refused.param
-                refused.param = responses_param(chat_param)
-                refused.message = refused.message.replace(f"'{chat_param}'", f"'{refused.param}'")
-            raise
+        asked = Asked(one_call=not self.request.parallel_tool_calls, max_bytes=MAX_KEPT_BYTES)
+        for messages in self.candidates:
+            body = self.body | {"messages": messages}
+            try:
+                return await self.worker.upstreams.open(body, meter, asked)
+            except Refused as error:
+                refused = error
+            if refused.code != "context_length_exceeded":
+                break
+        if refused.param:
+            chat_param = refused.param
+            refused.param = responses_param(chat_param)
+            refused.message = refused.message.replace(f"'{chat_param}'", f"'{refused.param}'")
+        raise refused
 
 
 # --- the worker ---------------------------------------------------------------------------------------------
@@ -267,15 +268,13 @@ class RemoteWorker:
         if request.tools:
             body["tools"] = marked(body["tools"], request)
         meter = Meter(self.ledger.prices)
-        answer = partial(
-            Answer,
-            meter=meter,
-            n=request.n,
+        asked = Asked(
+            request.n,
             one_call=not request.parallel_tool_calls,
             named_call=request.named_call,
-            shows_usage=request.include_usage or not request.stream,
+            shows_usage=request.include_usage,
             max_bytes=MAX_ANSWER_BYTES if request.stream else MAX_KEPT_BYTES,
         )
-        open_reply = partial(self.upstreams.open, PATH, body, answer)
-        asked = asking(open_reply, request.stream, self.ledger, body["model"], meter)
-        return RelayedChat(asked, request.n, request.stream)
+        open_reply = partial(self.upstreams.open, body, meter, asked)
+        opening = asking(open_reply, request.stream, self.ledger, body["model"], meter)
+        return RelayedChat(opening, request.n, request.stream)

@@ -1,6 +1,6 @@
 """The upstream servers: load balancing, failover and circuit breaker, and the connection to each of them.
 
-    path, body --Upstreams.open()--> Reply --read()--> [chunk, ...], and so on to the end of the answer
+    body --------Upstreams.open()--> Reply --> [chunk, ...], and so on to the end of the answer
     path, body --Upstreams.ask()---> one JSON object, of an endpoint that not every server has
 
 Authority: https://www.python-httpx.org/advanced/timeouts/; the circuit breaker is that of
@@ -29,7 +29,7 @@ import contextlib
 import logging
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -37,8 +37,9 @@ from typing import Any, NamedTuple, Self
 import httpx2 as httpx
 
 from completions import Chunk
-from gateway.answers import Answer, Unreadable, document, objects
-from gateway.refused import Refused, read_refusal, refusal_in
+from gateway.answers import Answer, Asked, Unreadable, document, objects
+from gateway.metering import Meter
+from gateway.refused import RETRYABLE, Refused, no_answer, read_refusal, reason, refusal_in
 
 log = logging.getLogger("upstreams")
 
@@ -53,7 +54,7 @@ REFUSAL_S = 3  # for the body of a refusal
 # Of a body: gzip, which some servers send unasked, is unpacked piece by piece; the others make gigabytes of a
 # chunk.
 ENCODINGS = ("identity", "gzip")
-NO_SUCH_ENDPOINT = (404, 405, 501)
+PATH = "chat/completions"
 UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, TimeoutError)
 
 
@@ -69,7 +70,6 @@ class Timeouts(NamedTuple):
 
 
 DEFAULT_TIMEOUTS = Timeouts()
-MakeAnswer = Callable[[str], Answer]  # from the content type
 
 
 @dataclass(eq=False)
@@ -109,21 +109,23 @@ CLOSING: set[asyncio.Future[None]] = set()  # the event loop holds its tasks by 
 class Reply:
     """The answer of an upstream; the caller must close() it, in whatever state it is."""
 
-    def __init__(
-        self, upstream: Upstream, response: httpx.Response, answer: Answer, timeouts: Timeouts
-    ) -> None:
+    def __init__(self, upstream: Upstream, timeouts: Timeouts) -> None:
         self.upstream = upstream
-        self.headers = response.headers.raw
+        self.answer = Answer()
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._timeouts = timeouts
+        self._deadline = 0.0
+        self._response: httpx.Response | None = None
+        self._beginning: list[Chunk] = []
+        self._reads = self._read_all()
+        upstream.n_running += 1
+        upstream.n_asked += 1
+
+    async def begin(self, response: httpx.Response, answer: Answer) -> None:
+        """Read up to the first text, reasoning or call; raises Refused if an error came first."""
         self._response = response
         self.answer = answer
-        self._timeouts = timeouts
-        self._reads = self._read_all()
-        self._beginning: list[Chunk] = []
-        self._deadline = 0.0
-
-    async def begin(self) -> None:
-        """Read up to the first text, reasoning or call; raises Refused if an error came first."""
-        answer = self.answer
+        self.headers = response.headers.raw
         while not (answer.has_said or answer.is_over or answer.n_bytes > MAX_SILENT_BYTES):
             chunks = await anext(self._reads, None)
             if chunks is None:
@@ -147,7 +149,7 @@ class Reply:
         try:
             async with asyncio.timeout(min(seconds_left, self._timeouts.idle_s)):
                 return await anext(self._reads)
-        except (httpx.HTTPError, httpx.StreamError, TimeoutError) as error:
+        except UNREACHABLE as error:
             if self.answer.is_finished:  # all is said; only usage and [DONE] may be missing
                 return self.answer.close()
             why = reason(error)
@@ -157,6 +159,7 @@ class Reply:
             return self.answer.fail(f"The answer broke off: {why}.")
 
     async def _read_all(self) -> AsyncGenerator[list[Chunk]]:
+        assert self._response
         answer = self.answer
         async with aclosing(unpacked(self._response)) as body:
             async for piece in body:
@@ -183,7 +186,8 @@ class Reply:
     async def _aclose(self) -> None:
         with contextlib.suppress(RuntimeError):  # a chunk is still awaited: closing the response ends that
             await self._reads.aclose()
-        await self._response.aclose()
+        if self._response:
+            await self._response.aclose()
 
 
 async def unpacked(response: httpx.Response) -> AsyncGenerator[bytes]:
@@ -192,43 +196,28 @@ async def unpacked(response: httpx.Response) -> AsyncGenerator[bytes]:
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)  # 16: gzip's header
     async with aclosing(response.aiter_raw()) as chunks:
         async for chunk in chunks:
-            if not is_packed:
-                for start in range(0, len(chunk), MAX_PIECE_BYTES):
-                    yield chunk[start : start + MAX_PIECE_BYTES]
-                continue
             while chunk and not unpacker.eof:
-                try:
-                    yield unpacker.decompress(chunk, MAX_PIECE_BYTES)
-                except zlib.error as error:
-                    raise httpx.DecodingError(str(error)) from error
-                chunk = unpacker.unconsumed_tail
-
-
-def object_in(body: bytes) -> Chunk | None:
-    """Return the JSON object that a body is; None: it is not one."""
-    try:
-        return document(body.decode("utf-8-sig", "replace"))
-    except Unreadable:
-        return None
+                piece, rest = chunk[:MAX_PIECE_BYTES], chunk[MAX_PIECE_BYTES:]
+                if is_packed:
+                    try:
+                        piece = unpacker.decompress(chunk, MAX_PIECE_BYTES)
+                    except zlib.error as error:
+                        raise httpx.DecodingError(str(error)) from error
+                    rest = unpacker.unconsumed_tail
+                yield piece
+                chunk = rest
 
 
 async def read_beginning(response: httpx.Response, n_bytes: int, seconds: float) -> bytes:
     """Read of a body what comes in time, until it has n_bytes or ends, and close the response."""
     body = b""
-    with contextlib.suppress(httpx.HTTPError, httpx.StreamError, TimeoutError):
+    with contextlib.suppress(*UNREACHABLE):
         async with asyncio.timeout(seconds), aclosing(response), aclosing(unpacked(response)) as chunks:
             async for chunk in chunks:
                 body += chunk
                 if len(body) >= n_bytes:
                     break
     return body
-
-
-def reason(error: BaseException) -> str:
-    """Return why there is no answer, or no more of it."""
-    if isinstance(error, TimeoutError):
-        return "it was silent for too long"
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 # --- all of them --------------------------------------------------------------------------------------------
@@ -290,18 +279,18 @@ class Upstreams:
 
     # --- asking ---------------------------------------------------------------------------------------------
 
-    async def open(self, path: str, body: Mapping[str, Any], make_answer: MakeAnswer) -> Reply:
-        """Send the request to an upstream that has the body's model; raises Refused if none answers it."""
+    async def open(self, body: Mapping[str, Any], meter: Meter, asked: Asked) -> Reply:
+        """Ask an upstream that has the body's model for a completion; raises Refused if none answers."""
         model = str(body["model"])
         tried: list[Upstream] = []
         suspects: list[Upstream] = []
-        refusal = self._unreachable(model)
+        refusal = unreachable(model)
         while upstream := self._pick(model, tried):
             tried.append(upstream)
             try:
-                reply = await self._ask(upstream, path, body, make_answer)
+                reply = await self._ask(upstream, body, meter, asked)
             except Refused as error:
-                if not error.is_retryable:
+                if error.upstream_status not in RETRYABLE:
                     raise
                 log.warning("%s: %s", upstream.url, error.message)
                 refusal = error
@@ -313,9 +302,6 @@ class Upstreams:
             return reply
         raise refusal
 
-    def _unreachable(self, model: str) -> Refused:
-        return Refused(503, f"No upstream that has '{model}' can be reached.", retry_after=RETRY_AFTER_S)
-
     def _pick(self, model: str, tried: list[Upstream]) -> Upstream | None:
         """Least-connections; None if no upstream is left that has the model and a closed circuit."""
         candidates = [
@@ -325,72 +311,57 @@ class Upstreams:
         ]
         return min(candidates, key=lambda upstream: (upstream.n_running, upstream.n_asked), default=None)
 
-    async def _ask(
-        self, upstream: Upstream, path: str, body: Mapping[str, Any], make_answer: MakeAnswer
-    ) -> Reply:
-        """Send the request to this upstream; raises Refused."""
-        upstream.n_running += 1
-        upstream.n_asked += 1
-        response = None
+    async def _ask(self, upstream: Upstream, body: Mapping[str, Any], meter: Meter, asked: Asked) -> Reply:
+        """Ask this upstream, and wait until its answer has begun; raises Refused."""
+        reply = Reply(upstream, self._timeouts)
         try:
             async with asyncio.timeout(self._timeouts.first_byte_s):
-                response = await self._send(upstream, "POST", f"{upstream.url}/{path}", body)
-                if response.status_code != 200:
-                    error_body = await read_beginning(response, MAX_ERROR_BYTES, REFUSAL_S)
-                    raise read_refusal(response.status_code, response.headers, error_body)
-                answer = make_answer(response.headers.get("content-type", ""))
-                reply = Reply(upstream, response, answer, self._timeouts)
-                await reply.begin()
+                response = await self._send(upstream, "POST", f"{upstream.url}/{PATH}", body)
+                content_type = response.headers.get("content-type", "")
+                await reply.begin(response, Answer(content_type, meter, asked))
         except BaseException as error:
-            upstream.n_running -= 1
-            if response:
-                await response.aclose()
-            if not isinstance(error, UNREACHABLE):
-                raise
-            status = 504 if isinstance(error, TimeoutError) else 502
-            refused = Refused(status, f"The upstream gave no answer to a request ({reason(error)}).")
-            refused.is_retryable = refused.is_failure = True
-            raise refused from error
+            reply.close()
+            if isinstance(error, UNREACHABLE):
+                raise no_answer(error) from error
+            raise
         upstream.worked()
         return reply
 
-    async def ask(self, path: str, body: Mapping[str, Any]) -> Chunk | None:
-        """Ask an endpoint beside /v1 of an upstream that has the body's model; None: it has no such endpoint.
-
-        Raises Refused.
-        """
+    async def ask(self, path: str, body: Mapping[str, Any]) -> Chunk:
+        """Ask an endpoint beside /v1 of an upstream that has the body's model; raises Refused."""
         upstream = self._pick(str(body["model"]), [])
         if upstream is None:
-            raise self._unreachable(str(body["model"]))
+            raise unreachable(str(body["model"]))
         url = upstream.url.removesuffix("/v1") + path
-        try:
-            response, answer = await self._object(upstream, "POST", url, self._timeouts.idle_s, body)
-        except UNREACHABLE as error:
-            raise Refused(502, f"The upstream gave no answer to {path} ({reason(error)}).") from error
-        if response.status_code in NO_SUCH_ENDPOINT:
-            return None
-        if response.status_code != 200:
-            raise read_refusal(response.status_code, response.headers, answer)
-        return object_in(answer)
+        return await self._object(upstream, "POST", url, self._timeouts.idle_s, body)
 
     async def _object(
         self, upstream: Upstream, method: str, url: str, seconds: float, body: Mapping[str, Any] | None = None
-    ) -> tuple[httpx.Response, bytes]:
-        """Return an answer that is one object, and what came of its body in time."""
-        async with asyncio.timeout(seconds):
-            response = await self._send(upstream, method, url, body)
-        return response, await read_beginning(response, MAX_OBJECT_BYTES, seconds)
+    ) -> Chunk:
+        """Return the JSON object that an endpoint answers with, {} for anything else; raises Refused."""
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._send(upstream, method, url, body)
+        except UNREACHABLE as error:
+            raise no_answer(error) from error
+        answer = await read_beginning(response, MAX_OBJECT_BYTES, seconds)
+        with contextlib.suppress(Unreadable):
+            return document(answer.decode("utf-8-sig", "replace"))
+        return {}
 
     async def _send(
         self, upstream: Upstream, method: str, url: str, body: Mapping[str, Any] | None
     ) -> httpx.Response:
-        """Return the head of the answer; raises httpx.HTTPError."""
+        """Return the head of an answer with status 200; raises Refused, or one of UNREACHABLE."""
         request = self._client.build_request(method, url, json=body, headers=upstream.headers)
         response = await self._client.send(request, stream=True)
         encoding = response.headers.get("content-encoding", "identity")
         if encoding not in ENCODINGS:
             await response.aclose()
             raise httpx.DecodingError(f"identity was asked for, {encoding} came")
+        if response.status_code != 200:
+            error_body = await read_beginning(response, MAX_ERROR_BYTES, REFUSAL_S)
+            raise read_refusal(response.status_code, response.headers, error_body)
         return response
 
     # --- probing --------------------------------------------------------------------------------------------
@@ -408,19 +379,21 @@ class Upstreams:
         """Ask an upstream for its models: an answer closes its circuit, no answer is a failure."""
         url = f"{upstream.url}/models"
         try:
-            response, body = await self._object(upstream, "GET", url, self._timeouts.probe_s)
-        except (*UNREACHABLE, ValueError) as error:  # ValueError: a key that no header can hold
-            upstream.failed(f"GET {url}: {reason(error)}")
-            return
-        models = (object_in(body) or {}).get("data")
-        if response.status_code != 200 or not isinstance(models, list):
+            models = (await self._object(upstream, "GET", url, self._timeouts.probe_s)).get("data")
+            if not isinstance(models, list):
+                raise ValueError("no list of models")
+        except ValueError as error:  # Refused too, and what httpx says of a key that no header can hold
             hint = ""
-            if response.status_code == 404 and not upstream.url.endswith("/v1"):
-                hint = "; most servers have it under /v1"
-            upstream.failed(f"GET {url}: status {response.status_code} and no list of models{hint}")
+            if isinstance(error, Refused) and error.status == 404 and not upstream.url.endswith("/v1"):
+                hint = " Most servers have it under /v1."
+            upstream.failed(f"GET {url}: {error}{hint}")
             return
         named = [model for model in objects(models) if isinstance(model.get("id"), str)]
         upstream.models = {model["id"]: model for model in named}
         upstream.is_known = True
         if upstream.is_open:
             upstream.worked()
+
+
+def unreachable(model: str) -> Refused:
+    return Refused(503, f"No upstream that has '{model}' can be reached.", retry_after=RETRY_AFTER_S)

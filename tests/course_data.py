@@ -25,7 +25,7 @@ from channels import Arguments, Call, Delta, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from dialects.families import DIALECTS
 from event_log import EventLog, encode_event
-from gateway.answers import Answer
+from gateway.answers import Answer, Asked
 from gateway.outputs import Outputs
 from model import PAGE, Batch, Span
 from pages import PagePool, prefix_hash, root_hash
@@ -358,8 +358,9 @@ def upstreams() -> Lines:
         '{"choices": [{"delta": {}, "finish_reason": "STOP"}]}',
     ]
     numbers = itertools.count(1)
-    answer = Answer("text/event-stream", new_id=lambda prefix: f"{prefix}_{next(numbers)}")
-    reader = Outputs()
+    asked = Asked(new_id=lambda prefix: f"{prefix}_{next(numbers)}")
+    answer = Answer("text/event-stream", asked=asked)
+    reader = Outputs(answer)
     for document in sent:
         yield f"sent: {document}"
         yield from put_right(answer.feed(f"data: {document}\n\n".encode()), reader)

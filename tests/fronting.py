@@ -125,9 +125,12 @@ def chat_call_streamed(client: OpenAI, model: str) -> Answer:
 
 
 def chat_named_call(client: OpenAI, model: str) -> Answer:
+    """The name alone: over the Responses API an upstream is told of no other tool, so its prompt differs.
+
+    llama.cpp takes the object for "auto": https://github.com/ggml-org/llama.cpp/issues/26535
+    """
     answer = client.chat.completions.create(model=model, **CHAT_NAMED, **CHAT_LIMITS)
-    assert answer.usage
-    return [calls_of(answer.choices[0].message), answer.usage.prompt_tokens]
+    return [name for name, _ in calls_of(answer.choices[0].message)]
 
 
 def chat_two(client: OpenAI, model: str) -> Answer:
@@ -141,8 +144,11 @@ def chat_logprobs(client: OpenAI, model: str, messages: Any = HI) -> Answer:
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs
-    assert logprobs.content
-    return [[entry.token, len(entry.top_logprobs)] for entry in logprobs.content]
+    entries = [[entry.token, len(entry.top_logprobs)] for entry in logprobs.content or ()]
+    text = answer.choices[0].message.content or ""
+    while entries and not "".join(token for token, _ in entries).startswith(text):
+        del entries[0]  # of the reasoning, of which a response has no logprobs
+    return entries
 
 
 def chat_schema(client: OpenAI, model: str) -> Answer:
@@ -200,9 +206,7 @@ def call_streamed(client: OpenAI, model: str) -> Answer:
 
 
 def named_call(client: OpenAI, model: str) -> Answer:
-    response = client.responses.create(model=model, **NAMED, **LIMITS)
-    assert response.usage
-    return [calls_in(response), response.usage.input_tokens]
+    return [name for name, _ in calls_in(client.responses.create(model=model, **NAMED, **LIMITS))]
 
 
 def background(client: OpenAI, model: str) -> Answer:

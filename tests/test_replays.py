@@ -266,7 +266,7 @@ def relayed(
     number = itertools.count(1)
     options |= {"shows_usage": shows_usage or not stream, "new_id": lambda prefix: f"{prefix}_{next(number)}"}
     with mock.patch.object(answers, "MAX_EVENT_BYTES", max_bytes):
-        answer = answers.Answer(content_type, meter, **options)
+        answer = answers.Answer(content_type, meter, answers.Asked(**options))
         made = [answer.feed(chunk) for chunk in chunks]
         made.append(answer.fail("it died") if dies else answer.close())
     said = itertools.chain(*made)
@@ -288,8 +288,8 @@ def completions_deltas(
     chunks: list[bytes], content_type: str = "", logprobs: bool = False, **options: Any
 ) -> Iterator[Any]:
     """Items, ["logprobs", token, ...] if they are asked for, then ["finish", reason, message]."""
-    answer = answers.Answer(content_type, **options)
-    said = Outputs()
+    answer = answers.Answer(content_type, asked=answers.Asked(**options))
+    said = Outputs(answer)
     made: list[Output | Finish] = []
     for read in [*map(answer.feed, chunks), answer.close()]:
         made += said.read(read)

@@ -21,7 +21,7 @@ import sse
 from channels import Delta, Finish, Output, TokenLogprob
 from gateway import answers
 from gateway.answers import Answer as Reader
-from gateway.answers import Nesting
+from gateway.answers import Asked, Nesting
 from gateway.metering import Meter
 from gateway.outputs import Outputs
 from gateway.refused import Refused
@@ -68,7 +68,7 @@ ENDS = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", None: "st
 
 
 def reader_of(content_type: str, one_call: bool) -> Reader:
-    return Reader(content_type, Meter(), one_call=one_call, shows_usage=True)
+    return Reader(content_type, Meter(), Asked(one_call=one_call, shows_usage=True))
 
 
 def chat_streamed(data: bytes, content_type: str, one_call: bool) -> Answer:
@@ -114,7 +114,8 @@ def logprobs_of(choice: Json) -> list[Any]:
 
 def outputs_of(data: bytes, content_type: str, one_call: bool) -> tuple[list[Output | Finish], Any]:
     """As remote.py reads an answer, and api.py restores its calls."""
-    reader, said, restorer = reader_of(content_type, one_call), Outputs(), Restorer({})
+    reader, restorer = reader_of(content_type, one_call), Restorer({})
+    said = Outputs(reader)
     made = [*said.read(reader.feed(data)), *said.read(reader.close()), *said.close(None)]
     outputs: list[Output | Finish] = []
     for output in made:
@@ -375,10 +376,10 @@ def test_interleaved_calls_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> 
     n_read = 0
     loads, feed = sse.loads, Nesting.feed
 
-    def counted_loads(text: str) -> Any:
+    def counted_loads(text: str, errors: str) -> Any:
         nonlocal n_read
         n_read += len(text)
-        return loads(text)
+        return loads(text, errors)
 
     def counted_feed(self: Nesting, fragment: str) -> None:
         nonlocal n_read
@@ -437,7 +438,7 @@ ENTRIES = [
 def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogprob) -> None:
     """Bug: `"bytes": 300000000` made 10 GB of zeros of an event of 150 bytes, which took 105 s."""
     reader = Reader()
-    (said,) = Outputs().read(reader.feed(logprobs({"token": "a", "logprob": -0.5} | entry)))
+    (said,) = Outputs(reader).read(reader.feed(logprobs({"token": "a", "logprob": -0.5} | entry)))
     assert isinstance(said, Delta)
     n_bytes = len(said.logprobs[0].bytes)
     assert n_bytes < 2000  # on its own: pytest would show them all
@@ -465,14 +466,14 @@ def test_no_more_alternatives_than_were_asked_for() -> None:
     for n in (0, 1):
         reader = Reader()
         chunks = reader.feed(logprobs(said | {"top_logprobs": [said] * 20}))
-        (delta_,) = Outputs(n_top_logprobs=n).read(chunks)
+        (delta_,) = Outputs(reader, n_top_logprobs=n).read(chunks)
         assert isinstance(delta_, Delta)
         assert len(delta_.logprobs[0].top) == n
 
 
 def endless_names() -> Iterator[Json]:
     for n in itertools.count(100):
-        yield {"tool_calls": [{"index": 0, "function": {"name": str(n)}}]}
+        yield {"tool_calls": [{"index": 0, "function": {"name": str(n) * 1000}}]}
 
 
 def endless_calls() -> Iterator[Json]:
@@ -501,12 +502,12 @@ def long_ids() -> Iterator[Json]:
     ids=lambda f: f.__name__,
 )
 def test_what_is_kept_of_a_stream_is_bounded(endless: Any, one_call: bool) -> None:
-    reader = Reader(one_call=one_call)
+    reader = Reader(asked=Asked(one_call=one_call))
     for n, each in enumerate(endless()):
         (chunk,) = reader.feed(delta(**each))
         if "error" in chunk:
             break
-        assert n < 2 * answers.MAX_CALLS
+        assert n * answers.CALL_CHARACTERS < 2 * answers.MAX_CALL_CHARACTERS
     assert "expected" in chunk["error"]["message"]
     assert len(chunk["error"]["message"]) < 200
 
@@ -521,7 +522,7 @@ def test_blank_text_is_not_held_without_end() -> None:
 
 
 def test_a_limit_in_bytes() -> None:
-    reader = Reader(max_bytes=1000)
+    reader = Reader(asked=Asked(max_bytes=1000))
     frame = delta(content="x" * 100)
     chunks = [chunk for _ in range(10) for chunk in reader.feed(frame)]
     assert chunks[-1]["error"]["message"] == "The answer cannot be used: it is longer than 1000 bytes."

@@ -23,6 +23,7 @@ import sse
 from channels import Accepted, Delta, Finish, Output, Usage
 from gateway import answers, refused, remote
 from gateway.answers import Answer as Reader
+from gateway.answers import Asked
 from gateway.metering import Meter, Prices, TokenCounts
 from gateway.refused import Refused
 from gateway.relay import frames_of as frames_of_chunks
@@ -82,7 +83,7 @@ PLAIN = (
 def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
     """200 and no byte: a JSON parser met SSE. https://github.com/TelegramMessenger/cocoon/issues/49"""
     meter = Meter(CHEAP)
-    reader = Reader(meter=meter, shows_usage=True)
+    reader = Reader(meter=meter, asked=Asked(shows_usage=True))
     read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
     out = frames_of_chunks(read) if stream else whole(read).encode()
     assert b'"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in out
@@ -153,7 +154,7 @@ STREAMS = {
 def everything(chunks: list[bytes], stream: bool) -> list[Any]:
     """All that a relay makes of these chunks."""
     meter = Meter(CHEAP)
-    reader = Reader(meter=meter, shows_usage=True)
+    reader = Reader(meter=meter, asked=Asked(shows_usage=True))
     read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
     if stream:
         return [*(frames_of_chunks([chunk]) for chunk in read), meter.counts]
@@ -177,7 +178,7 @@ def test_cuts_cannot_be_seen(name: str, stream: bool) -> None:
 @pytest.mark.parametrize("line_end", [b"\n", b"\r", b"\r\n"])
 def test_every_frame_leaves_before_the_next_comes(line_end: bytes) -> None:
     """Elsewhere all of it left at the end: cocoon, CountTokens.cpp. And a CR must not wait for an LF."""
-    reader = Reader(shows_usage=True)
+    reader = Reader(asked=Asked(shows_usage=True))
     *others, used, _ = FRAMES
     for frame in others:
         assert frames_of_chunks(reader.feed(frame.replace(b"\n", line_end))) == frame
@@ -203,7 +204,7 @@ def finish_reasons(chunks: list[Json]) -> list[str]:
 
 def test_a_done_behind_one_choice_ends_no_other() -> None:
     """Bug: the other one was ended two seconds later, with a finish_reason of ours that said it was whole."""
-    reader = Reader(n=2)
+    reader = Reader(asked=Asked(n=2))
     reader.feed(of_choice(0, content="a") + of_choice(1, content="b") + of_choice(0, "stop") + DONE)
     assert not reader.is_over
     assert "before it had finished" in reader.close()[-1]["error"]["message"]
@@ -219,7 +220,7 @@ def test_a_call_that_was_cut_does_not_end_as_one_to_run() -> None:
 
 def test_usage_that_comes_before_the_end_leaves_behind_it() -> None:
     """Bug: the finish_reason that we add to an answer without one came behind its usage."""
-    reader = Reader(shows_usage=True)
+    reader = Reader(asked=Asked(shows_usage=True))
     out = frames_of_chunks(reader.feed(delta(content="a") + scripted.USED + DONE) + reader.close())
     assert out.count(b'"finish_reason":"stop"') == 1
     assert out.endswith(scripted.USED)

@@ -80,7 +80,7 @@ def test_a_url_without_its_v1_is_told(caplog: pytest.LogCaptureFixture) -> None:
             await pool.close()
 
     asyncio.run(run())
-    assert "status 404 and no list of models; most servers have it under /v1" in caplog.text
+    assert "Most servers have it under /v1." in caplog.text
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -499,7 +499,7 @@ def test_one_event_has_a_limit_in_bytes(worker: Upstream, front: Server, path: s
     """Bug: an event of 15 MB was read at once, and all streams stood still for 1.3 s."""
     worker.answer = says(head() + FRAMES[1] + delta(content="x" * 2**20) + finish() + DONE)
     body = front.post(path, ASKED[path] | {"stream": True}).body
-    assert b"at a time" in body
+    assert b"bytes an event" in body
     assert b"xxx" not in body
 
 
@@ -510,7 +510,7 @@ def test_one_object_has_a_limit_in_bytes(worker: Upstream, front: Server) -> Non
     )
     reply = front.post(CHAT, MESSAGES)
     assert reply.status == 502
-    assert "at a time" in reply.json["error"]["message"]
+    assert "bytes an event" in reply.json["error"]["message"]
 
 
 def test_what_a_client_is_told_is_short(worker: Upstream, front: Server) -> None:
