@@ -198,13 +198,16 @@ def _escaped(json_text: str) -> str:
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def loads(text: str, errors: str = "strict") -> Any:
+def loads(text: str | bytes | bytearray, errors: str = "strict") -> Any:
     """Return the value of a JSON text; raises ValueError, whatever is wrong with it.
 
     Also refused: what JSON does not have (NaN, 1e999) and nesting deeper than Python can follow. Half a
     surrogate pair is not a character: `errors` says what becomes of it, as for bytes.decode().
     """
-    text.encode()  # raises if half a surrogate pair stands in it unescaped
+    if isinstance(text, str):
+        text.encode()  # raises if half a surrogate pair stands in it unescaped
+    else:
+        text = text.decode("utf-8-sig")
     try:
         value = DECODER.decode(text)
         if SURROGATE.search(text):

@@ -185,7 +185,7 @@ CAPS = {
     "checkpoint": 10_950,
     "devices":    19_100,
     "dialects":   10_500,
-    "gateway":    11_850,
+    "gateway":    11_250,
     "request":    16_350,
     "service":    12_350,
 }

@@ -291,8 +291,9 @@ def completions_deltas(
     answer = answers.Answer(content_type, asked=answers.Asked(**options))
     said = Outputs(answer)
     made: list[Output | Finish] = []
-    for read in [*map(answer.feed, chunks), answer.close()]:
-        made += said.read(read)
+    for chunk in chunks:
+        made += said.read(answer.feed(chunk))
+    made += said.read(answer.close())
     made += said.close(None)
     yield from laws.items(output for output in made if not isinstance(output, Finish))
     if logprobs:
