@@ -23,49 +23,46 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from audit import linter, report, session
-from audit.http import BUDGET_S
-from audit.peer import Peer
+from audit.peer import BUDGET_S, Peer
 
-KEY_VARIABLE = "AUDIT_API_KEY"
 EXAMPLES = """\
 a server:
-  {program} http://127.0.0.1:8000/v1 --model NAME
-  {program} http://127.0.0.1:8000/v1 --profile chat --junit audit.xml --baseline known.txt
+  %(prog)s http://127.0.0.1:8000/v1 --model NAME
+  %(prog)s http://127.0.0.1:8000/v1 --profile chat --junit audit.xml --baseline known.txt
 
 a recorded stream:
   curl -sN http://127.0.0.1:8000/v1/responses -H 'Content-Type: application/json' \\
-      -d '{{"model": "m", "input": "hi", "stream": true}}' > capture.sse
-  {program} capture.sse
+      -d '{"model": "m", "input": "hi", "stream": true}' > capture.sse
+  %(prog)s capture.sse
 
 two reports:
-  {program} --diff old.json new.json
+  %(prog)s --diff old.json new.json
 
 exit status: 0 all is well; 1 a must is broken (of a recording, or with --strict: any rule);
-2 nothing could be judged: no such file, no server, no such stream
+2 nothing could be judged: no such file, no server, no such stream, or every rule ended as error or n/a
 """
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program(),
+        prog=f"python {Path(sys.argv[0]).name}".replace("__main__.py", "-m audit"),
         description="Hold a server of the Responses or Chat Completions API, or a stream recorded of one, "
         "against the rules that clients rely on.",
-        epilog=EXAMPLES.format(program=program()),
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("target", nargs="?", default="-", help="base URL of a server, with its /v1; a file; - for stdin")
     add("--list", action="store_true", help="list the rules with their sources, without asking a server")
     add("--json", action="store_true", help="print JSON instead of text")
-
-    of_server = parser.add_argument_group("of a server")
-    add = of_server.add_argument
+    add("--frames", action="store_true", help="of a recording: show its frames, and judge nothing")
+    add("--diff", nargs=2, type=Path, metavar=("OLD", "NEW"), help="what differs between two JSON reports")
     add("--model", default="", metavar="NAME", help="name of the model; the first of /models if left out")
     add(
         "--api-key",
-        default=os.environ.get(KEY_VARIABLE, ""),
+        default=os.environ.get("AUDIT_API_KEY", ""),
         metavar="KEY",
-        help=f"sent as a bearer token; better kept out of the command line, in {KEY_VARIABLE}",
+        help="sent as a bearer token; better kept out of the command line, in AUDIT_API_KEY",
     )
     add("--header", action="append", default=[], metavar="NAME:VALUE", help="sent with each request")
     add("--profile", choices=session.PROFILES, default="all", help="which rules; all if left out")
@@ -82,27 +79,11 @@ def arguments() -> argparse.ArgumentParser:
     add("--junit", type=Path, metavar="FILE", help="write a report for CI, as JUnit XML")
     add("--json-file", type=Path, metavar="FILE", help="write what --json prints, for --diff")
     add("--baseline", type=Path, metavar="FILE", help="known failures, a line each: 'RULE: reason'")
-
-    of_recording = parser.add_argument_group("of a recording, of reports")
-    add = of_recording.add_argument
-    add("--frames", action="store_true", help="show the frames of the stream, and judge nothing")
-    add("--diff", nargs=2, type=Path, metavar=("OLD", "NEW"), help="what differs between two JSON reports")
     return parser
 
 
-def program() -> str:
-    """Return the command that started this: from the checkout, or packed as one file."""
-    name = Path(sys.argv[0]).name
-    if name.endswith(".pyz"):
-        return f"python {name}"
-    return "python -m audit"
-
-
 def json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
+    return dict(json.loads(text))
 
 
 def main() -> int:
@@ -118,7 +99,7 @@ def main() -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     except (OSError, ValueError, session.NoServer) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", *str(error).split(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -131,12 +112,10 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
         return report.listing(session.chosen(options.profile, options.rules)), 0
     if options.diff:
         old, new = (report.verdicts(path.read_text(encoding="utf-8")) for path in options.diff)
-        lines = list(report.difference(old, new))
-        return lines or ["no verdict differs"], 0
+        return [*report.difference(old, new)] or ["no verdict differs"], 0
     if urlsplit(options.target).scheme in ("http", "https"):
         return audit(options)
-    is_stdin = options.target == "-"
-    stream = sys.stdin.buffer.read() if is_stdin else Path(options.target).read_bytes()
+    stream = sys.stdin.buffer.read() if options.target == "-" else Path(options.target).read_bytes()
     show = linter.show_frames if options.frames else linter.judge
     return show(stream, options.json)
 
@@ -147,16 +126,10 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
 def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     names = session.chosen(options.profile, options.rules)
     known = report.read_baseline(options.baseline.read_text(encoding="utf-8")) if options.baseline else {}
-    headers = dict(header(text) for text in options.header)
+    headers = dict(map(header, options.header))
     peer = Peer(options.target, options.model, options.api_key, None, headers, options.timeout)
     apis = session.look(peer, options.long)
-    about = {
-        "url": options.target,
-        "model": peer.model,
-        "apis": apis,
-        "long": peer.long,
-        "known": known,
-    }
+    about = {"url": options.target, "model": peer.model, "apis": apis, "long": peer.long, "known": known}
 
     by_rule: dict[str, session.Result] = {}
     for result in session.judge_all(peer, names, max(1, options.repeat)):
@@ -165,7 +138,7 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
         for path, text in ((options.junit, report.junit), (options.json_file, report.to_json)):
             if path:
                 path.write_text(text(results, about), encoding="utf-8")  # rule 2
-    status = int(bool(report.failed(results, options.strict, known)))
+    status = report.status(results, options.strict, known)
     if options.json:
         return [report.to_json(results, about).rstrip()], status
     lines = [

@@ -7,13 +7,15 @@ Authority: https://platform.openai.com/docs/guides/function-calling, .../structu
 Not here: a call that is required (answers.py), what must be refused (refusals.py).
 """
 
+import json
 import re
 
+from audit.fold import Answer, of_chunks
 from audit.http import REFUSED, Reply
-from audit.peer import CALLED, CUT, TIME, TOKYO, WEATHER, Answer, Peer, request
+from audit.peer import CALLED, CUT, TIME, TOKYO, WEATHER, Peer
 from audit.rules import NotApplicable, presumed, rules_of
 from audit.schema import Json
-from audit.stream import is_object, loads
+from audit.stream import is_object, parsed
 
 must, should, advice = rules_of("agents", "responses agents")
 BOTH_TOOLS: Json = {"said": TOKYO, "tools": (WEATHER, TIME)}
@@ -89,7 +91,7 @@ def cut_call(peer: Peer) -> None:
     # A few tokens less than a forced call takes: it is cut within its arguments.
     limit = max(CUT, peer.plain(**FORCED, limit=400).n_output - TOKENS_LESS)
     for answer in peer.both(**FORCED, limit=limit):
-        for call in answer.calls:
+        for call in answer.calls.values():
             got = call.get("status", answer.end)
             is_told = is_object(call["arguments"]) or got in ("incomplete", "length")
             assert is_told, f"expected a call that was cut to be incomplete, got {got}"
@@ -109,24 +111,26 @@ def no_blank_message(peer: Peer) -> None:
 # --- results given back -------------------------------------------------------------------------------------
 
 
-def called(id_: str, arguments: str = '{"city": "Tokyo"}') -> Json:
-    return {"type": "function_call", "call_id": id_, "name": "get_weather", "arguments": arguments}
-
-
-def result(id_: str, text: str = "It rains.") -> Json:
-    return {"type": "function_call_output", "call_id": id_, "output": text}
-
-
 QUESTION: Json = {"role": "user", "content": "What is the weather in Tokyo and in Paris?"}
-CALLS = [called("call_tokyo"), called("call_paris", '{"city": "Paris"}')]
-RESULTS = [result("call_tokyo"), result("call_paris", "The sun shines.")]
-ORPHAN = result("call_nobody")
+IN_TOKYO = ("call_tokyo", '{"city": "Tokyo"}', "It rains.")
+IN_PARIS = ("call_paris", '{"city": "Paris"}', "The sun shines.")
 
 
-def chat_results(arguments: str = "{}") -> list[Json]:
-    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    return [QUESTION, said, {"role": "tool", "tool_call_id": "c1", "content": "It rains."}]
+def history(peer: Peer, *calls: tuple[str, str, str]) -> list[Json]:
+    """Return a turn with calls, as the API has it; of each the id, the arguments and the result are given."""
+    said: list[Json] = []
+    results: list[Json] = []
+    for id_, arguments, result in calls:
+        function = {"name": "get_weather", "arguments": arguments}
+        if peer.api == "chat":
+            said.append({"id": id_, "type": "function", "function": function})
+            results.append({"role": "tool", "tool_call_id": id_, "content": result})
+        else:
+            said.append({"type": "function_call", "call_id": id_} | function)
+            results.append({"type": "function_call_output", "call_id": id_, "output": result})
+    if peer.api == "chat":
+        said = [{"role": "assistant", "content": None, "tool_calls": said}]
+    return [QUESTION, *said, *results]
 
 
 @must
@@ -139,8 +143,7 @@ def results(peer: Peer) -> None:
     https://platform.openai.com/docs/api-reference/chat/create
     """
     peer.plain(**BOTH_TOOLS)  # tools may be refused
-    said = [QUESTION, *CALLS, *RESULTS] if peer.api == "responses" else chat_results()
-    reply = peer.reply(**BOTH_TOOLS | {"said": said})
+    reply = peer.reply(**BOTH_TOOLS | {"said": history(peer, IN_TOKYO, IN_PARIS)})
     assert reply.status == 200, "expected an answer to the results of calls"
 
 
@@ -155,7 +158,8 @@ def results_order(peer: Peer) -> None:
     agents run calls in parallel, and send the results as they come
     https://platform.openai.com/docs/guides/function-calling
     """
-    counts = [n_prompt(peer, [QUESTION, *CALLS, *said]) for said in (RESULTS, RESULTS[::-1])]
+    *calls, tokyo, paris = history(peer, IN_TOKYO, IN_PARIS)
+    counts = [n_prompt(peer, [*calls, tokyo, paris]), n_prompt(peer, [*calls, paris, tokyo])]
     assert counts[0] == counts[1], f"expected prompts of one length, got {counts} tokens"
 
 
@@ -170,10 +174,10 @@ def reused_call_ids(peer: Peer) -> None:
     long = "It rains, and it will rain tomorrow and the day after tomorrow. " * 4
     counts = []
     for texts in (("It rains.", "It rains."), (long, "It rains."), ("It rains.", long)):
-        turns = [[QUESTION, called("call_0"), result("call_0", text)] for text in texts]
+        turns = [history(peer, ("call_0", "{}", text)) for text in texts]
         counts.append(n_prompt(peer, turns[0] + turns[1]))
-    is_read = counts[0] < min(counts[1:])
-    assert is_read, f"expected a longer prompt with a longer result in either turn, got {counts} tokens"
+    expected = "expected a longer prompt with a longer result in either turn"
+    assert counts[0] < min(counts[1:]), f"{expected}, got {counts} tokens"
 
 
 @should
@@ -186,9 +190,8 @@ def broken_arguments(peer: Peer) -> None:
     """
     with presumed("results"):
         results(peer)
-    broken = "{'city': Tokyo"
-    said = [QUESTION, called("call_0", broken), result("call_0")]
-    reply = peer.reply(**BOTH_TOOLS | {"said": said if peer.api == "responses" else chat_results(broken)})
+    said = history(peer, ("call_0", "{'city': Tokyo", "It rains."))
+    reply = peer.reply(**BOTH_TOOLS | {"said": said})
     assert reply.status == 200, "expected an answer after a call whose arguments are no JSON"
 
 
@@ -212,12 +215,12 @@ def output_as_input(peer: Peer) -> None:
 # --- custom tools and namespaces ----------------------------------------------------------------------------
 
 
-def forced(peer: Peer, tool: Json) -> Answer:
-    """Return an answer that must call the tool."""
+def forced(peer: Peer, tool: Json) -> list[Json]:
+    """Return the calls of an answer that must call the tool."""
     answer = peer.plain(said=TOKYO, limit=400, tools=[tool], tool_choice="required")
     if not answer.calls and answer.end == "length":
         raise NotApplicable("the response was cut before the call")
-    return answer
+    return [*answer.calls.values()]
 
 
 @must
@@ -227,11 +230,11 @@ def custom_tool(peer: Peer) -> None:
     the guide on function calling: custom tools
     https://platform.openai.com/docs/guides/function-calling
     """
-    answer = forced(
+    calls = forced(
         peer, {"type": "custom", "name": "get_weather", "description": "Get the weather of a city"}
     )
-    got = [(call["type"], call["name"], type(call.get("input"))) for call in answer.calls]
-    is_custom = {*got} == {("custom_tool_call", "get_weather", str)}
+    got = {(call["type"], call["name"], type(call.get("input"))) for call in calls}
+    is_custom = got == {("custom_tool_call", "get_weather", str)}
     assert is_custom, "expected custom_tool_calls with their input as text, or a refusal of the tool"
 
 
@@ -244,9 +247,8 @@ def namespace(peer: Peer) -> None:
     """
     tools = [{"type": "function", **WEATHER}]
     tool = {"type": "namespace", "name": "travel", "description": "Tools for travellers", "tools": tools}
-    answer = forced(peer, tool)
-    names = [(call.get("namespace"), call["name"]) for call in answer.calls]
-    assert {*names} == {("travel", "get_weather")}, f"expected calls in the namespace travel, got {names}"
+    names = {(call.get("namespace"), call["name"]) for call in forced(peer, tool)}
+    assert names == {("travel", "get_weather")}, f"expected calls in the namespace travel, got {names}"
 
 
 @should
@@ -256,23 +258,22 @@ def not_run(peer: Peer) -> None:
     OpenAI refuses both; else a client believes that its tool was run, and never hears of its typo
     M12 https://github.com/jundot/omlx/pull/3757
     """
-    path, body = request(peer.api)
+    path, body = peer.request()
     changes: Json = {"no_such_tool": {"tools": [{"type": "no_such_tool"}]}, "temprature": {"temprature": 1}}
     for name, change in changes.items():
-        reply = peer.post(path, body | change)
+        reply = peer.ask("POST", path, body | change)
         is_told = reply.is_refusal or name in reply.headers.get("warning", "")
         assert is_told, f"expected {name}, which is not run, to be named in a Warning header, or refused"
 
 
 # --- structured output --------------------------------------------------------------------------------------
 
-COLOUR: Json = {
+COLOUR = json.loads("""{
     "type": "object",
     "properties": {"colour": {"type": "string", "enum": ["red", "green"]}, "n": {"type": "integer"}},
     "required": ["colour", "n"],
-    "additionalProperties": False,
-}
-BLANKS = re.compile(r"\s{100}")
+    "additionalProperties": false
+}""")
 NAME_A_COLOUR: Json = {"said": "Name a colour and a number.", "limit": 400, "schema": COLOUR}
 
 
@@ -284,9 +285,9 @@ def json_schema(peer: Peer) -> None:
     https://platform.openai.com/docs/guides/structured-outputs
     """
     for answer in peer.both(**NAME_A_COLOUR):
-        value = loads(answer.text)
-        fits = isinstance(value, dict) and value.keys() == {"colour", "n"}
-        fits = fits and value["colour"] in ("red", "green") and isinstance(value["n"], int)
+        value = parsed(answer.text)
+        fits = value.keys() == {"colour", "n"} and isinstance(value["n"], int)
+        fits = fits and value["colour"] in ("red", "green")
         assert fits or answer.end == "length", f"expected what the schema describes, got {answer.text!r}"
 
 
@@ -298,7 +299,7 @@ def json_blanks(peer: Peer) -> None:
     https://github.com/jundot/omlx/issues/2990
     """
     for answer in peer.both(**NAME_A_COLOUR):
-        assert not BLANKS.search(answer.text), "expected no more than some blanks in JSON"
+        assert not re.search(r"\s{100}", answer.text), "expected no more than some blanks in JSON"
 
 
 # --- reasoning ----------------------------------------------------------------------------------------------
@@ -399,16 +400,14 @@ def spelled_tokens(peer: Peer) -> None:
     """
     # A server may drop or refuse what spells a control token; for a model without the token it is text.
     for spelled in CONTROL_TOKENS:
-        once, twice = (spelled_prompt(peer, spelled, n) for n in (N_COPIES, 2 * N_COPIES))
+        once, twice = (prompt_that_spells(peer, f"{spelled}1" * n) for n in (N_COPIES, 2 * N_COPIES))
         n_tokens = (twice - once) / N_COPIES - 1  # of a copy: the digit after it is a token too
         assert n_tokens != 1, f"expected {spelled} in a user's message to be text, never one token"
 
 
-def spelled_prompt(peer: Peer, spelled: str, n_copies: int) -> int:
+def prompt_that_spells(peer: Peer, spelled: str) -> int:
     """Count the tokens of a prompt that says so; 0 if it is refused."""
-    reply = peer.reply(said="1" + f"{spelled}1" * n_copies, limit=1).if_there()
-    n_tokens: int = (reply.json.get("usage") or {}).get("prompt_tokens", 0)
-    return n_tokens
+    return of_chunks([peer.reply(said=f"1{spelled}", limit=1).if_there().json]).n_prompt
 
 
 def asked_apart(peer: Peer, path: str, said: object) -> Reply:

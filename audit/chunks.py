@@ -9,13 +9,14 @@ Not here: bytes (frames.py), the Responses API (events.py).
 
 from collections.abc import Iterator
 
+from audit.fold import choices_of
 from audit.rules import rules_of
 from audit.schema import Faults, Json, missing, shortened
-from audit.stream import STREAM_RULES, Capture, changes, is_object, markup, usage_faults
+from audit.stream import Capture, changes, is_object, markup, usage_faults
 
-FINISH_REASONS = {"stop", "length", "tool_calls", "content_filter"}  # and "function_call", long deprecated
+FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")  # and "function_call", long deprecated
 
-must, should, _ = rules_of("chunks", "chat", rules=STREAM_RULES)
+must, should, _ = rules_of("chunks", "chat")
 
 
 def choices(capture: Capture) -> Iterator[tuple[int, int, Json]]:
@@ -37,13 +38,9 @@ def chunk_fields(capture: Capture) -> Faults:
     G01 G07 https://github.com/vllm-project/vllm/pull/19662
     """
     for number, chunk in enumerate(capture.raw):
-        if "error" in chunk or not chunk:
-            continue
-        for fault in missing(chunk, "chunk"):
-            yield number, fault
-        object_type = chunk.get("object")
-        if isinstance(object_type, str) and object_type != "chat.completion.chunk":
-            yield number, f"expected object chat.completion.chunk, got {object_type}"
+        if chunk and "error" not in chunk:
+            for fault in missing(chunk, "chunk"):
+                yield number, fault
 
 
 @must
@@ -88,14 +85,11 @@ def finish_reason(capture: Capture) -> Faults:
         reason = choice.get("finish_reason")
         if before is not None:
             yield number, f"expected nothing of a choice after its finish_reason {before!r}"
-        elif reason is not None and reason not in FINISH_REASONS:
-            expected = sorted(FINISH_REASONS)
-            yield number, f"expected finish_reason to be null or one of {expected}, got {reason!r}"
-        ended[index] = before if reason is None else reason
-    if any("error" in chunk for chunk in capture.raw):
-        return
-    for index, reason in sorted(ended.items()):
-        if reason is None:
+        elif reason not in (None, *FINISH_REASONS):
+            yield number, f"expected finish_reason to be null or one of {FINISH_REASONS}, got {reason!r}"
+        ended[index] = before or reason
+    for index, reason in ended.items():
+        if reason is None and not any("error" in chunk for chunk in capture.raw):
             message = f"expected a finish_reason of choice {index}, got the end of the stream"
             yield len(capture.raw) - 1, message
 
@@ -134,23 +128,16 @@ def chunk_texts(capture: Capture) -> Faults:
     the API reference: the arguments are JSON text; markup in a text is shown to people
     E01 E05 E06 E09 E16 https://github.com/vllm-project/vllm/issues/10395
     """
-    content: dict[int, str] = {}  # by choice
-    arguments: dict[tuple[int, int], str] = {}  # by choice and call
-    for number, index, choice in choices(capture):
-        delta = choice.get("delta", {})
-        content[index] = content.get(index, "") + (delta.get("content") or "")
-        for call in delta.get("tool_calls", ()):
-            if "function" in call:
-                place = index, call.get("index", 0)
-                more = call["function"].get("arguments") or ""
-                arguments[place] = arguments.get(place, "") + more
-        if choice.get("finish_reason") not in ("stop", "tool_calls"):
+    last = len(capture.events) - 1
+    for answer in choices_of(capture.events).values():
+        if answer.end not in ("stop", "tool_calls"):
             continue
-        if marker := markup(content[index]):
-            yield number, f"expected content without markup of the model's, got {marker}"
-        for (of_choice, _), text in arguments.items():
-            if of_choice == index and not is_object(text):
-                yield number, f"expected the arguments of a call to be a JSON object, got {shortened(text)!r}"
+        if marker := markup(answer.text):
+            yield last, f"expected content without markup of the model's, got {marker}"
+        for call in answer.calls.values():
+            if call["name"] and not is_object(call["arguments"]):
+                got = shortened(call["arguments"])
+                yield last, f"expected the arguments of a call to be a JSON object, got {got!r}"
 
 
 # --- usage and errors ---------------------------------------------------------------------------------------
@@ -165,20 +152,15 @@ def usage_chunk(capture: Capture) -> Faults:
     """
     with_usage = [number for number, chunk in enumerate(capture.events) if "usage" in chunk]
     for number in with_usage:
-        if capture.raw[number].get("choices"):
-            yield number, "expected usage in a chunk without choices, got choices beside it"
-        else:
-            yield from usage_faults(number, capture.events[number]["usage"], "prompt", "completion")
+        yield from usage_faults(number, capture.events[number]["usage"], "prompt", "completion")
     if len(with_usage) > 1:
         yield with_usage[1], "expected usage once"
     for number, raw in enumerate(capture.raw):
-        if raw.get("choices") == [] and number not in with_usage:
-            yield number, "expected a chunk without choices to hold usage"
-        if not with_usage:
-            continue
-        if number < with_usage[0] and "usage" not in raw and "choices" in raw:
+        if "choices" in raw and (raw["choices"] == []) != (number in with_usage):
+            yield number, "expected usage in a chunk without choices, and nothing else in such a chunk"
+        if with_usage and number < with_usage[0] and "usage" not in raw and "choices" in raw:
             yield number, "expected usage: null in the chunks before the one that has it, got no usage"
-        if number > with_usage[0] and raw.get("choices"):
+        if with_usage and number > with_usage[0] and raw.get("choices"):
             yield number, "expected the chunk of the usage to be the last"
 
 

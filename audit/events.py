@@ -11,55 +11,38 @@ Rules of this file:
 Not here: bytes (frames.py), chat completions (chunks.py).
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from audit.rules import rules_of
-from audit.schema import AFTER, EVENTS, GRAMMAR, ORDER, Faults, Json, label, missing, shortened
-from audit.stream import STREAM_RULES, Capture, changes, is_object, markup, usage_faults
+from audit.schema import (
+    AFTER,
+    EVENTS,
+    GRAMMAR,
+    ORDER,
+    ROWS,
+    Faults,
+    Json,
+    label,
+    missing,
+    shortened,
+    unfit,
+    without,
+)
+from audit.stream import Capture, changes, is_object, markup, usage_faults
 
-# fmt: off
-#  event                    the statuses that its response may have; no event is named after a cancel
-STATUSES = {
-    "response.created":     {"in_progress"},  # in the background: or queued
-    "response.queued":      {"queued"},
-    "response.in_progress": {"in_progress"},
-    "response.completed":   {"completed"},
-    "response.incomplete":  {"incomplete"},
-    "response.failed":      {"failed", "cancelled"},
-}
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
-
-#  member of a response     the one status with which it is not null
-ONLY_WITH = {
-    "error":                "failed",
-    "incomplete_details":   "incomplete",
-    "completed_at":         "completed",
-}
-
-#  a done event                               the member in which it says all deltas once more
-REPEATS = {
-    "response.output_text.done":              "text",
-    "response.refusal.done":                  "refusal",
-    "response.reasoning_text.done":           "text",
-    "response.reasoning.done":                "text",
-    "response.reasoning_summary_text.done":   "text",
-    "response.function_call_arguments.done":  "arguments",
-    "response.custom_tool_call_input.done":   "input",
-    "response.content_part.done":             "part",
-    "response.reasoning_summary_part.done":   "part",
-}
-# fmt: on
-
-CONTENT = ("content", "summary", "text", "refusal", "arguments", "input")  # of an item or a part
+CALLS = ("function_call", "custom_tool_call")
+TEXTS = ("text", "refusal", "arguments", "input")  # members in which deltas are said once more
 # Members of a response that change with it. The tier is one that the server may choose as late as the end,
 # and whether the response is stored is known when it is, or could not be.
 CHANGING = {
     *("status", "output", "usage", "error", "incomplete_details", "completed_at", "service_tier", "store"),
 }
 
-must, should, _ = rules_of("events", "responses", rules=STREAM_RULES)
+must, should, _ = rules_of("events", "responses")
 
 
 # --- what events hold ---------------------------------------------------------------------------------------
@@ -176,7 +159,7 @@ def terminal(capture: Capture) -> Faults:
 def snapshots(capture: Capture) -> Iterator[tuple[int, str, Json]]:
     """Yield (number of the event, its type, its response)."""
     for number, event in enumerate(capture.events):
-        if "response" in event and event.get("type") in STATUSES:
+        if "response" in event and event.get("type") in ROWS["told"]:
             yield number, event["type"], event["response"]
 
 
@@ -188,20 +171,11 @@ def status(capture: Capture) -> Faults:
     C15 C23 https://github.com/vllm-project/agentic-api/issues/273
     """
     for number, event_type, response in snapshots(capture):
-        got = response.get("status")
-        allowed = STATUSES[event_type]
         if event_type == "response.created" and response.get("background") is True:
-            allowed = {"queued", "in_progress"}
-        if got not in allowed:
-            expected = " or ".join(sorted(allowed))
-            yield number, f"expected {event_type} around status {expected}, got {got}"
-        for member, only_status in ONLY_WITH.items():
-            value = response.get(member)
-            is_null = member in response and value is None
-            if value is not None and got != only_status:
-                yield number, f"expected {member} only if the status is {only_status}, got it with {got}"
-            elif is_null and got == only_status != "completed":  # completed_at may stay null
-                yield number, f"expected {member} if the status is {only_status}, got null"
+            event_type = "in the background"
+        row = ROWS["told"][event_type] | ROWS["status"].get(str(response.get("status")), {})
+        for fault in unfit(response, row):
+            yield number, f"{event_type}: {fault}"
 
 
 @should
@@ -217,9 +191,9 @@ def item_status(capture: Capture) -> Faults:
         statuses = [item["status"] for item in response.get("output", ()) if "status" in item]
         if response.get("status") != "completed" and statuses[-1:] == ["incomplete"]:
             statuses.pop()  # the item that was cut
-        for got in {*statuses} - {"completed"}:
+        if {*statuses} - {"completed"}:
             message = "expected items to be completed, but for the last one of a cut response"
-            yield number, f"{message}, got {got}"
+            yield number, f"{message}, got {statuses}"
 
 
 @should
@@ -230,8 +204,7 @@ def empty_until_the_end(capture: Capture) -> Faults:
     C04 https://platform.openai.com/docs/api-reference/responses-streaming
     """
     for number, event_type, response in snapshots(capture):
-        is_empty = not response.get("output") and not response.get("usage")
-        if event_type not in TERMINAL and not is_empty:
+        if event_type not in TERMINAL and unfit(response, ROWS["unfinished"]["*"]):
             yield number, "expected output [] and usage null before the terminal event"
 
 
@@ -264,15 +237,14 @@ def ids(capture: Capture) -> Faults:
             got = said[index].get("id", announced)
             if got in [item.get("id") for item in announced.values()]:
                 yield number, f"expected an id that no other item has, got {got!r}"
-            announced[index] = said[index]
+            announced |= said
         elif event.get("type") in TERMINAL:
             said = dict(enumerate(event.get("response", {}).get("output", ())))
-        for place, item in said.items():
-            for member in ("id", "call_id"):
-                got = item.get(member)
-                expected = announced.get(place, {}).get(member, got)
-                if got not in (None, expected):
-                    yield number, f"expected {member} {expected!r} as announced, got {got!r}"
+        for place, member in itertools.product(said, ("id", "call_id")):
+            got = said[place].get(member)
+            expected = announced.get(place, {}).get(member, got)
+            if got not in (None, expected):
+                yield number, f"expected {member} {expected!r} as announced, got {got!r}"
 
 
 @must
@@ -282,19 +254,20 @@ def indices(capture: Capture) -> Faults:
     SDKs put what comes at output[output_index].content[content_index]
     C03 C10 C11 H01 https://github.com/vllm-project/vllm/issues/45742
     """
-    last = {"output_index": -1, "content_index": -1, "summary_index": -1}
+    last = {"output_index": -1}
     for number, event in enumerate(capture.events):
         event_type = event.get("type", "")
         if event_type == "response.output_item.added":
             last = {"output_index": last["output_index"] + 1, "content_index": -1, "summary_index": -1}
-        for index, expected in last.items():
+        for index in last:
             if index != "output_index" and event_type.endswith("_part.added") and index in event:
-                expected = last[index] = expected + 1
-            yield from at_index(number, event, index, expected)
+                last[index] += 1
+            if last[index] >= 0:
+                yield from at_index(number, event, index, last[index])
 
 
 def at_index(number: int, event: Json, index: str, expected: int) -> Faults:
-    if expected >= 0 and event.get(index, expected) != expected:
+    if event.get(index, expected) != expected:
         yield number, f"expected {index} {expected}, got {event[index]}"
 
 
@@ -308,11 +281,8 @@ def announced(capture: Capture) -> Faults:
     for number, event in enumerate(capture.events):
         if event.get("type", "").endswith(".added"):
             opened: Json = event.get("item") or event.get("part") or {}
-            full = {member: opened[member] for member in CONTENT if opened.get(member)}
-            status = opened.get("status", "in_progress")
-            if full or status != "in_progress":
-                got = full or status
-                yield number, f"expected what is announced to be empty and in_progress, got {got}"
+            for fault in unfit(opened, ROWS["announced"]["*"]):
+                yield number, fault
 
 
 @should
@@ -330,7 +300,7 @@ def annotations(capture: Capture) -> Faults:
             yield from at_index(number, event, "annotation_index", len(announced))
             announced.append(event.get("annotation"))
         elif label(event) == "response.content_part.done output_text":
-            got = event["part"].get("annotations") or []
+            got = event["part"].get("annotations", [])
             if without(got) != without(announced):
                 shown = shortened(json.dumps(got))
                 yield number, f"expected the {len(announced)} annotations that were announced, got {shown}"
@@ -350,35 +320,30 @@ def sums(capture: Capture) -> Faults:
     for number, event in enumerate(capture.events):
         event_type = event.get("type", "")
         item = event.get("item", {})
-        got: Any = None
+        said = item if item.get("type") in CALLS else event.get("part", event)
         expected: Any = None
+        got: Any = None
         if event_type.endswith(".delta"):
             text += event.get("delta", "")
             logprobs += event.get("logprobs", ())
-        elif event_type in REPEATS:
-            repeated = event.get(REPEATS[event_type], text)
-            if isinstance(repeated, dict):
-                parts.append(repeated)
-                repeated = repeated.get("text", repeated.get("refusal", text))
-            repeated_logprobs = event.get("part", event).get("logprobs", logprobs)
-            # Parts list the bytes of each token, events do not (openai.types.responses).
-            expected = text, without(logprobs, "bytes")
-            got = repeated, without(repeated_logprobs, "bytes")
-        elif event_type == "response.output_item.done":
-            items.append(item)
-            if item.get("type") in ("function_call", "custom_tool_call"):
-                expected = text
-                got = item.get("arguments", item.get("input", text))
-            elif parts:  # without them the rule order is broken
-                expected = in_any_order(parts)  # summary or content may come first
-                got = in_any_order(item.get("content", []) + item.get("summary", []))
+        elif event_type.endswith(("_item.added", "_part.added")):
+            text = ""
+            logprobs = []
         elif event_type in TERMINAL:
             expected = without(items)
             got = without(event.get("response", {}).get("output", items))
-        if event_type.endswith(("_item.added", "_part.added")):
-            text = ""
-            logprobs = []
-        if event_type.endswith("_item.added"):
+        elif event_type.endswith(".done") and event_type in EVENTS:
+            # Parts list the bytes of each token, events do not (openai.types.responses).
+            expected = text, without(logprobs, "bytes")
+            got = next((said[member] for member in TEXTS if member in said), text)
+            got = got, without(said.get("logprobs", logprobs), "bytes")
+        if "part" in event and event_type.endswith(".done"):
+            parts.append(said)
+        if event_type == "response.output_item.done":
+            items.append(item)
+            if parts:  # without them the rule order is broken
+                expected = in_any_order(parts)  # summary or content may come first
+                got = in_any_order(item.get("content", []) + item.get("summary", []))
             parts = []
         if got != expected:
             shown = shortened(str(expected)), shortened(str(got))
@@ -387,16 +352,6 @@ def sums(capture: Capture) -> Faults:
 
 def in_any_order(parts: list[Json]) -> list[str]:
     return sorted(map(json.dumps, without(parts)))
-
-
-def without(value: Any, *names: str) -> Any:
-    """Leave out the members of these names, and those that are null: null and absent mean the same."""
-    if isinstance(value, list):
-        return [without(entry, *names) for entry in value]
-    if isinstance(value, dict):
-        members = {name: inner for name, inner in value.items() if name not in names and inner is not None}
-        return {name: without(inner, *names) for name, inner in members.items()}
-    return value
 
 
 # --- usage, texts, arguments --------------------------------------------------------------------------------
@@ -422,8 +377,6 @@ def no_markup(capture: Capture) -> Faults:
     E01 E09 E16 D18 https://github.com/vllm-project/vllm/issues/36435
     """
     for number, event in enumerate(capture.events):
-        if event.get("type") not in REPEATS:
-            continue
         texts = [str(event.get(member, "")) for member in ("text", "arguments", "name", "refusal")]
         if marker := markup("".join(texts)):
             yield number, f"expected text without markup of the model's, got {marker}"
@@ -442,5 +395,5 @@ def arguments(capture: Capture) -> Faults:
             continue
         text = item.get("arguments", "")
         if not is_object(text):
-            message = "expected the arguments of a completed call to be a JSON object"
-            yield number, f"{message}, got {shortened(text)!r}"
+            expected = "expected the arguments of a completed call to be a JSON object"
+            yield number, f"{expected}, got {shortened(text)!r}"

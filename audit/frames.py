@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from audit.rules import rules_of
 from audit.schema import Faults, shortened
-from audit.stream import DONE, STREAM_RULES, Capture, parsed
+from audit.stream import DONE, Capture, parsed
 
 # What some clients take for a line end: https://github.com/modelcontextprotocol/typescript-sdk/pull/1926
 FOREIGN_LINE_END = re.compile("[\u0085\u2028\u2029]")
@@ -25,7 +25,7 @@ def data_of(capture: Capture) -> Iterator[tuple[int, str, str]]:
             yield frame.number, frame.type, frame.data
 
 
-must, should, advice = rules_of("frames", "chat responses", rules=STREAM_RULES)
+must, should, advice = rules_of("frames", "chat responses")
 
 
 @must
@@ -35,8 +35,9 @@ def whole_frames(capture: Capture) -> Faults:
     the HTML standard: what follows the last blank line is thrown away
     A16 A17 https://github.com/NousResearch/hermes-agent/pull/42314
     """
-    if capture.tail:
-        yield len(capture.raw), capture.tail
+    for frame in capture.frames:
+        if frame.fault:
+            yield frame.number, frame.fault
 
 
 @must
@@ -64,7 +65,8 @@ def utf_8(capture: Capture) -> Faults:
         try:
             frame.raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            yield frame.number, f"expected UTF-8, got {frame.raw[error.start : error.end + 1]!r}"
+            if not frame.fault:
+                yield frame.number, f"expected UTF-8, got {frame.raw[error.start : error.end + 1]!r}"
 
 
 @advice
@@ -112,11 +114,8 @@ def done_line(capture: Capture) -> Faults:
     the API reference: a chat stream is ended by data: [DONE]; SDKs read nothing after it
     A21 C19 https://github.com/vllm-project/vllm/pull/378
     """
-    data = list(data_of(capture))
-    done = [number for number, _, text in data if text == DONE]
-    if len(done) > 1:
-        yield done[1], f"expected one [DONE], got {len(done)}"
-    if done and done[0] < len(data) - len(done):
-        yield done[0], "expected nothing after [DONE]"
-    if not done and capture.frames and capture.kind == "chat":
+    texts = [text for _, _, text in data_of(capture)]
+    if DONE in texts[:-1]:
+        yield texts.index(DONE), "expected [DONE] once, and nothing after it"
+    if texts and DONE not in texts and capture.kind == "chat":
         yield len(capture.raw), "expected [DONE], got the end of the bytes"

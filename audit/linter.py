@@ -17,10 +17,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from audit import chunks, events, frames
+from audit.rules import OF_STREAMS, RULES
 from audit.schema import Json, shortened
-from audit.stream import STREAM_RULES, Capture, captured, frames_of, read
+from audit.stream import Capture, captured, frames_of, read
 
 MODULES = (frames, events, chunks)  # whose import enters their rules
+STREAM_RULES = {name: rule for name, rule in RULES.items() if rule.group in OF_STREAMS}
 
 
 class Violation(NamedTuple):
@@ -34,10 +36,9 @@ def violations(stream: Capture | Iterable[Json], names: Iterable[str] = STREAM_R
     """Find what is wrong with a stream, in its order."""
     capture = stream if isinstance(stream, Capture) else captured(stream)
     found: list[Violation] = []
-    for name in names:
-        rule = STREAM_RULES[name]
+    for rule in map(STREAM_RULES.__getitem__, names):
         if capture.kind in rule.profiles.split():
-            found += [Violation(number, name, message, rule.link) for number, message in rule.check(capture)]
+            found += [Violation(number, rule.name, text, rule.link) for number, text in rule.check(capture)]
     return sorted(found)
 
 
@@ -76,12 +77,13 @@ def fault_lines(faults: list[Violation]) -> Iterator[str]:
 
 def show_frames(stream: bytes, as_json: bool) -> tuple[list[str], int]:
     """Return the lines to print, and the exit status."""
-    stream_frames, tail = frames_of(stream)
-    if not stream_frames and not tail:
+    all_frames = list(frames_of([stream]))
+    if not all_frames:
         raise ValueError("expected server-sent events, got none")
-    shown = [frame for frame in stream_frames if frame.data is not None]
+    fault = all_frames[-1].fault
+    shown = [frame for frame in all_frames if frame.data is not None]
     if as_json:
         rows = [{"type": f.type, "data": f.data, "id": f.id, "number": f.number} for f in shown]
-        return [json.dumps(row) for row in rows], int(bool(tail))
+        return list(map(json.dumps, rows)), int(bool(fault))
     lines = [f"{f.number:5} {f.type}  {shortened(f.data or '', 160)}" for f in shown]
-    return lines + [tail] * bool(tail), int(bool(tail))
+    return lines + [fault] * bool(fault), int(bool(fault))

@@ -11,23 +11,29 @@ Rules of this file:
 2. A stream is asked for once, whatever number of rules judges it.
 3. A rule for both APIs is one function over Answers. What a model may do or leave is no rule: only what was
    forced, forbidden or already said is judged.
+4. A rule has a budget of seconds, start() begins one: what a server does not answer within it is NoReply.
 
-Not here: the rules (answers.py, agents.py and so on), HTTP (http.py).
+Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an answer says (fold.py).
 """
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
-from audit.events import TERMINAL, without
-from audit.http import REFUSED, Http, Reply
+from audit.events import TERMINAL
+from audit.fold import Answer, of_chunks, of_response
+from audit.http import REFUSED, Connection, Reply, connected
 from audit.linter import violations
-from audit.rules import RULES, NoReply, NotApplicable
+from audit.rules import NoReply, NotApplicable, Rule, presumed
 from audit.schema import Json, shortened
-from audit.stream import STREAM_RULES, read
+from audit.stream import events_of, read
 
+BUSY = {429, 503}
+BUDGET_S = 120.0  # of a rule: a small model on a busy machine
 CUT = 16  # tokens: the fewest that Open Responses allows
 STORY = "Tell me a very long story about a fox."
 TOKYO = "What is the weather in Tokyo?"
@@ -39,42 +45,6 @@ LOGPROBS: dict[str, Json] = {
     "responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
     "chat": {"logprobs": True, "top_logprobs": 2},
 }
-
-# --- requests -----------------------------------------------------------------------------------------------
-
-
-def request(
-    api: str,
-    said: object = "hi",
-    limit: int = 64,
-    tools: tuple[Json, ...] = (),
-    tool_choice: object = None,
-    schema: Json | None = None,
-    **more: object,
-) -> tuple[str, Json]:
-    """Return path and body. `said` is a text or a list of items or messages; a tool_choice may be a name."""
-    is_chat = api == "chat"
-    path = "/chat/completions" if is_chat else "/responses"
-    body: Json = {"max_output_tokens": limit, "temperature": 0, "input": said}
-    if is_chat:
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        body = {"messages": messages, "max_tokens": limit, "temperature": 0}
-
-    def typed(type_: str, members: Json) -> Json:
-        """Chat completions nest the members in one that is called as the type is."""
-        return {"type": type_} | ({type_: members} if is_chat else members)
-
-    if tools:
-        body["tools"] = [typed("function", tool) for tool in tools]
-    if tool_choice:
-        is_name = tool_choice in [tool["name"] for tool in tools]
-        body["tool_choice"] = typed("function", {"name": tool_choice}) if is_name else tool_choice
-    if schema:
-        wire_schema = typed("json_schema", {"name": "x", "schema": schema, "strict": True})
-        body |= {"response_format": wire_schema} if is_chat else {"text": {"format": wire_schema}}
-    return path, body | more
-
-
 # fmt: off
 #  stream          what is asked of the Responses API; "chat", "chat-...": of chat completions
 STREAMS: dict[str, Json] = {
@@ -92,101 +62,188 @@ STREAMS: dict[str, Json] = {
     "chat-logprobs": LOGPROBS["chat"],
 }
 # fmt: on
-GOOD = dict(request(api, limit=CUT) for api in ("responses", "chat"))  # path -> a body that is taken
+PATHS = {"responses": "/responses", "chat": "/chat/completions"}
 
 
 def api_of(stream: str) -> str:
     return "chat" if stream.startswith("chat") else "responses"
 
 
-# --- answers ------------------------------------------------------------------------------------------------
+class Peer:
+    """One server.
 
+    `long`: members of a body that make its answer long, such as a bias against the end token.
+    `budget`: seconds for each rule.
+    """
 
-class Answer(NamedTuple):
-    end: str  # stop, length, tool_calls, failed, ...: as chat completions call it
-    text: str
-    calls: list[Json]  # with a name and arguments; of a response its items
-    usage: Json
-    tokens: str  # of the logprobs
-    outline: Json  # what it says, without ids and times
-    response: Json  # as it came; of chat completions the last chunk
+    api = "responses"  # the one that a rule is about
+    shown = ""  # what was answered last: it stands by the verdict
 
-    @property
-    def n_prompt(self) -> int:
-        return self.usage.get("input_tokens") or self.usage.get("prompt_tokens") or 0
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str = "",
+        long: Json | None = None,
+        headers: Mapping[str, str] | None = None,
+        budget: float = BUDGET_S,
+    ) -> None:
+        self.url = urlsplit(base_url.rstrip("/"))
+        self.model = model
+        self.long = long or {}
+        self.headers = {"Host": self.url.netloc, "Accept-Encoding": "identity"} | dict(headers or {})
+        if api_key:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+        self.replies: dict[str, Reply | Exception] = {}  # to what several rules are about
+        self._budget = budget
+        self.start()
 
-    @property
-    def n_output(self) -> int:
-        return self.usage.get("output_tokens") or self.usage.get("completion_tokens") or 0
+    def start(self, seconds: float | None = None) -> None:
+        """Begin the budget of a rule, or of the rest of one."""
+        self._deadline = time.monotonic() + (seconds or self._budget)
 
-    @property
-    def names(self) -> list[str]:
-        """Those of the tools that are called."""
-        return [call["name"] for call in self.calls]
+    def seconds_left(self) -> float:
+        """Return what is left of the budget; raises NoReply if nothing is."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise NoReply(f"the rule's budget of {self._budget:g} s is used up")
+        return left
 
-    def items(self, type_: str) -> list[Json]:
-        return [item for item in self.response.get("output") or () if item.get("type") == type_]
+    # --- requests -------------------------------------------------------------------------------------------
 
+    def request(
+        self,
+        said: object = "hi",
+        limit: int = 64,
+        tools: Sequence[Json] = (),
+        tool_choice: object = None,
+        schema: Json | None = None,
+        stream: bool | None = False,
+        api: str = "",
+        **more: object,
+    ) -> tuple[str, Json]:
+        """Return path and body.
 
-CALLS = ("function_call", "custom_tool_call")
-ENDS = {"max_output_tokens": "length", "completed": "stop"}
-# Members that differ from one time to the next, and those that items need not have.
-VOLATILE = ("id", "call_id", "status", "encrypted_content", "logprobs")
+        `said` is a text or a list of items or messages; a tool_choice may be the name of a tool.
+        """
+        api = api or self.api
+        is_chat = api == "chat"
+        body: Json = {"model": self.model} | ({} if stream is None else {"stream": stream})
+        if is_chat:
+            messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+            body |= {"messages": messages, "max_tokens": limit, "temperature": 0}
+        else:
+            body |= {"max_output_tokens": limit, "temperature": 0, "input": said}
 
+        def typed(type_: str, members: Json) -> Json:
+            """Chat completions nest the members in one that is called as the type is."""
+            return {"type": type_} | ({type_: members} if is_chat else members)
 
-def of_response(response: Json) -> Answer:
-    items = response.get("output") or ()
-    parts = [part for item in items if item.get("type") == "message" for part in item.get("content") or ()]
-    calls = [item for item in items if item.get("type") in CALLS]
-    reason = (response.get("incomplete_details") or {}).get("reason") or response.get("status")
-    end = "tool_calls" if calls and reason == "completed" else ENDS.get(str(reason), str(reason))
-    text = "".join(part.get("text") or "" for part in parts)
-    tokens = "".join(str(entry.get("token")) for part in parts for entry in part.get("logprobs") or ())
-    return Answer(end, text, calls, response.get("usage") or {}, tokens, outline(response), response)
+        if tools:
+            body["tools"] = [typed("function", tool) for tool in tools]
+        if tool_choice:
+            is_name = tool_choice in [tool["name"] for tool in tools]
+            body["tool_choice"] = typed("function", {"name": tool_choice}) if is_name else tool_choice
+        if schema:
+            wire_schema = typed("json_schema", {"name": "x", "schema": schema, "strict": True})
+            body |= {"response_format": wire_schema} if is_chat else {"text": {"format": wire_schema}}
+        return PATHS[api], body | more
 
+    @contextlib.contextmanager
+    def open(
+        self, method: str, path: str, body: Json | bytes = b"", is_slow: bool = False, **headers: Any
+    ) -> Iterator[Reply]:
+        """Yield the reply as it comes, on a connection of its own.
 
-def outline(response: Json) -> Json:
-    """Return what a response says, without ids and times."""
-    said = {name: response.get(name) for name in ("status", "incomplete_details", "error")}
-    said["output"] = without(response.get("output"), *VOLATILE)
-    return said | {name: n for name, n in (response.get("usage") or {}).items() if isinstance(n, int)}
+        A header that is "" is not sent; a path with // begins at the root of the server.
+        """
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        if raw:
+            headers |= {"Content_Type": "application/json", "Content_Length": str(len(raw))}
+        target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
+        lines = [f"{method} {target} HTTP/1.1"]
+        for name, value in (self.headers | headers).items():
+            if value:
+                lines.append(f"{name.replace('_', '-')}: {value}")
+        asked = shortened(f"{method} {path} {raw.decode('utf-8', 'replace')}", 300)
+        try:
+            with connected(self.url, self.seconds_left, is_slow) as socket:
+                connection = Connection(socket, self.seconds_left)
+                connection.send("\r\n".join([*lines, "", ""]).encode() + raw)
+                reply = connection.reply(asked)
+                self.shown = f"{asked} -> {reply.status}"
+                yield reply
+        except (EOFError, ConnectionResetError) as error:
+            raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
+        except OSError as error:
+            raise NoReply(f"{asked} -> {error}") from error
 
+    def ask(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Reply:
+        """Ask, and read the whole reply; raises NoReply, for a server that is busy too."""
+        with self.open(method, path, body, **headers) as reply:
+            self.shown = str(reply)
+        if reply.status in BUSY:
+            raise NoReply(f"the server is busy: {reply}")
+        return reply
 
-def of_chunks(chunks: list[Json]) -> Answer:
-    """Add up the first choice of chunks; a completion is one chunk."""
-    text = end = tokens = ""
-    usage: Json = {}
-    calls: dict[int, Json] = {}
-    for chunk in chunks:
-        usage = chunk.get("usage") or usage
-        for choice in (chunk.get("choices") or ())[:1]:
-            said = choice.get("delta") or choice.get("message") or {}
-            text += said.get("content") or ""
-            end = choice.get("finish_reason") or end
-            entries = (choice.get("logprobs") or {}).get("content") or ()
-            tokens += "".join(str(entry.get("token")) for entry in entries)
-            for place, more in enumerate(said.get("tool_calls") or ()):
-                call = calls.setdefault(more.get("index", place), {"name": "", "arguments": ""})
-                for member in call:
-                    call[member] += (more.get("function") or {}).get(member) or ""
-    called = [*calls.values()]
-    said = {"end": end, "text": text, "calls": called}
-    return Answer(end, text, called, usage, tokens, said, chunks[-1] if chunks else {})
+    def reply(self, **asked: Any) -> Reply:
+        return self.ask("POST", *self.request(**asked))
 
+    def shared(self, path: str, body: Json | bytes) -> Reply:
+        """Ask once what several rules are about; the request has a budget of its own."""
+        key = f"{path} {body!r}"
+        if key not in self.replies:
+            self.start()
+            try:
+                self.replies[key] = self.ask("POST", path, body)
+            except (NoReply, AssertionError) as error:  # a hang is waited for once
+                self.replies[key] = error
+        reply = self.replies[key]
+        if isinstance(reply, Exception):
+            raise reply
+        self.shown = str(reply)
+        return reply
 
-def final(reply: Reply) -> Json:
-    """Return the response of a stream's terminal event; if there is none, the rule terminal alone says so."""
-    last = reply.events[-1] if reply.events else {}
-    response = last.get("response")
-    if last.get("type") not in TERMINAL or not isinstance(response, dict):
-        raise NotApplicable("the stream does not end with a terminal event")
-    return response
+    def once(self, path: str, body: Json | bytes) -> Reply:
+        """Ask what several rules are about; a reply that breaks off is left to the rule whole-frames."""
+        with presumed("whole-frames"):
+            return self.shared(path, body)
 
+    def without_key(self) -> Json:
+        """Return the headers of a request without the key."""
+        if "Authorization" not in self.headers:
+            raise NotApplicable("no key was given")
+        return {"Authorization": ""}
 
-class Peer(Http):
-    """A server, asked over the API that a rule is about."""
+    # --- streams --------------------------------------------------------------------------------------------
 
-    api = "responses"
+    @contextlib.contextmanager
+    def live(self, is_slow: bool = False, **asked: Any) -> Iterator[Iterator[Json]]:
+        """Yield the events of a stream as they come, one at least; leaving the block leaves the stream."""
+        path, body = self.request(stream=True, **asked)
+        with self.open("POST", path, body, is_slow) as reply:
+            events = events_of(reply.if_stream().pieces)
+            first = next(events, None)
+            if first is None:
+                raise NotApplicable("no event came")
+            yield itertools.chain([first], events)
+
+    def recorded(self, name: str) -> Reply:
+        """Return a stream of STREAMS."""
+        return self.once(*self.asked(name)).if_stream()
+
+    def asked(self, name: str) -> tuple[str, Json]:
+        long = self.long if name.endswith("cut") else {}
+        return self.request(stream=True, api=api_of(name), **STREAMS[name], **long)
+
+    def some_stream(self) -> Reply:
+        """Return a stream of an API that the server has."""
+        try:
+            return self.recorded("text")
+        except NotApplicable:
+            return self.recorded("chat")
+
+    # --- answers --------------------------------------------------------------------------------------------
 
     def both(self, **asked: Any) -> Iterator[Answer]:
         """Yield the answer, plain and streamed; the arguments are those of request()."""
@@ -202,7 +259,7 @@ class Peer(Http):
         return self._answer("plain", reply.json, [reply.json])
 
     def streamed(self, **asked: Any) -> Answer:
-        reply = self.stream_of(*request(self.api, **asked))
+        reply = self.once(*self.request(stream=True, **asked)).if_stream()
         return self._answer("streamed", {} if self.api == "chat" else final(reply), reply.events)
 
     def _answer(self, how: str, response: Json, chunks: list[Json]) -> Answer:
@@ -210,62 +267,33 @@ class Peer(Http):
         self.shown = f"{how}: {json.dumps(answer.outline, ensure_ascii=False)}"
         return answer
 
-    def reply(self, **asked: Any) -> Reply:
-        return self.post(*request(self.api, **asked))
-
-    def post(self, path: str, body: Json, stream: bool = False, **headers: str) -> Reply:
-        """Ask the model."""
-        return self.ask("POST", path, {"model": self.model, "stream": stream} | body, **headers)
-
-    def stream_of(self, path: str, body: Json) -> Reply:
-        """Return a whole stream; if none came (see the rule stream-comes) no other rule is about it."""
-        reply = self.once(path, {"model": self.model, "stream": True} | body)
-        if not reply.is_stream:
-            raise NotApplicable(f"no stream came: {reply.refusal}")
-        return reply
-
-    def live(self, is_slow: bool = False, **asked: Any) -> contextlib.AbstractContextManager[Iterator[Json]]:
-        """Yield the events of a stream as they come; leaving the block leaves the stream."""
-        return self.stream(*request(self.api, **asked), is_slow=is_slow)
-
-    def recorded(self, name: str) -> Reply:
-        """Return a stream of STREAMS."""
-        return self.stream_of(*self.asked(name))
-
-    def asked(self, name: str) -> tuple[str, Json]:
-        long = self.long if name.endswith("cut") else {}
-        return request(api_of(name), **STREAMS[name], **long)
-
-    def some_stream(self) -> Reply:
-        """Return a stream of an API that the server has."""
-        try:
-            return self.recorded("text")
-        except NotApplicable:
-            return self.recorded("chat")
-
-    def same_answer(
-        self, one: Json, other: Json, again: Callable[[], Json], names: str = "plain streamed"
-    ) -> None:
+    def same_answer(self, one: Json, other: Json, again: Callable[[], Json]) -> None:
         """Expect two answers to be one; no rule is about a server that says another one if asked `again`."""
         if one == other:
             return
         if again() != one:
             raise NotApplicable("the server says something else each time, at temperature 0")
-        differing = [member for member in one | other if one.get(member) != other.get(member)]
-        self.shown = ""
-        for name, answer in zip(names.split(), (one, other), strict=True):
-            said = {member: answer.get(member) for member in differing}
-            self.shown += f"{name}: {json.dumps(said, ensure_ascii=False)}\n"
+        differing = [name for name in one | other if one.get(name) != other.get(name)]
+        said = [{name: answer.get(name) for name in differing} for answer in (one, other)]
+        self.shown = "\n".join(json.dumps(each, ensure_ascii=False) for each in said)
         raise AssertionError("expected the same answer, however it is asked for")
+
+
+def final(reply: Reply) -> Json:
+    """Return the response of a stream's terminal event; if there is none, the rule terminal alone says so."""
+    last = [{}, *reply.events][-1]
+    response = last.get("response")
+    if last.get("type") not in TERMINAL or not isinstance(response, dict):
+        raise NotApplicable("the stream does not end with a terminal event")
+    return response
 
 
 # --- the rules of one stream, of a live server --------------------------------------------------------------
 
 
-def judged(rule: str, peer: Peer) -> None:
+def judged(rule: Rule, peer: Peer) -> None:
     """Judge by the rule every stream of its kind that the server makes, and of which the end was seen."""
-    kinds = STREAM_RULES[rule].profiles.split()
-    names = [name for name in STREAMS if api_of(name) in kinds]
+    names = [name for name in STREAMS if api_of(name) in rule.profiles.split()]
     reasons: list[NotApplicable | NoReply] = []  # why streams did not come
     for name in names:
         try:
@@ -276,22 +304,16 @@ def judged(rule: str, peer: Peer) -> None:
         raise reasons[0]
 
 
-def judge_stream(peer: Peer, name: str, rule: str) -> None:
-    if rule == "whole-frames":
-        path, body = peer.asked(name)
-        peer.shared(path, {"model": peer.model, "stream": True} | body)  # raises if it breaks off
+def judge_stream(peer: Peer, name: str, rule: Rule) -> None:
+    if rule.name == "whole-frames":
+        peer.shared(*peer.asked(name))  # raises if it breaks off
     try:
         capture = read(peer.recorded(name).body)
     except ValueError as error:
         raise NotApplicable(f"no events came: {error}") from error
-    found = violations(capture, [rule])
+    found = violations(capture, [rule.name])
     if found:
-        first = found[0]
-        frames = {f.number: f.raw.decode("utf-8", "backslashreplace").strip() for f in capture.frames}
-        peer.shown = shortened(frames.get(first.event, "(the end of the stream)"), 300)
+        frames = {frame.number: frame.raw.decode("utf-8", "backslashreplace") for frame in capture.frames}
+        peer.shown = shortened(frames.get(found[0].event, "(the end of the stream)").strip(), 300)
         more = f", and {len(found) - 1} more" if found[1:] else ""
-        raise AssertionError(f"{name}: event {first.event}: {first.message}{more}")
-
-
-for _name, _rule in STREAM_RULES.items():
-    RULES[_name] = _rule._replace(check=partial(judged, _name))
+        raise AssertionError(f"{name}: event {found[0].event}: {found[0].message}{more}")

@@ -1,222 +1,235 @@
 """Rules on refusals: what must be refused, with which status, in which shape.
 
-    rows of a rule --refusals()--> the replies to them, plain and with stream
+    requests of a rule --replies()--> what the server says to them, plain and with stream
+
+A rule on what must be refused is its requests, which are in its docstring: a path, and a change to a good
+body. null leaves a member out; a change that is not JSON is the body itself.
 
 Authority: https://platform.openai.com/docs/guides/error-codes, and what the SDKs make of a status.
-
-Rules of this file:
-1. A rule on what is refused gives its rows: a path, and a change to a good body. None leaves a member out,
-   bytes are the body itself.
 
 Not here: what is refused because it does not exist (stored.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
-from audit.agents import ORPHAN, SEALED
 from audit.http import NOT_THERE, Reply
-from audit.peer import GOOD, TIME, Peer, request
-from audit.rules import RULES, Check, NotApplicable, rules_of
+from audit.peer import CUT, PATHS, Peer
+from audit.rules import RULES, NotApplicable, rules_of
 from audit.schema import Json, missing
+from audit.stream import loads
 
-RESPONSES, CHAT = GOOD
-Rows = list[tuple[str, Json | bytes]]
+APIS = {path: api for api, path in PATHS.items()}
+must, should, advice = rules_of("refusals", "chat responses")
 
 
-def refusals(peer: Peer, rows: Rows) -> Iterator[Reply]:
-    """Yield the replies of the endpoints that the server has."""
-    for path, change in rows:
-        if peer.once(path, {"model": peer.model, "stream": True} | GOOD[path]).status in NOT_THERE:
-            continue
-        if isinstance(change, bytes):
-            yield peer.once(path, change)
-            continue
+def replies(peer: Peer, *requests: str) -> Iterator[tuple[Json, Reply]]:
+    """Yield (change, reply) for the requests to endpoints that the server has."""
+    for row in requests:
+        path, text = row.split(maxsplit=1)
+        change = loads(text)
         for stream in (False, True):
-            body: Json = {"stream": stream, "model": peer.model} | GOOD[path] | change
-            if "stream_options" in change:
-                body["stream"] = None
+            _, good = peer.request(api=APIS[path], limit=CUT, stream=True)
+            if peer.once(path, good).status in NOT_THERE:
+                continue
+            body = good | {"stream": None if "stream_options" in text else stream} | (change or {})
+            wanted = {name: value for name, value in body.items() if value is not None}
             with suppress(NotApplicable):  # a reply that breaks off refuses nothing, and accepts nothing
-                yield peer.once(path, {name: value for name, value in body.items() if value is not None})
+                yield change, peer.once(path, text.encode() if change is None else wanted)
 
 
-def each(path: str, **members: object) -> Rows:
-    """Return a row for each member: a good body but for it."""
-    return [(path, {name: value}) for name, value in members.items()]
-
-
-def refused(rows: Callable[[], Rows]) -> Check:
-    """Make the check that each row is refused."""
-
-    def check(peer: Peer) -> None:
-        is_about_models = rows in (bad_model, unknown_model)
-        if is_about_models and all(reply.status == 200 for reply in refusals(peer, unknown_model())):
-            raise NotApplicable("whatever name is asked for is served")
-        for reply in refusals(peer, rows()):
-            is_refused = reply.is_refusal or begins_with_error(reply)  # see the rule refused-by-status
-            assert is_refused, "expected a refusal, with a status of 4xx"
-
-    return check
+def expect_refused(peer: Peer, requests: list[str]) -> None:
+    """Judge by a rule that is its requests."""
+    unknown = RULES["unknown-model"].requests
+    is_about_models = requests in (unknown, RULES["bad-model"].requests)
+    if is_about_models and all(reply.status == 200 for _, reply in replies(peer, *unknown)):
+        raise NotApplicable("whatever name is asked for is served")
+    for _, reply in replies(peer, *requests):
+        is_refused = reply.is_refusal or begins_with_error(reply)  # see the rule refused-by-status
+        assert is_refused, "expected a refusal, with a status of 4xx"
 
 
 def begins_with_error(reply: Reply) -> bool:
     """True for a stream whose first event is the error."""
-    first = reply.events[0] if reply.is_stream and reply.events else {}
+    first = [*reply.events, {}][0] if reply.is_stream else {}
     return "error" in first or first.get("type") in ("error", "response.failed")
 
 
-must, should, advice = rules_of("refusals", "chat responses", RULES, refused)
-
-
 @must
-def bad_json() -> Rows:
+def bad_json() -> None:
     """bad-json: a body that is not JSON is refused
 
     RFC 9110: what the client did wrong is a 4xx
     B14 https://platform.openai.com/docs/api-reference/responses/create
+
+    /responses         {"model":
+    /chat/completions  {"model":
     """
-    return [(path, b'{"model": ') for path in GOOD]
 
 
 @advice
-def bad_model() -> Rows:
+def bad_model() -> None:
     """bad-model: a model that is missing, or not a string, is refused
 
     openai/openai-openapi: a string; some servers have one model, and SDKs do not insist
     https://platform.openai.com/docs/api-reference/responses/create
+
+    /responses         {"model": null}
+    /responses         {"model": 42}
+    /chat/completions  {"model": 42}
     """
-    return [*each(RESPONSES, model=None), *each(RESPONSES, model=42), *each(CHAT, model=42)]
 
 
 @should
-def unknown_model() -> Rows:
+def unknown_model() -> None:
     """unknown-model: a model that is not there is refused
 
     an answer of another model than asked for is taken for the one asked for
     https://platform.openai.com/docs/api-reference/responses/create
+
+    /responses         {"model": "no-such-model"}
+    /chat/completions  {"model": "no-such-model"}
     """
-    return [*each(RESPONSES, model="no-such-model"), *each(CHAT, model="no-such-model")]
 
 
 @must
-def bad_input() -> Rows:
+def bad_input() -> None:
     """bad-input: input or messages of another shape are refused
 
     openai/openai-openapi: input and messages have this shape
     B14 https://platform.openai.com/docs/api-reference/responses/create
+
+    /responses         {"input": null}
+    /responses         {"input": 42}
+    /responses         {"input": [{"role": "none", "content": "hi"}]}
+    /chat/completions  {"messages": null}
+    /chat/completions  {"messages": "hi"}
+    /chat/completions  {"messages": [{"content": "hi"}]}
     """
-    rows: Rows = []
-    for value in (None, 42, [{"role": "none", "content": "hi"}]):
-        rows += each(RESPONSES, input=value)
-    for messages in (None, "hi", [{"content": "hi"}]):
-        rows += each(CHAT, messages=messages)
-    return rows
 
 
 @should
-def out_of_range() -> Rows:
+def out_of_range() -> None:
     """out-of-range: a number out of its range is refused
 
     openai/openai-openapi has these bounds
     https://platform.openai.com/docs/api-reference/responses/create
+
+    /responses         {"temperature": 99}
+    /responses         {"top_p": -1}
+    /chat/completions  {"presence_penalty": 99}
+    /chat/completions  {"temperature": 99}
+    /chat/completions  {"n": 0}
+    /chat/completions  {"top_logprobs": 99, "logprobs": true}
     """
-    rows = each(RESPONSES, temperature=99, top_p=-1) + each(CHAT, presence_penalty=99, temperature=99, n=0)
-    return [*rows, (CHAT, {"top_logprobs": 99, "logprobs": True})]
 
 
 @should
-def wrong_type() -> Rows:
+def wrong_type() -> None:
     """wrong-type: a parameter of another type is refused
 
     openai/openai-openapi has these types
     https://platform.openai.com/docs/api-reference/responses/create
+
+    /responses         {"stream": "yes please"}
+    /responses         {"tools": "none"}
+    /responses         {"temperature": "hot"}
+    /chat/completions  {"stream": "yes please"}
+    /chat/completions  {"max_tokens": "many"}
     """
-    responses = each(RESPONSES, stream="yes please", tools="none", temperature="hot")
-    return responses + each(CHAT, stream="yes please", max_tokens="many")
 
 
 @should(profiles="chat")
-def stream_options_alone() -> Rows:
+def stream_options_alone() -> None:
     """stream-options-alone: stream_options without stream are refused
 
     the API reference: only set this when you set stream
     B09 https://github.com/TelegramMessenger/cocoon/blob/b75d444766212b9b17ae2bfab1268a2e2e334b6f/runners/helpers/ValidateRequest.cpp
+
+    /chat/completions  {"stream_options": {"include_usage": true}}
     """
-    return each(CHAT, stream_options={"include_usage": True})
 
 
 @should(profiles="responses agents")
-def unknown_tool_choice() -> Rows:
+def unknown_tool_choice() -> None:
     """unknown-tool-choice: tool_choice with the name of an unknown tool is refused
 
     OpenAI's own server; else a client waits for a call that cannot come
     https://platform.openai.com/docs/api-reference/responses/create
+
+    /responses  {"tools": [{"type": "function", "name": "get_time", "parameters": {"type": "object"}}],
+                 "tool_choice": {"type": "function", "name": "no_such_tool"}}
     """
-    _, body = request("responses", tools=(TIME,))
-    return [(RESPONSES, body | {"tool_choice": {"type": "function", "name": "no_such_tool"}})]
 
 
 @should(profiles="responses agents")
-def bad_schema() -> Rows:
+def bad_schema() -> None:
     """bad-schema: a schema that is not valid is refused
 
     the guide on structured outputs: schemas that are not supported are an error
     https://platform.openai.com/docs/guides/structured-outputs
+
+    /responses  {"text": {"format": {"type": "json_schema", "name": "x", "strict": true,
+                                     "schema": {"type": "no such type"}}}}
     """
-    _, body = request("responses", schema={"type": "no such type"})
-    return [(RESPONSES, body)]
 
 
 @should(profiles="responses agents", after="results")
-def orphan_result() -> Rows:
+def orphan_result() -> None:
     """orphan-result: a result without its call is refused
 
     OpenAI's own server: No tool call found for function call output
     https://platform.openai.com/docs/guides/function-calling
+
+    /responses  {"input": [{"role": "user", "content": "hi"},
+                           {"type": "function_call_output", "call_id": "call_nobody", "output": "It rains."}]}
     """
-    return each(RESPONSES, input=[{"role": "user", "content": "hi"}, ORPHAN])
 
 
 @should(profiles="responses agents", after="encrypted-reasoning")
-def forged_encrypted() -> Rows:
+def forged_encrypted() -> None:
     """forged-encrypted: encrypted_content that the server did not make is refused
 
     OpenAI's own server: The encrypted content could not be verified
     https://platform.openai.com/docs/guides/reasoning
+
+    /responses  {"include": ["reasoning.encrypted_content"], "store": false,
+                 "input": [{"type": "reasoning", "id": "rs_1", "summary": [],
+                            "encrypted_content": "Zm9yZ2Vk"}, {"role": "user", "content": "hi"}]}
     """
-    forged = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "Zm9yZ2Vk"}
-    return [(RESPONSES, SEALED | {"input": [forged, {"role": "user", "content": "hi"}]})]
 
 
 @must(profiles="stateful")
-def unknown_previous() -> Rows:
+def unknown_previous() -> None:
     """unknown-previous: an unknown previous_response_id is refused
 
     a chain that is not continued answers without its context, and no client sees it
     F14 https://github.com/EricLBuehler/mistral.rs/blob/9e922623f24b32d41f3892b74f0eed18707f4e6c/mistralrs-server-core/src/responses.rs
+
+    /responses  {"previous_response_id": "resp_00000000000000000000000000000000"}
     """
-    return each(RESPONSES, previous_response_id="resp_00000000000000000000000000000000")
 
 
 @should(profiles="stateful", after="background")
-def background_refuses() -> Rows:
+def background_refuses() -> None:
     """background-refuses: a bad request is refused before it is accepted, in the background too
 
     Azure's contract of behaviour: what is wrong is refused before it is accepted
     F08 https://github.com/EricLBuehler/mistral.rs/blob/9e922623f24b32d41f3892b74f0eed18707f4e6c/mistralrs-server-core/src/background_tasks.rs
+
+    /responses  {"background": true, "temperature": 99}
+    /responses  {"background": true, "input": 42}
     """
-    return [(RESPONSES, {"background": True} | bad) for bad in ({"temperature": 99}, {"input": 42})]
 
 
 # --- how it is told -----------------------------------------------------------------------------------------
 
-must, should, _ = rules_of("refusals", "chat responses")
-BAD = (bad_json, bad_model, unknown_model, bad_input, out_of_range, wrong_type, stream_options_alone)
-
 
 def told(peer: Peer) -> Iterator[Reply]:
-    for rows in BAD:
-        yield from (reply for reply in refusals(peer, rows()) if reply.is_refusal)
+    """Yield the refusals of what no server may take."""
+    for rule in RULES.values():
+        if "chat" in rule.profiles:
+            yield from (reply for _, reply in replies(peer, *rule.requests) if reply.is_refusal)
 
 
 @must
@@ -227,8 +240,9 @@ def refused_by_status(peer: Peer) -> None:
     B13 https://platform.openai.com/docs/guides/error-codes
     """
     # A refusal that comes as the first frame of a stream is a success for all of them.
-    for reply in refusals(peer, out_of_range() + wrong_type() + bad_input()):
-        assert not begins_with_error(reply), "expected a status of 4xx, got a stream that begins with it"
+    for name in ("out-of-range", "wrong-type", "bad-input"):
+        for _, reply in replies(peer, *RULES[name].requests):
+            assert not begins_with_error(reply), "expected a status of 4xx, got a stream that begins with it"
 
 
 @should
@@ -251,12 +265,8 @@ def error_shape(peer: Peer) -> None:
     H07 https://platform.openai.com/docs/guides/error-codes
     """
     for reply in told(peer):
-        error = reply.error
-        faults = list(missing(error, "error"))
-        assert not faults, f"expected all its members: {', '.join(faults)}"
-        texts = [isinstance(error[name], str) for name in ("message", "type")]
-        texts += [isinstance(error[name], str | None) for name in ("param", "code")]
-        assert all(texts), "expected strings, or null for param and code"
+        faults = missing(reply.error, "refusal")
+        assert not faults, f"expected strings, or null for param and code: {', '.join(faults)}"
 
 
 @should
@@ -266,8 +276,7 @@ def error_param(peer: Peer) -> None:
     the guide on error codes: param names what was wrong
     https://github.com/openai/openai-openapi
     """
-    for path, change in out_of_range():
-        for reply in refusals(peer, [(path, change)]):
-            param = reply.error.get("param")
-            is_named = param in dict(change) or not reply.is_refusal
-            assert is_named, f"expected param to name {' or '.join(dict(change))}, got {param}"
+    for change, reply in replies(peer, *RULES["out-of-range"].requests):
+        param = reply.error.get("param")
+        is_named = param in change or not reply.is_refusal
+        assert is_named, f"expected param to name {' or '.join(change)}, got {param}"

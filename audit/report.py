@@ -12,25 +12,29 @@ Not here: the verdicts (session.py), the command line (__main__.py).
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 from audit.rules import RULES
-from audit.schema import shortened
+from audit.schema import printable, shortened
 from audit.session import VERDICTS, Result
 
 SHOWN = 400  # characters of an excerpt
-
-
-def count(results: Iterable[Result], verdict: str) -> int:
-    return sum(result.verdict == verdict for result in results)
 
 
 def failed(results: Iterable[Result], strict: bool, known: Mapping[str, str]) -> list[Result]:
     """Return what makes the exit status 1: failed musts, with `strict` all failures; none that is known."""
     failures = [result for result in results if result.verdict == "fail" and result.rule not in known]
     return [result for result in failures if strict or RULES[result.rule].strength == "must"]
+
+
+def status(results: Sequence[Result], strict: bool, known: Mapping[str, str]) -> int:
+    """Return the exit status; a run in which no rule was judged is not a pass."""
+    if all(result.verdict in ("error", "n/a") for result in results):
+        return 2
+    return int(bool(failed(results, strict, known)))
 
 
 def by_group(results: Iterable[Result]) -> dict[str, list[Result]]:
@@ -47,7 +51,8 @@ def summary(results: Sequence[Result], known: Mapping[str, str]) -> Iterator[str
     """Yield a line for each group that was asked, the total, and the musts that fail and are not known to."""
     yield f"{'':12}{''.join(f'{verdict:>8}' for verdict in VERDICTS)}"
     for name, group in {**by_group(results), f"{len(results)} rules": results}.items():
-        yield f"{name:12}{''.join(f'{count(group, verdict):8}' for verdict in VERDICTS)}"
+        counts = Counter(result.verdict for result in group)
+        yield f"{name:12}{''.join(f'{counts[verdict]:8}' for verdict in VERDICTS)}"
     musts = [result.rule for result in failed(results, strict=False, known=known)]
     if musts:
         yield f"{len(musts)} failed musts: {', '.join(musts)}"
@@ -67,11 +72,6 @@ def details(results: Sequence[Result]) -> Iterator[str]:
         yield ""
         yield f"n/a   {printable(shortened(reason, 200))}"
         yield f"      {', '.join(names)}"
-
-
-def printable(text: str) -> str:
-    """Write out what a terminal would obey, and what XML cannot say."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def detail(result: Result) -> Iterator[str]:
@@ -112,35 +112,37 @@ def verdicts(report: str) -> dict[str, str]:
         raise ValueError("expected a report written by --json") from error
 
 
-ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped", "flaky": "skipped"}
+#  verdict    its element in JUnit's XML, and the attribute that counts these
+ELEMENTS = {
+    "fail":   ("failure", "failures"),
+    "error":  ("error", "errors"),
+    "n/a":    ("skipped", "skipped"),
+    "flaky":  ("skipped", "skipped"),
+}  # fmt: skip
 
 
 def junit(results: Sequence[Result], about: Mapping[str, Any]) -> str:
     """Write a suite for each group; a failure that is known is skipped, with its reason."""
     known = about.get("known", {})
-    root = ElementTree.Element("testsuites", name=f"audit of {about.get('url')}")
+    root = Element("testsuites", name=f"audit of {about.get('url')}")
     for name, group in by_group(results).items():
-        suite = ElementTree.SubElement(root, "testsuite", name=name)
+        suite = SubElement(root, "testsuite", name=name, tests=str(len(group)))
         for result in group:
             rule = RULES[result.rule]
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=name, name=rule.name, time=str(result.seconds)
-            )
-            properties = ElementTree.SubElement(case, "properties")
+            seconds = str(result.seconds)
+            case = SubElement(suite, "testcase", classname=name, name=rule.name, time=seconds)
+            properties = SubElement(case, "properties")
             for fact in ("strength", "title", "source", "link", "bugs"):
-                ElementTree.SubElement(properties, "property", name=fact, value=getattr(rule, fact))
+                SubElement(properties, "property", name=fact, value=getattr(rule, fact))
             if result.verdict == "fail" and rule.name in known:
-                ElementTree.SubElement(case, "skipped", message=printable(f"known: {known[rule.name]}"))
+                SubElement(case, "skipped", message=printable(f"known: {known[rule.name]}"))
             elif result.verdict in ELEMENTS:
-                tag = ELEMENTS[result.verdict]
-                element = ElementTree.SubElement(
-                    case, tag, message=printable(result.reason), type=rule.strength
-                )
+                tag, _ = ELEMENTS[result.verdict]
+                element = SubElement(case, tag, message=printable(result.reason), type=rule.strength)
                 element.text = "\n".join(map(printable, result.excerpt.splitlines()))
-        suite.set("tests", str(len(group)))
-        for total, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        for tag, total in ELEMENTS.values():
             suite.set(total, str(len(suite.findall(f"testcase/{tag}"))))
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    return tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
 # --- one run against another --------------------------------------------------------------------------------
@@ -150,12 +152,12 @@ def read_baseline(text: str) -> dict[str, str]:
     """Read known failures, a line each, 'RULE: reason'; lines with # are comments. Raises ValueError."""
     known = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        rule, _, reason = line.partition(":")
-        if rule.strip() not in RULES or not reason.strip():
-            raise ValueError(f"line {number}: expected 'RULE: reason' with a rule of --list, got {line!r}")
-        known[rule.strip()] = reason.strip()
+        if line.strip() and not line.startswith("#"):
+            rule, reason = map(str.strip, line.partition(":")[::2])
+            if rule not in RULES or not reason:
+                expected = "'RULE: reason' with a rule of --list"
+                raise ValueError(f"line {number}: expected {expected}, got {line!r}")
+            known[rule] = reason
     return known
 
 

@@ -11,7 +11,8 @@
 
 Authority: each rule has its own, in its docstring: names and title, a blank line, then who wrote the
 behaviour down or relies on it; the next line has the ids of tests/BUGS.md and the link to that text, or to a
-report of what happens without it. A function that is two rules may have two such pairs of lines.
+report of what happens without it. A function that is two rules may have two such pairs of lines. A rule on
+what must be refused has no more: after another blank line come its requests, see refusals.py.
 
 Rules of this file:
 1. A rule that flags correct behaviour is the worst defect: what only some clients need is no "must".
@@ -22,6 +23,7 @@ Not here: the rules (frames.py, events.py, chunks.py, clients.py and so on), run
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -29,7 +31,7 @@ from typing import Any, Literal, NamedTuple, get_args
 # What suffers if a rule is broken. must: the specification, or an official SDK. should: some clients, and
 # OpenAI's own server keeps it. advice: no client, but people and proxies are better off with it.
 Strength = Literal["must", "should", "advice"]
-Check = Callable[..., Any]  # is called with a Peer; a rule on one stream with a Capture, see stream.py
+Check = Callable[..., Any]
 
 
 class Rule(NamedTuple):
@@ -42,19 +44,19 @@ class Rule(NamedTuple):
     link: str  # that text, or a report of what happens without it
     bugs: str  # ids of tests/BUGS.md
     after: str  # names of the rules that it builds on
-    check: Check
+    requests: list[str]  # that must be refused
+    check: Check  # is called with a Capture, a WebSocket or a Peer, as its group says
 
 
 RULES: dict[str, Rule] = {}
+OF_STREAMS = ("frames", "events", "chunks")  # groups
 
 
-def rules_of(
-    group: str, of_group: str, rules: dict[str, Rule] = RULES, bind: Callable[[Check], Check] = lambda f: f
-) -> list[Callable[..., Check]]:
+def rules_of(group: str, of_group: str) -> list[Callable[..., Check]]:
     """Return the decorators @must, @should and @advice, which enter a function as a rule of this group.
 
-    `bind` makes of the function what is called with a Peer. A name that begins with "chat-" is a rule of chat
-    completions, with their profile in place of that of the Responses API.
+    A name that begins with "chat-" is a rule of chat completions, with their profile in place of that of the
+    Responses API.
     """
 
     def enter(
@@ -62,14 +64,15 @@ def rules_of(
     ) -> Check:
         if check is None:
             return partial(enter, strength, profiles=profiles, after=after)
-        beginning, _, authority = inspect.cleandoc(check.__doc__ or "").partition("\n\n")
+        beginning, authority, *requests = inspect.cleandoc(check.__doc__ or "").split("\n\n")
         names, _, title = " ".join(beginning.split()).partition(": ")
         lines = authority.splitlines()
         for place, name in enumerate(names.split(", ")):
             source, link = lines[2 * place : 2 * place + 2] or lines[:2]
             bugs, _, url = link.rpartition(" ")
             own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
-            rules[name] = Rule(name, group, own, strength, title, source, url, bugs, after, bind(check))
+            rows = re.sub("\n +", " ", "".join(requests)).splitlines()
+            RULES[name] = Rule(name, group, own, strength, title, source, url, bugs, after, rows, check)
         return check
 
     return [partial(enter, strength) for strength in get_args(Strength)]
@@ -93,14 +96,3 @@ def presumed(name: str) -> Iterator[None]:
         yield
     except AssertionError as failure:
         raise NotApplicable(f"the rule {name} fails: {failure}") from failure
-
-
-def check(name: str, peer: Any) -> None:
-    """Check what the rule builds on, then the rule."""
-    rule = RULES[name]
-    for earlier in rule.after.split():
-        with presumed(earlier):
-            check(earlier, peer)
-    is_chat = "chat" in rule.profiles and "responses" not in rule.profiles
-    peer.api = "chat" if is_chat else "responses"
-    rule.check(peer)

@@ -8,9 +8,9 @@ Authority: https://github.com/openai/openai-openapi, the types of its schemas an
 https://platform.openai.com/docs/api-reference/responses-streaming for the order.
 
 Rules of this file:
-1. One row says it all about one kind of object: `name` is a string, `name:type` something else, [type] a list
-   of such objects. A name that ends with "?" may be absent, as in TypeScript; every other one must be there.
-   Members that stand in no row are not looked at.
+1. One row says it all about one kind of object: `name` is a string, `name:type` something else, [type] a
+   list of such objects, `name:=a|b` one of these values. A name that ends with "?" may be absent, as in
+   TypeScript; every other one must be there. Members that stand in no row are not looked at.
 2. An item whose `type` is message has the members of "item" and those of "item message". One name has one
    type in all items, in all parts and in all events: it can be read before the type of the object is known.
 3. The tables are the judge's own: nothing is imported from a server that is judged.
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 Members = dict[str, str]  # name -> type, a key of BASIC or of MEMBERS; with a "?" if it may be absent
 Faults = Iterator[tuple[int, str]]  # (number of an event, what is wrong with it)
 
-BASIC: dict[str, Any] = {"": str, "null": str | None, "int": int, "list": list, "any": object}
+BASIC: dict[str, Any] = {"": str, "null": str | None, "int": int, "list": list, "dict": dict, "any": object}
 
 OBJECTS = """
 usage                 = input_tokens?:int output_tokens?:int total_tokens?:int
@@ -37,6 +37,17 @@ usage                 = input_tokens?:int output_tokens?:int total_tokens?:int
                         prompt_tokens_details?:usage completion_tokens_details?:usage
                         cached_tokens?:int reasoning_tokens?:int
 error                 = message:any type:any param:any code:any
+refusal               = message type param:null code:null
+refused_turn          = type:any status:int error:turn_error
+turn_error            = message code:any
+
+models                = object:=list data:[model]
+model                 = id object:=model
+
+input_items           = object:=list data:[input_item]
+input_item            = id content?:[input_part]
+input_part            = type
+input_part output_text = annotations:list
 
 part                  = type
 part output_text      = text annotations:list logprobs:list
@@ -91,31 +102,40 @@ event response.steer.pending                 = steer:any reason required_input:l
 event response.steer.failed                  = steer:any error:any
 event error                                  = code:any message:any param:any
 
-chunk                 = id object created:int model choices:[choice] usage?:usage error?:any
+chunk                 = id object:=chat.completion.chunk created:int model
+                        choices:[choice] usage?:usage error?:any
 choice                = index:int delta:delta finish_reason:null
 delta                 = role?:null content?:null tool_calls?:[call]
 call                  = index?:int id?:null type?:null function?:called custom?:called
 called                = name?:null arguments?:null input?:null
+
+announced                     = status:=in_progress content:=[] summary:=[]
+                                text:= refusal:= arguments:= input:=
+unfinished                    = output:=[] usage:=null
+
+told response.created         = status:=in_progress
+told in the background        = status:=queued|in_progress
+told response.queued          = status:=queued
+told response.in_progress     = status:=in_progress
+told response.completed       = status:=completed
+told response.incomplete      = status:=incomplete
+told response.failed          = status:=failed|cancelled
+
+status queued                 = error:=null incomplete_details:=null completed_at:=null
+status in_progress            = error:=null incomplete_details:=null completed_at:=null
+status completed              = error:=null incomplete_details:=null
+status incomplete             = error:=null incomplete_details:dict  completed_at:=null
+status failed                 = error:dict  incomplete_details:=null completed_at:=null
+status cancelled              = error:=null incomplete_details:=null completed_at:=null
 """
-CONTINUED = re.compile(r"\n +")
-ROW = re.compile(r"(.+?) *= (.*)")
-ROWS: dict[str, Members] = {
-    key: dict(member.partition(":")[::2] for member in members.split())
-    for key, members in ROW.findall(CONTINUED.sub(" ", OBJECTS))
-}
-
-
-def kinds(name: str) -> dict[str, Members]:
-    """Return the rows of all items, parts or events, by their type."""
-    return {key.removeprefix(f"{name} "): row for key, row in ROWS.items() if key.startswith(f"{name} ")}
-
-
-ITEMS, PARTS, EVENTS = kinds("item"), kinds("part"), kinds("event")
-# The members that any object of a kind may have, without the "?" of their names.
-MEMBERS: dict[str, Members] = {}
-for _key, _row_members in ROWS.items():
-    _all = MEMBERS.setdefault(_key.partition(" ")[0], {})
-    _all |= {name.removesuffix("?"): type_ for name, type_ in _row_members.items()}
+ROW = re.compile(r"(\w+) *(.*?) *= (.*)")
+ROWS: dict[str, dict[str, Members]] = {}  # kind -> type -> its row; "*": the row of all objects of the kind
+MEMBERS: dict[str, Members] = {}  # kind -> what its objects may have, without the "?" of the names
+for _kind, _type, _row in ROW.findall(re.sub("\n +", " ", OBJECTS)):
+    _members = dict(member.partition(":")[::2] for member in _row.split())
+    ROWS.setdefault(_kind, {})[_type or "*"] = _members
+    MEMBERS.setdefault(_kind, {}).update((name.removesuffix("?"), type_) for name, type_ in _members.items())
+ITEMS, PARTS, EVENTS = ROWS["item"], ROWS["part"], ROWS["event"]
 
 
 # --- which event may follow which ---------------------------------------------------------------------------
@@ -183,8 +203,8 @@ between         response.output_item.added *                              hosted
 hosted          response.*                                                hosted
 hosted          response.output_item.done *                               between
 """
-STEPS = [re.split("  +", row) for row in ORDERED.splitlines() if row]
-GRAMMAR = {(state, event): then for state, event, then in STEPS}
+STEP = re.compile(r"^(\S.*?)  +(.*?)  +(.*)$", re.MULTILINE)
+GRAMMAR = {(state, event): then for state, event, then in STEP.findall(ORDERED)}
 # fmt: off
 HOSTED = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_",
           "computer_call", "local_shell_call", "shell_call", "apply_patch_call", "tool_search")
@@ -192,9 +212,8 @@ HOSTED = ("web_search_call", "file_search_call", "code_interpreter_call", "image
 
 # A failure may leave open whatever is open.
 ORDER = GRAMMAR | {(state, "response.failed"): "end" for state in {*GRAMMAR.values()} - {"end"}}
-AFTER = {
-    event: state for (_, event), state in ORDER.items()
-}  # the state after an event that came out of order
+# The state after an event that came out of order.
+AFTER = {event: state for (_, event), state in ORDER.items()}
 
 
 def label(event: Json) -> str:
@@ -216,45 +235,75 @@ def label(event: Json) -> str:
 WRONG = object()  # in place of a value of another type
 
 
-def typed(value: Json, kind: str) -> Json:
-    """Return the object without members of another type than the table says, at any depth."""
-    members = MEMBERS[kind]
-    fitted = {name: fit(member, members.get(name, "any")) for name, member in value.items()}
-    return {name: member for name, member in fitted.items() if member is not WRONG}
+def missing(value: Json, kind: str) -> list[str]:
+    """Return a line for each member that the object, or one in it, lacks or has of another type."""
+    faults: list[str] = []
+    typed(value, kind, faults)
+    return faults
 
 
-def fit(value: Any, type_: str) -> Any:
+def typed(value: Json, kind: str, faults: list[str]) -> Json:
+    """Return the object without members of another type than the table says, at any depth.
+
+    `faults` gets the lines of missing().
+    """
+    type_ = value.get("type")
+    what = type_ if kind != "response" and isinstance(type_, str) else f"the {kind}"
+    row = ROWS[kind]["*"] | ROWS[kind].get(str(type_), {})
+    faults += [f"{what} lacks {name}" for name in required(row) if name not in value]
+    fitted = {}
+    for name, member in value.items():
+        fitted[name] = fit(member, MEMBERS[kind].get(name, "any"), faults)
+        if fitted[name] is WRONG:
+            del fitted[name]
+            if name in row:
+                faults.append(f"{what} has {name} of another type: {shortened(json.dumps(member))}")
+    return fitted
+
+
+def fit(value: Any, type_: str, faults: list[str]) -> Any:
     if type_.startswith("["):
         if not isinstance(value, list):
             return WRONG
-        return [typed(entry, type_[1:-1]) for entry in value if isinstance(entry, dict)]
+        return [typed(entry, type_[1:-1], faults) for entry in value if isinstance(entry, dict)]
+    if type_.startswith("="):
+        text = value if isinstance(value, str) else json.dumps(value)
+        return value if text in type_[1:].split("|") else WRONG
     if type_ in MEMBERS:
-        return typed(value, type_) if isinstance(value, dict) else WRONG
+        return typed(value, type_, faults) if isinstance(value, dict) else WRONG
     is_it = isinstance(value, BASIC[type_]) and not (type_ == "int" and isinstance(value, bool))
     return value if is_it else WRONG
 
 
-def missing(value: Json, kind: str) -> Iterator[str]:
-    """Yield what the object, and those in it, lack or have of another type."""
-    type_ = value.get("type")
-    what = type_ if kind != "response" and isinstance(type_, str) else f"the {kind}"
-    for name, of_type in (ROWS[kind] | ROWS.get(f"{kind} {type_}", {})).items():
-        member = value.get(name.removesuffix("?"))
-        if not name.endswith("?") and name not in value:
-            yield f"{what} lacks {name}"
-        elif not name.endswith("?") and fit(member, of_type) is WRONG:
-            yield f"{what} has {name} of another type: {shortened(json.dumps(member))}"
-        inner = member if isinstance(member, list) else [member]
-        for entry in inner:
-            if isinstance(entry, dict) and of_type.strip("[]") in ("item", "part", "response", "choice"):
-                yield from missing(entry, of_type.strip("[]"))
+def unfit(value: Json, row: Members) -> list[str]:
+    """Return a line for each member that the object has and that is not as the row says."""
+    names = [name for name, type_ in row.items() if name in value and fit(value[name], type_, []) is WRONG]
+    return [f"expected {name} {row[name].strip('=') or 'empty'}, got {value[name]}" for name in names]
 
 
 def required(members: Members) -> list[str]:
     return [name for name in members if not name.endswith("?")]
 
 
+def without(value: Any, *names: str) -> Any:
+    """Leave out the members of these names, and those that are null: null and absent mean the same."""
+    if isinstance(value, list):
+        return [without(entry, *names) for entry in value]
+    if isinstance(value, dict):
+        members = {name: inner for name, inner in value.items() if name not in names and inner is not None}
+        return {name: without(inner, *names) for name, inner in members.items()}
+    return value
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
 def shortened(text: str, length: int = 80) -> str:
     if len(text) <= length:
         return text
     return f"{text[: length // 2]}...{text[-length // 2 :]}"
+
+
+def printable(text: str) -> str:
+    """Write out what a terminal would obey, and what XML cannot say."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)

@@ -21,26 +21,17 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, get_args
 
-from audit import agents, answers, clients, refusals, stored, turns
+from audit import agents, answers, clients, refusals, stored, turns, websocket
 from audit.http import NOT_THERE, Reply
-from audit.peer import GOOD, STORY, Peer, request
-from audit.rules import RULES, NoReply, NotApplicable, check
+from audit.peer import CUT, PATHS, STORY, Peer, judged
+from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
 from audit.schema import Json
 
 PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
-GROUPS = [
-    "frames",
-    "events",
-    "chunks",
-    "http",
-    "clients",
-    "answers",
-    "agents",
-    "stored",
-    "background",
-    "refusals",
-    "websocket",
-]
+GROUPS = (
+    *OF_STREAMS,
+    *("http", "clients", "answers", "agents", "stored", "background", "refusals", "websocket"),
+)
 MODULES = (clients, answers, agents, stored, refusals, turns)  # whose import enters their rules
 Verdict = Literal["pass", "fail", "flaky", "n/a", "error"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -61,16 +52,14 @@ def chosen(profile: str, patterns: Iterable[str]) -> list[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no rule of the profile {profile!r} is called {pattern!r}: see --list")
-    if not patterns:
-        return names
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns or "*")]
 
 
 def judge_all(peer: Peer, names: Iterable[str], n_times: int = 1) -> Iterator[Result]:
     """Yield the verdict on each rule; if all are asked several times, the newest of each."""
     known: dict[str, Result] = {}
     for _ in range(n_times):
-        peer.forget()
+        peer.replies.clear()  # ask again what several rules are about
         for name in names:
             started_at = time.monotonic()
             result = judge(peer, name)
@@ -90,7 +79,7 @@ def judge(peer: Peer, name: str) -> Result:
     peer.start()
     peer.shown = ""
     try:
-        check(name, peer)
+        check(peer, name)
     except AssertionError as failure:
         return Result(name, "fail", str(failure), peer.shown)
     except NotApplicable as reason:
@@ -100,6 +89,26 @@ def judge(peer: Peer, name: str) -> Result:
     except Exception as error:  # a reply that no rule expected: rule 1
         return Result(name, "error", f"{type(error).__name__} in the rule itself: {error}")
     return Result(name, "pass")
+
+
+def check(peer: Peer, name: str) -> None:
+    """Check what the rule builds on, then the rule."""
+    rule = RULES[name]
+    for earlier in rule.after.split():
+        with presumed(earlier):
+            check(peer, earlier)
+    peer.api = "responses"
+    if "chat" in rule.profiles and "responses" not in rule.profiles:
+        peer.api = "chat"
+    if rule.group in OF_STREAMS:
+        judged(rule, peer)
+    elif rule.group == "websocket":
+        with websocket.connected(peer) as socket:
+            rule.check(socket)
+    elif rule.requests:
+        refusals.expect_refused(peer, rule.requests)
+    else:
+        rule.check(peer)
 
 
 # --- before the first rule ----------------------------------------------------------------------------------
@@ -112,9 +121,6 @@ LONG: list[Json] = [{}, {"ignore_eos": True}, {"ignore_eos": True, "min_tokens":
 
 class NoServer(Exception):
     """There is nothing that could be audited; one line says why, and what to do."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
 
 
 def look(peer: Peer, long: Json | None = None) -> list[str]:
@@ -129,15 +135,15 @@ def look(peer: Peer, long: Json | None = None) -> list[str]:
         listed = models.json.get("data") or models.json.get("models") or [{}]
         first = listed[0] if isinstance(listed, list) else {}
         peer.model = str(first.get("id") or ANY_MODEL) if isinstance(first, dict) else ANY_MODEL
-    replies = {path: asked(peer, "POST", path, {"model": peer.model} | body) for path, body in GOOD.items()}
-    apis = [path for path, reply in replies.items() if reply.status == 200 and reply.json]
+    replies = {api: asked(peer, "POST", *peer.request(api=api, limit=CUT)) for api in PATHS}
+    apis = [api for api, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:
-        raise NoServer(nothing_served(peer, replies))
+        raise NoServer(f"{nothing_served(peer, replies)}. {'; '.join(map(str, replies.values()))}")
     peer.long = what_makes_it_long(peer, apis[0]) if long is None else long
-    return apis
+    return [PATHS[api] for api in apis]
 
 
-def asked(peer: Peer, method: str, path: str, body: Json | None = None) -> Reply:
+def asked(peer: Peer, method: str, path: str, body: Json | bytes = b"") -> Reply:
     try:
         peer.start()
         return peer.ask(method, path, body)
@@ -146,27 +152,23 @@ def asked(peer: Peer, method: str, path: str, body: Json | None = None) -> Reply
 
 
 def nothing_served(peer: Peer, replies: dict[str, Reply]) -> str:
-    """Say why neither API answers, in a line."""
+    """Say why neither API answers."""
     statuses = {reply.status for reply in replies.values()}
     if statuses <= NOT_THERE:
-        message = "HTTP: no LLM server of these APIs"
-        if not peer.url.path.endswith("/v1"):
-            message += f" (try {peer.url.geturl()}/v1)"
-    elif statuses & {401, 403}:
-        message = "key: it is missing or wrong; give --api-key KEY"
-    elif peer.model == ANY_MODEL:
-        message = "model: which? Give --model NAME: the server lists none"
-    else:
-        message = f"model: neither API answers for {peer.model!r}"
-    return f"{message}. {'; '.join(map(str, replies.values()))}"
+        at_v1 = "" if peer.url.path.endswith("/v1") else f" (try {peer.url.geturl()}/v1)"
+        return f"HTTP: no LLM server of these APIs{at_v1}"
+    if statuses & {401, 403}:
+        return "key: it is missing or wrong; give --api-key KEY"
+    if peer.model == ANY_MODEL:
+        return "model: which? Give --model NAME: the server lists none"
+    return f"model: neither API answers for {peer.model!r}"
 
 
-def what_makes_it_long(peer: Peer, path: str) -> Json:
+def what_makes_it_long(peer: Peer, api: str) -> Json:
     """Return the first of LONG with which the model writes enough; {} if none does."""
-    api = "responses" if path == "/responses" else "chat"
     for members in LONG:
-        _, body = request(api, said=STORY, limit=ENOUGH, **members)
-        usage = asked(peer, "POST", path, {"model": peer.model} | body).json.get("usage") or {}
+        path, body = peer.request(api=api, said=STORY, limit=ENOUGH, **members)
+        usage = asked(peer, "POST", path, body).json.get("usage") or {}
         if ENOUGH in (usage.get("output_tokens"), usage.get("completion_tokens")):
             return members
     return {}

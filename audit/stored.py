@@ -12,10 +12,11 @@ import json
 import time
 from typing import NamedTuple
 
+from audit.fold import of_response
 from audit.http import NOT_THERE, REFUSED, Reply
-from audit.peer import STORY, Answer, Peer, final, of_response, outline
+from audit.peer import STORY, Peer, final
 from audit.rules import NoReply, NotApplicable, rules_of
-from audit.schema import Json
+from audit.schema import Json, missing
 
 
 class Kept(NamedTuple):
@@ -49,8 +50,7 @@ def stored(peer: Peer) -> None:
     F12 https://github.com/EricLBuehler/mistral.rs/issues/1946
     """
     for made in (kept(peer), Kept(peer, final(peer.recorded("text")))):
-        later = made.ask("GET").json
-        assert later == made.response, "expected GET to give the answer once more"
+        assert made.ask("GET").json == made.response, "expected GET to give the answer once more"
 
 
 @must
@@ -64,8 +64,7 @@ def deleted(peer: Peer) -> None:
     gone = made.ask("DELETE").if_there()
     assert gone.status == 200, "expected status 200"
     for method in ("GET", "DELETE"):
-        reply = made.ask(method)
-        assert reply.status == 404, "expected status 404, for it is deleted"
+        assert made.ask(method).status == 404, "expected status 404, for it is deleted"
 
 
 @must
@@ -75,15 +74,16 @@ def unknown_id(peer: Peer) -> None:
     SDKs raise NotFoundError for 404 alone
     F06 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
     """
-    unknown = Kept(kept(peer).peer, {"id": "resp_00000000000000000000000000000000"})
-    for reply in (unknown.ask("GET"), unknown.ask("DELETE"), unknown.ask("POST", "/cancel")):
-        assert reply.status in NOT_THERE, "expected status 404 of an unknown id"
+    kept(peer)
+    unknown = Kept(peer, {"id": "resp_00000000000000000000000000000000"})
+    for asked in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        assert unknown.ask(*asked).status in NOT_THERE, "expected status 404 of an unknown id"
 
 
-def chain(peer: Peer, **asked: object) -> tuple[Answer, Answer]:
-    """Return a first response, and one that continues it."""
+def prompts_of_chain(peer: Peer, **asked: object) -> list[int]:
+    """Count the tokens of a prompt, and of that which continues its response."""
     first = of_response(kept(peer, **asked).response)
-    return first, peer.plain(previous_response_id=first.response["id"])
+    return [first.n_prompt, peer.plain(previous_response_id=first.response["id"]).n_prompt]
 
 
 @must
@@ -93,11 +93,8 @@ def chained(peer: Peer) -> None:
     the API reference on previous_response_id
     F14 https://github.com/tetherto/qvac/pull/2030
     """
-    first, second = chain(peer)
-    lengths = [first.n_prompt, second.n_prompt]
-    assert lengths[0] < lengths[1], (
-        f"expected a longer prompt after a previous response, got {lengths} tokens"
-    )
+    first, second = prompts_of_chain(peer)
+    assert first < second, f"expected a longer prompt after one of {first} tokens, got {second}"
 
 
 @must
@@ -109,9 +106,8 @@ def instructions(peer: Peer) -> None:
     """
     # Long instructions of the first turn do not make the second prompt longer than the first was.
     sentence = "Answer in one short sentence, and never mention the weather, the sea or the moon. "
-    first, second = chain(peer, instructions=sentence * 40)
-    lengths = [first.n_prompt, second.n_prompt]
-    assert lengths[0] > lengths[1], f"expected the prompt without the instructions to be shorter: {lengths}"
+    first, second = prompts_of_chain(peer, instructions=sentence * 40)
+    assert first > second, f"expected a shorter prompt than {first} tokens without instructions, got {second}"
 
 
 @must
@@ -136,8 +132,7 @@ def metadata(peer: Peer) -> None:
     pairs = {"user": "u-1", "note": "caf\u00e9"}
     made = kept(peer, metadata=pairs)
     for response in (made.response, made.ask("GET").json):
-        got = response.get("metadata")
-        assert got == pairs, f"expected the metadata as it was sent, got {got}"
+        assert response.get("metadata") == pairs, f"expected the metadata as it was sent, {pairs}"
 
 
 @should
@@ -149,12 +144,11 @@ def input_order(peer: Peer) -> None:
     """
     made = kept(peer, said=[{"role": "user", "content": text} for text in ("one", "two", "three")])
     for order, first in (("asc", "one"), ("desc", "three")):
-        reply = made.ask("GET", f"/input_items?order={order}&limit=2").if_there()
-        items = reply.json.get("data") or [{}]
+        listed = made.ask("GET", f"/input_items?order={order}&limit=2").if_there().json
+        items = listed.get("data") or [{}]
         assert len(items) == 2, f"expected two items, for the limit is 2, got {len(items)}"
-        assert reply.json.get("has_more") is True, "expected has_more, for there are three"
-        is_ordered = first in json.dumps(items[0])
-        assert is_ordered, f"expected the item {first!r} first with order={order}"
+        assert listed.get("has_more") is True, "expected has_more, for there are three"
+        assert first in json.dumps(items[0]), f"expected the item {first!r} first with order={order}"
 
 
 @should
@@ -168,14 +162,8 @@ def input_items(peer: Peer) -> None:
     hi = {"role": "user", "content": "hi"}
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
     reply = kept(peer, said=[hi, said, hi]).ask("GET", "/input_items").if_there()
-    items = reply.json.get("data") or [{}]
-    has_ids = reply.json.get("object") == "list" and "id" in items[0]
-    assert has_ids, "expected a list of items with ids"
-    for item in items:
-        for part in item.get("content") or ():
-            if isinstance(part, dict) and part.get("type") == "output_text":
-                has_list = isinstance(part.get("annotations"), list)
-                assert has_list, "expected annotations in an output_text, even if there are none"
+    faults = missing(reply.json, "input_items")
+    assert not faults, f"expected items with ids, and each output_text with annotations: {faults}"
 
 
 @should
@@ -199,10 +187,6 @@ POLL_S, MAX_POLL_S = 0.02, 1.0  # between two looks at a response that runs: the
 
 def begun(peer: Peer, **asked: object) -> Kept:
     return Kept(peer, peer.plain(background=True, **asked).response)
-
-
-def begun_story(peer: Peer) -> Kept:
-    return begun(peer, said=STORY, limit=400, **peer.long)
 
 
 def ended(made: Kept) -> Json:
@@ -237,8 +221,8 @@ def background_completes(peer: Peer) -> None:
     the guide on background mode: poll until it is terminal
     F01 F02 F03 https://github.com/EricLBuehler/mistral.rs/issues/1945
     """
-    last = outline(ended(begun(peer)))
-    peer.same_answer(peer.plain().outline, last, lambda: peer.plain().outline, "foreground background")
+    last = of_response(ended(begun(peer))).outline
+    peer.same_answer(peer.plain().outline, last, lambda: peer.plain().outline)
 
 
 @must(after="background")
@@ -250,8 +234,7 @@ def background_stream(peer: Peer) -> None:
     F01 https://github.com/EricLBuehler/mistral.rs/pull/2114
     """
     made = Kept(peer, final(peer.recorded("background")))
-    later = ended(made)
-    assert later == made.response, "expected GET to give what the stream said"
+    assert ended(made) == made.response, "expected GET to give what the stream said"
 
 
 @must(after="background")
@@ -262,12 +245,11 @@ def background_late_refusal(peer: Peer) -> None:
     F08 https://github.com/EricLBuehler/mistral.rs/blob/9e922623f24b32d41f3892b74f0eed18707f4e6c/mistralrs-server-core/src/background_tasks.rs
     """
     reply = peer.reply(said="fox " * 200_000, background=True)
-    if reply.status != 200:
-        assert reply.is_refusal, "expected a refusal of a prompt that is too long"
-        return
-    last = ended(Kept(peer, reply.json))
-    has_failed = last.get("status") == "failed" and last.get("error")
-    assert has_failed, "expected a prompt that is too long to fail, with an error that says why"
+    if not reply.is_refusal:
+        assert reply.status == 200, "expected a refusal of a prompt that is too long"
+        last = ended(Kept(peer, reply.json))
+        has_failed = last.get("status") == "failed" and last.get("error")
+        assert has_failed, "expected a prompt that is too long to fail, with an error that says why"
 
 
 @must(after="background")
@@ -278,10 +260,9 @@ def background_survives(peer: Peer) -> None:
     I05 https://github.com/vllm-project/vllm/pull/23927
     """
     with peer.live(said=STORY, limit=300, background=True, **peer.long) as events:
-        first = next(events)
+        made = Kept(peer, next(events).get("response") or {})
         next(events)
-    last = ended(Kept(peer, first.get("response") or {}))
-    assert last.get("status") in ("completed", "incomplete"), "expected the run to go on"
+    assert ended(made).get("status") in ("completed", "incomplete"), "expected the run to go on"
 
 
 # --- resumed ------------------------------------------------------------------------------------------------
@@ -327,9 +308,9 @@ def resume_end(peer: Peer) -> None:
             reply = made.follow(after)
         except NoReply as error:
             raise AssertionError(f"expected the stream to end after its last event: {error}") from error
-        is_told = all(event.get("sequence_number") == last for event in reply.events)
         assert reply.status < 500, "expected the end of the stream, or a refusal"
-        assert is_told, "expected no event but the last"
+        numbers = {event.get("sequence_number") for event in reply.events}
+        assert numbers <= {last}, f"expected no event but the last, got {numbers}"
 
 
 @should(after="background")
@@ -341,11 +322,14 @@ def resume_number(peer: Peer) -> None:
     """
     made, _, _ = followed(peer)
     for after in ("-1", "-3", "x"):
-        reply = made.follow(after)
-        assert reply.is_refusal, "expected a refusal of what is not the number of an event"
+        assert made.follow(after).is_refusal, "expected a refusal of what is not the number of an event"
 
 
 # --- cancelled, deleted -------------------------------------------------------------------------------------
+
+
+def begun_story(peer: Peer) -> Kept:
+    return begun(peer, said=STORY, limit=400, **peer.long)
 
 
 def cancelled(peer: Peer) -> Kept:
@@ -368,8 +352,7 @@ def cancel(peer: Peer) -> None:
     """
     made = cancelled(peer)
     for _ in range(5):  # a late completion must not win
-        later = ended(made)
-        assert later == made.response, "expected a cancelled response to stay as it is"
+        assert ended(made) == made.response, "expected a cancelled response to stay as it is"
 
 
 @must(after="cancel")
@@ -418,11 +401,10 @@ def follower_ends(peer: Peer) -> None:
     F04 C19 https://github.com/vllm-project/vllm/pull/49721
     """
     with peer.live(said=STORY, limit=400, background=True, **peer.long) as events:
-        last = next(events)
-        Kept(peer, last.get("response") or {}).ask("POST", "/cancel")
+        first = next(events)
+        Kept(peer, first.get("response") or {}).ask("POST", "/cancel")
         try:
-            for event in events:
-                last = event
+            last = [first, *events][-1]
         except (NoReply, OSError) as error:
             raise AssertionError(f"expected the stream of a cancelled response to end: {error!r}") from error
     end = last.get("type"), (last.get("response") or {}).get("status")
@@ -439,6 +421,5 @@ def delete_running(peer: Peer) -> None:
     made = begun_story(peer)
     reply = made.ask("DELETE").if_there()
     made.ask("POST", "/cancel")
-    later = made.ask("GET")
     expected = 404 if reply.status == 200 else 200
-    assert later.status == expected, f"expected what DELETE answered with {reply.status} to hold"
+    assert made.ask("GET").status == expected, f"expected what DELETE answered with {reply.status} to hold"

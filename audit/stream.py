@@ -1,5 +1,6 @@
-"""One stream: bytes to frames, frames to events, events to members of known types; and the rules on it.
+"""One stream: bytes to frames, frames to events, events to members of known types.
 
+    bytes --frames_of()--> Frame, ... --events_of()--> event, ...
     bytes --read()--> Capture        [event, ...] --captured()--> Capture
 
 Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html for the frames, schema.py for types.
@@ -10,21 +11,21 @@ Rules of this file:
 3. A rule raises for no stream, whatever it holds, and says little of what another rule forbids.
 4. An event's number is its place in the recording, 0 the first: its `sequence_number`, if that is right.
 
-Not here: the rules themselves (frames.py, events.py, chunks.py), who records a stream (linter.py, peer.py).
+Not here: the rules on one stream (frames.py, events.py, chunks.py), who records it (linter.py, peer.py).
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from audit.rules import Rule
-from audit.schema import Faults, Json, shortened, typed
+from audit.schema import Faults, Json, printable, shortened, typed
 
-STREAM_RULES: dict[str, Rule] = {}  # their check is a function from a Capture to its Faults
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
 
-LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
+FRAME = re.compile(rb".*?(?>\r\n|\n|\r)(?:\r\n|\n|\r)", re.DOTALL)  # it ends with a blank line
+LINE_END = re.compile("\r\n|\n|\r")
 BOM = b"\xef\xbb\xbf"
 DONE = "[DONE]"
 
@@ -35,6 +36,7 @@ class Frame(NamedTuple):
     type: str  # "message" if the frame names none
     data: str | None  # None: it has no data, so it is no event
     id: str  # the last one that the stream has set
+    fault: str = ""  # of bytes that are no whole frame: they end the stream
 
 
 class Capture(NamedTuple):
@@ -42,66 +44,72 @@ class Capture(NamedTuple):
     frames: list[Frame]  # [] if only the events are known
     raw: list[Json]  # the events as they came; {} for one that is not a JSON object
     events: list[Json]  # the same events without members of a wrong type
-    tail: str  # what is wrong with the end of the bytes; "" for nothing
 
 
 # --- bytes to events ----------------------------------------------------------------------------------------
 
 
-def frames_of(stream: bytes) -> tuple[list[Frame], str]:
-    """Return the frames of a recording, without those of comments alone, and what is wrong with its end."""
-    frames: list[Frame] = []
+def frames_of(pieces: Iterable[bytes]) -> Iterator[Frame]:
+    """Yield the frames of a stream as its bytes come, but for those of comments alone."""
+    unread = b""
+    start = BOM
     last_id = ""
-    n_events = 0
-    raw = b""  # of the frame that is open
-    fields: dict[str, list[str]] = {}  # its lines by the name before the colon; a comment has none
-    for line in LINE.findall(stream.removeprefix(BOM)):
-        raw += line
-        if line.strip(b"\r\n"):
-            name, _, value = line.rstrip(b"\r\n").decode("utf-8", "replace").partition(":")
+    number = 0
+    for piece in pieces:
+        unread += piece
+        end = 0
+        for match in FRAME.finditer(unread):
+            raw = match[0].removeprefix(start)
+            fields = fields_of(raw)
+            if fields:
+                event_type = fields.get("event", [""])[-1] or "message"
+                data = "\n".join(fields["data"]) if "data" in fields else None
+                last_id = [last_id, *(id_ for id_ in fields.get("id", ()) if "\0" not in id_)][-1]
+                yield Frame(number, raw, event_type, data, last_id)
+                number += data is not None
+            start = b""
+            end = match.end()
+        unread = unread[end:]
+    rest = unread.removeprefix(start)
+    if fields_of(rest) or rest[-1:] not in (b"", b"\r", b"\n"):
+        fault = f"expected a blank line before the stream ends, got {rest[-80:]!r}"
+        yield Frame(number, rest, "", None, last_id, fault)
+
+
+def fields_of(raw: bytes) -> dict[str, list[str]]:
+    """Collect the values of a frame's lines by the name before the colon; a comment has none."""
+    fields: dict[str, list[str]] = {}
+    for line in LINE_END.split(raw.decode("utf-8", "replace")):
+        name, _, value = line.partition(":")
+        if name:
             fields.setdefault(name, []).append(value.removeprefix(" "))
-            continue
-        if any(fields):
-            event_type = fields.get("event", [""])[-1] or "message"
-            data = "\n".join(fields["data"]) if "data" in fields else None
-            last_id = [last_id, *(id_ for id_ in fields.get("id", ()) if "\0" not in id_)][-1]
-            frames.append(Frame(n_events, raw, event_type, data, last_id))
-            n_events += data is not None
-        raw = b""
-        fields = {}
-    is_open = any(fields) or (raw and not raw.endswith((b"\r", b"\n")))
-    return frames, f"expected a blank line before the stream ends, got {raw[-80:]!r}" if is_open else ""
+    return fields
+
+
+def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
+    """Yield the events of a stream as its bytes come; one that breaks off ends: see the rule whole-frames."""
+    with contextlib.suppress(EOFError):
+        for frame in frames_of(pieces):
+            if frame.data not in (None, DONE):
+                yield parsed(frame.data or "")
 
 
 def read(stream: bytes) -> Capture:
     """Read a recorded stream; raises ValueError if it is of neither kind."""
-    frames, tail = frames_of(stream)
-    try:
-        capture = captured(events_in(stream))
-    except ValueError as error:
-        # Most often it is an error's body, which says more than we can.
-        beginning = stream[:400].decode(errors="replace")
-        printable = "".join(c if c.isprintable() else " " for c in beginning)
-        raise ValueError(f"{error}: {printable or 'nothing'}") from error
-    return capture._replace(frames=frames, tail=tail)
+    return captured(events_of([stream]), stream)
 
 
-def events_in(stream: bytes) -> Iterator[Json]:
-    """Yield the events of a stream, or of a part of one that ends with a frame."""
-    frames, _ = frames_of(stream)
-    for frame in frames:
-        if frame.data not in (None, DONE):
-            yield parsed(frame.data or "")
-
-
-def captured(raw: Iterable[Json]) -> Capture:
-    """Make a capture of events without their bytes; raises ValueError if they are of neither kind."""
+def captured(raw: Iterable[Json], stream: bytes = b"") -> Capture:
+    """Make a capture of events, and of their bytes if these are known; raises ValueError."""
     events = list(raw)
-    for kind in map(kind_of, events):
-        if kind:
-            return Capture(kind, [], events, [typed(event, EVENTS[kind]) for event in events], "")
-    expected = "server-sent events of a Responses stream or of chat completion chunks"
-    raise ValueError(f"expected {expected}, got {len(events)} events of neither")
+    kind = next(filter(None, map(kind_of, events)), "")
+    if not kind:
+        # Most often it is an error's body, which says more than we can.
+        beginning = printable(stream[:400].decode(errors="replace"))
+        expected = "server-sent events of a Responses stream or of chat completion chunks"
+        got = f"{len(events)} events of neither: {beginning or 'nothing'}"
+        raise ValueError(f"expected {expected}, got {got}")
+    return Capture(kind, [*frames_of([stream])], events, [typed(event, EVENTS[kind], []) for event in events])
 
 
 def kind_of(event: Json) -> str:
@@ -159,18 +167,14 @@ def is_object(text: str) -> bool:
 
 def usage_faults(number: int, usage: Json | None, prompt: str, output: str) -> Faults:
     """Find what is wrong with the usage of an event; the API calls its two sides `prompt` and `output`."""
-    if usage is None:
-        yield number, "expected usage, got null"
-        return
-    n_prompt = usage.get(f"{prompt}_tokens", -1)
-    n_output = usage.get(f"{output}_tokens", -1)
-    n_total = usage.get("total_tokens", -1)
+    counts = usage or {}
+    n_prompt, n_output, n_total = (counts.get(f"{side}_tokens", -1) for side in (prompt, output, "total"))
+    details = [counts.get(f"{side}_tokens_details", {}) for side in (prompt, output)]
     unknown = -1 if prompt == "input" else 0  # chat completions need no details
-    n_cached = usage.get(f"{prompt}_tokens_details", {}).get("cached_tokens", unknown)
-    n_reasoning = usage.get(f"{output}_tokens_details", {}).get("reasoning_tokens", unknown)
+    n_cached = details[0].get("cached_tokens", unknown)
+    n_reasoning = details[1].get("reasoning_tokens", unknown)
     shown = shortened(json.dumps(usage), 200)
-    adds_up = n_total == n_prompt + n_output
     if min(n_prompt, n_output, n_total, n_cached, n_reasoning) < 0:
         yield number, f"expected all counts, got {shown}"
-    elif not (n_cached <= n_prompt > 0 and n_reasoning <= n_output and adds_up):
+    elif not (n_cached <= n_prompt > 0 and n_reasoning <= n_output and n_total == n_prompt + n_output):
         yield number, f"expected counts that agree with each other, got {shown}"

@@ -13,32 +13,19 @@ Not here: frames and the handshake (websocket.py), streams over HTTP (clients.py
 
 import json
 from contextlib import suppress
+from typing import Any
 
-from audit.agents import ORPHAN
 from audit.events import TERMINAL
+from audit.fold import of_response
 from audit.http import REFUSED
-from audit.linter import violations
-from audit.peer import CUT, Peer, outline, request
-from audit.rules import RULES, Check, NotApplicable, presumed, rules_of
-from audit.schema import Json
-from audit.stream import STREAM_RULES
+from audit.linter import STREAM_RULES, violations
+from audit.peer import CUT
+from audit.rules import NotApplicable, presumed, rules_of
+from audit.schema import Json, missing
 from audit.websocket import TEXT, Closed, WebSocket, connected, handshake
 
-
-def connecting(check: Check) -> Check:
-    """Bind a function that takes a WebSocket to a connection."""
-
-    def on_a_connection(peer: Peer) -> None:
-        with connected(peer) as socket:
-            check(socket)
-
-    return on_a_connection
-
-
-must, should, _ = rules_of("websocket", "websocket", RULES, connecting)
-ASKED = request("responses", store=False)[1]
-BRIEF = ASKED | {"max_output_tokens": CUT}
-BAD = BRIEF | {"input": 42}
+must, should, _ = rules_of("websocket", "websocket")
+UNKNOWN = "resp_00000000000000000000000000000000"
 NOT_FOUND = "previous_response_not_found"
 
 
@@ -51,9 +38,10 @@ def response_of(events: list[Json]) -> Json:
     return response or {}
 
 
-def responded(events: list[Json]) -> Json:
+def id_of(events: list[Json]) -> Any:
+    """Return the id of the response of a turn, which the rule ws-turn is about."""
     with presumed("ws-turn"):
-        return response_of(events)
+        return response_of(events).get("id")
 
 
 def error_of(event: Json) -> Json:
@@ -64,7 +52,7 @@ def error_of(event: Json) -> Json:
 
 
 def expect_not_found(socket: WebSocket, id_: object, why: str) -> None:
-    error = error_of(socket.turn(BRIEF | {"previous_response_id": id_})[-1])
+    error = error_of(socket.turn(limit=CUT, previous_response_id=id_)[-1])
     assert error.get("code") == NOT_FOUND, f"expected an error with the code {NOT_FOUND}: {why}"
 
 
@@ -78,7 +66,7 @@ def ws_turn(socket: WebSocket) -> None:
     the guide on WebSocket mode; websocket-response of Open Responses
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    response_of(socket.turn(ASKED))
+    response_of(socket.turn())
 
 
 @must
@@ -88,8 +76,8 @@ def ws_events(socket: WebSocket) -> None:
     the guide on WebSocket mode: the events and their order are those of streaming
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    events = socket.turn(ASKED)
-    responded(events)
+    events = socket.turn()
+    id_of(events)
     named = {"numbers"}  # by ws-numbers, and what the stream over HTTP breaks too
     with suppress(NotApplicable, ValueError):
         named |= {violation.rule for violation in violations(socket.peer.recorded("text").events)}
@@ -107,14 +95,9 @@ def ws_is_http(socket: WebSocket) -> None:
     """
     peer = socket.peer
     over_http = told(peer.recorded("text").events)
-    events = socket.turn(ASKED)
-    responded(events)
-    path, body = request("responses")
-
-    def again() -> Json:
-        return told(peer.post(path, body, stream=True).events)
-
-    peer.same_answer(over_http, told(events), again, "over-HTTP in-a-turn")
+    events = socket.turn()
+    id_of(events)
+    peer.same_answer(over_http, told(events), lambda: told(peer.reply(stream=True).events))
 
 
 def told(events: list[Json]) -> Json:
@@ -124,7 +107,7 @@ def told(events: list[Json]) -> Json:
         kind = str(event.get("type"))
         if not kind.endswith(".delta") or kinds[-1:] != [kind]:
             kinds.append(kind)
-    return {"events": kinds} | outline(events[-1].get("response") or {})
+    return {"events": kinds} | of_response(events[-1].get("response") or {}).outline
 
 
 @must
@@ -134,7 +117,7 @@ def ws_two_turns(socket: WebSocket) -> None:
     the guide on WebSocket mode; websocket-sequential-responses of Open Responses
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    ids = {responded(socket.turn(BRIEF)).get("id") for _ in range(2)} - {None}
+    ids = {id_of(socket.turn(limit=CUT)) for _ in range(2)} - {None}
     assert len(ids) == 2, f"expected two turns to be two responses, got the ids {ids}"
 
 
@@ -146,22 +129,21 @@ def ws_numbers(socket: WebSocket) -> None:
     C17 https://developers.openai.com/api/docs/guides/websocket-mode
     """
     for which in ("first", "second"):
-        events = socket.turn(BRIEF)
+        events = socket.turn(limit=CUT)
         got = [event.get("sequence_number") for event in events]
         counts = got == [*range(len(events))] or error_of(events[-1])
         assert counts, f"expected the events of the {which} turn to count 0, 1, 2, ..., got {got}"
 
 
-@must
+@must(after="ws-ping")
 def ws_end(socket: WebSocket) -> None:
     """ws-end: nothing comes after the terminal event of a turn: no [DONE]
 
     Open Responses: messages are JSON; SDKs parse each one
     A21 https://www.openresponses.org/specification
     """
-    socket.turn(BRIEF)
-    with presumed("ws-ping"):
-        later = socket.ping(b"the end")
+    socket.turn(limit=CUT)
+    later = socket.ping(b"the end")
     assert not later, "expected nothing after the terminal event: no [DONE]"
 
 
@@ -195,10 +177,7 @@ def ws_key(socket: WebSocket) -> None:
     the guide on WebSocket mode: the same header Authorization as over HTTP
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    if not socket.peer.has_key:
-        raise NotApplicable("no key was given")
-    key = "dGhlIHNhbXBsZSBub25jZQ=="  # of RFC 6455, section 1.2
-    with handshake(socket.peer, key, Authorization="") as reply:
+    with handshake(socket.peer, **socket.peer.without_key()) as reply:
         assert reply.status == 401, "expected the handshake to be refused with 401"
 
 
@@ -212,9 +191,9 @@ def ws_continuation(socket: WebSocket) -> None:
     the guide on WebSocket mode; websocket-continuation of Open Responses
     F14 https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    first = responded(socket.turn(ASKED))
-    second = response_of(socket.turn(ASKED | {"previous_response_id": first.get("id")}))
-    n = [(response.get("usage") or {}).get("input_tokens", 0) for response in (first, second)]
+    events = socket.turn()
+    later = response_of(socket.turn(previous_response_id=id_of(events)))
+    n = [of_response(response).n_prompt for response in (response_of(events), later)]
     assert n[0] < n[1], f"expected a longer prompt after another turn, got {n} tokens"
 
 
@@ -226,7 +205,7 @@ def ws_unknown_previous(socket: WebSocket) -> None:
     the guide on WebSocket mode; websocket-previous-response-not-found of Open Responses
     F14 https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    expect_not_found(socket, "resp_00000000000000000000000000000000", "there is no such response")
+    expect_not_found(socket, UNKNOWN, "there is no such response")
 
 
 @must(after="ws-unknown-previous")
@@ -237,7 +216,7 @@ def ws_reconnect(socket: WebSocket) -> None:
     F12 https://developers.openai.com/api/docs/guides/websocket-mode
     """
     with connected(socket.peer) as earlier:
-        id_ = responded(earlier.turn(BRIEF)).get("id")
+        id_ = id_of(earlier.turn(limit=CUT))
     expect_not_found(socket, id_, "it was not stored, and its connection is gone")
 
 
@@ -248,9 +227,9 @@ def ws_eviction(socket: WebSocket) -> None:
     the guide on WebSocket mode; websocket-failed-continuation-evicts-cache of Open Responses
     https://github.com/Menci/Floway/pull/322
     """
-    id_ = responded(socket.turn(BRIEF)).get("id")
-    last = socket.turn(BRIEF | {"input": [ORPHAN], "previous_response_id": id_})[-1]
-    if not error_of(last):
+    id_ = id_of(socket.turn(limit=CUT))
+    orphan = {"type": "function_call_output", "call_id": "call_nobody", "output": "It rains."}
+    if not error_of(socket.turn(said=[orphan], limit=CUT, previous_response_id=id_)[-1]):
         raise NotApplicable("a result without its call is taken")
     expect_not_found(socket, id_, "a turn that continued it has failed")
 
@@ -262,12 +241,12 @@ def ws_warm_up(socket: WebSocket) -> None:
     the guide on WebSocket mode: warm up; Codex begins with it
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    warm = socket.turn(ASKED | {"generate": False})[-1]
+    warm = socket.turn(generate=False)[-1]
     if error_of(warm):
         raise NotApplicable(f"generate: false is refused: {warm}")
     response = warm.get("response") or {}
     assert not response.get("output"), "expected no output, for generate is false"
-    response_of(socket.turn(BRIEF | {"previous_response_id": response.get("id")}))
+    response_of(socket.turn(limit=CUT, previous_response_id=response.get("id")))
 
 
 @should
@@ -278,10 +257,9 @@ def ws_compact(socket: WebSocket) -> None:
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
     hi = {"role": "user", "content": "hi"}
-    said = [hi, {"role": "assistant", "content": "Hello."}]
-    asked = {"model": socket.peer.model, "input": said}
+    asked = {"model": socket.peer.model, "input": [hi, {"role": "assistant", "content": "Hello."}]}
     compacted = socket.peer.ask("POST", "/responses/compact", asked).if_there(REFUSED)
-    response_of(socket.turn(BRIEF | {"input": [*(compacted.json.get("output") or []), hi]}))
+    response_of(socket.turn(said=[*(compacted.json.get("output") or []), hi], limit=CUT))
 
 
 # --- errors -------------------------------------------------------------------------------------------------
@@ -295,13 +273,11 @@ def ws_error_shape(socket: WebSocket) -> None:
     the guide on WebSocket mode: errors
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    last = socket.turn(BAD)[-1]
+    last = socket.turn(said=42, limit=CUT)[-1]
     if last.get("type") != "error":
         raise NotApplicable(f"a wrong input is not refused: {last}")
-    error = error_of(last)
-    assert isinstance(last.get("status"), int), "expected a status"
-    assert isinstance(error.get("message"), str), "expected an error with a message"
-    assert "code" in error, "expected an error with a code"
+    faults = missing(last, "refused_turn")
+    assert not faults, f"expected a status, and an error with message and code: {faults}"
 
 
 @must
@@ -311,23 +287,19 @@ def ws_survives(socket: WebSocket) -> None:
     the guide on WebSocket mode: start a new turn after an error
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    socket.turn(BAD)
-    try:
-        responded(socket.turn(BRIEF))
-    except Closed as closed:
-        raise AssertionError(f"expected the connection to outlive a refused turn: {closed}") from closed
+    socket.turn(said=42, limit=CUT)
+    id_of(socket.turn(limit=CUT))
 
 
-@should
+@should(after="ws-ping")
 def ws_large(socket: WebSocket) -> None:
     """ws-large: a message that is too large is refused by an event, and the connection lives
 
     a client takes a close for a broken network, and sends all of it again
     M11 https://github.com/Soju06/codex-lb/pull/1236
     """
-    socket.turn(BRIEF | {"input": "fox " * 800_000})
-    with presumed("ws-ping"):
-        socket.ping(b"are you there?")
+    socket.turn(said="fox " * 800_000, limit=CUT)
+    socket.ping(b"are you there?")
 
 
 @should
@@ -337,7 +309,7 @@ def ws_steer(socket: WebSocket) -> None:
     the types of openai-python: response.steer.failed, with an error and the steer
     M13 https://github.com/openai/openai-python
     """
-    steer = {"previous_response_id": "resp_00000000000000000000000000000000", "input": "Stop now."}
+    steer = {"previous_response_id": UNKNOWN, "input": "Stop now."}
     socket.send_frame(TEXT, json.dumps({"type": "response.steer"} | steer).encode())
     event = socket.event()
     if event.get("type") == "error":
@@ -356,7 +328,7 @@ def ws_bad_json(socket: WebSocket) -> None:
     a client that sent half a message waits for ever else
     https://www.openresponses.org/specification
     """
+    socket.send_frame(TEXT, b'{"type": ')
     with suppress(Closed):
-        socket.send_frame(TEXT, b'{"type": ')
         kind = socket.event().get("type")
         assert kind == "error", f"expected an error, or a close, for a message that is not JSON, got {kind}"

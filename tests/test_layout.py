@@ -63,7 +63,8 @@ MAY_IMPORT = {
 
 # Bytes and time come from outside: these are functions of their arguments.
 SANS_IO = {
-    "audit.chunks", "audit.events", "audit.frames", "audit.rules", "audit.schema", "audit.stream",
+    "audit.chunks", "audit.events", "audit.fold", "audit.frames", "audit.rules", "audit.schema",
+    "audit.stream",
     "channels", "completions",
     "dialects.calls", "dialects.families", "dialects.grammar_in_json", "dialects.json_schema",
     "gateway.answers", "gateway.metering", "gateway.outputs", "gateway.refused", "pages", "request.messages",
@@ -180,7 +181,7 @@ def test_files_can_be_read() -> None:
 # fmt: off
 CAPS = {
     "":           36_450,  # the root, bench.py too
-    "audit":      25_850,
+    "audit":      24_100,
     "benches":    11_050,
     "checkpoint": 10_950,
     "devices":    19_100,

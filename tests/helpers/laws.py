@@ -24,7 +24,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 import sse
-from audit import linter, schema, stream
+from audit import linter, schema
 from channels import (
     Arguments,
     Call,
@@ -199,7 +199,7 @@ def check_response(events: list[Json]) -> None:
     """All that must hold of a whole stream, as a client got it."""
     for event in events:
         check_shape(event)
-    check_rules(events, *(stream.STREAM_RULES.keys() - OF_THE_WORKER))
+    check_rules(events, *(linter.STREAM_RULES.keys() - OF_THE_WORKER))
     last = events[-1]["response"]
     assert (last["completed_at"] is not None) == (last["status"] == "completed")
 
