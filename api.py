@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -93,48 +94,35 @@ class Begun(NamedTuple):
     items: list[items.Item]  # the conversation: the chain that it continues, then its own input
     row: Row
     prompt: Prompt
+    headers: dict[str, str]  # of the answer: rule 5
 
 
 def encode_chunk(_: int, chunk: completions.Chunk) -> Entry:
     return Entry(sse.encode(sse.dumps(chunk)))
 
 
+@dataclass(eq=False)
 class Api:
-    """The endpoints, over a local worker, a remote one or both, and one store.
+    """The endpoints, over a local worker, a remote one or both, and one store."""
 
-    `secret` seals what clients keep for the server. `done_line`: a stream of a response ends with [DONE].
-    `temporary`: background responses with store=false are accepted, and kept for a while.
-    `reasoning_events` is a key of responses.REASONING_EVENTS. `image_texts`: the model is told that there was
-    an image; else requests with one are refused. `steps` of the local worker's engine, if they are shown.
-    """
+    local: LocalWorker | None
+    remote: RemoteWorker | None
+    registry: Registry
+    secret: bytes  # seals what clients keep for the server
+    done_line: bool = True  # a stream of a response ends with [DONE]
+    temporary: bool = True  # background responses with store=false are accepted, and kept for a while
+    reasoning_events: str = "openai"  # a key of responses.REASONING_EVENTS
+    image_texts: bool = False  # the model is told that there was an image; else requests with one are refused
+    steps: Steps | None = None  # of the local worker's engine, if they are shown
+    websocket_max_age_s: float = 3600
 
-    def __init__(
-        self,
-        local: LocalWorker | None,
-        remote: RemoteWorker | None,
-        registry: Registry,
-        secret: bytes,
-        done_line: bool = True,
-        temporary: bool = True,
-        reasoning_events: str = "openai",
-        image_texts: bool = False,
-        steps: Steps | None = None,
-        websocket_max_age_s: float = 3600,
-    ) -> None:
-        self._local = local
-        self._remote = remote
-        self._workers: list[Worker] = [worker for worker in (local, remote) if worker]
-        self._registry = registry
-        self._secret = secret
+    def __post_init__(self) -> None:
+        self._workers: list[Worker] = [worker for worker in (self.local, self.remote) if worker]
         self._is_news = Rarely()
-        self._done = sse.DONE if done_line else b""
-        self._temporary = temporary
-        self._reasoning_events = reasoning_events
-        self._image_texts = image_texts
-        self._steps = steps
-        self._websocket_max_age_s = websocket_max_age_s
+        self._done = sse.DONE if self.done_line else b""
         self._started_at = int(time.time())
-        model = local.names[0] if local else "upstream"
+        model = self.local.names[0] if self.local else "upstream"
+        registry = self.registry
         self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
 
     def endpoints(self) -> list[Endpoint]:
@@ -154,7 +142,7 @@ class Api:
             Endpoint("GET",    "/health",                        self.health),
             Endpoint("GET",    "/health/live",                   self.alive),
         ]
-        if self._steps:
+        if self.steps:
             endpoints.append(Endpoint("GET", "/debug/steps", self.read_steps))
         # fmt: on
         return endpoints
@@ -164,14 +152,16 @@ class Api:
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
         begun = await read_request(http, visit, self._begin)
         request = begun.request
-        headers = warning_of(request)
+        headers = begun.headers
         job = await self._start(begun)
         if request.stream:  # in the background without the task, which outlives this HTTP request
-            return EventStream(job.log, None if request.background else job.task, self._done, headers=headers)
+            return EventStream(
+                job.log, None if request.background else job.task, self._done, more_headers=headers
+            )
         if not request.background:
             await while_connected(job.task, http.receive)
             error = job.log.events[-1]["response"]["error"]
-            if error and self._registry.stopping.is_set():
+            if error and self.registry.stopping.is_set():
                 return self._failure(error["message"])
         return JsonAnswer(job.shown_row().response_json, headers=headers)
 
@@ -182,10 +172,10 @@ class Api:
             return await self._start(await self._begin(nullcontext(body), visit.owner, recall))
 
         async def ended_row(job: Job) -> Row:
-            return await self._registry.to_continue(job.shown_row())
+            return await self.registry.to_continue(job.shown_row())
 
         connection = Connection(websocket, visit, start, ended_row, self._record_turn)
-        await connection.run(self._registry.stopping.wait(), self._websocket_max_age_s)
+        await connection.run(self.registry.stopping.wait(), self.websocket_max_age_s)
 
     def _record_turn(self, status: int, seconds: float) -> None:
         """Count a turn of a WebSocket as the request that it is."""
@@ -207,18 +197,18 @@ class Api:
             values = await asyncio.to_thread(params.read_responses, body, defaults)
             if purpose != "respond":
                 values |= {"store": False, "background": False, "stream": False}
-            if values["background"] and not (values["store"] or self._temporary):
+            if values["background"] and not (values["store"] or self.temporary):
                 raise unsupported("background", "This server runs only what it may store: send store=true.")
-            if self._image_texts:
+            if self.image_texts:
                 values["input"] = items.with_image_texts(values["input"])
 
             async def find(id: str) -> Row | None:
                 if recall and (remembered := recall(id)):
                     return remembered
-                row = await self._registry.get(id, owner)
-                return await self._registry.to_continue(row) if row else None
+                row = await self.registry.get(id, owner)
+                return await self.registry.to_continue(row) if row else None
 
-            open_sealed = partial(items.unseal, self._secret, owner)
+            open_sealed = partial(items.unseal, self.secret, owner)
             chain, own = await items.resolve(
                 values["input"], values["previous_response_id"], find, open_sealed
             )
@@ -235,8 +225,8 @@ class Api:
 
             checked = await asyncio.to_thread(check)  # thousands of items must not stop the streams
         request, conversation, _ = checked
-        self._log_not_run(request)
-        return Begun(*checked, await self._prepare(request, conversation))
+        headers = self._warning(request)
+        return Begun(*checked, await self._prepare(request, conversation), headers)
 
     async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
         """Make the prompt. For a compaction, make the one that asks for a summary."""
@@ -246,23 +236,23 @@ class Api:
         return await worker.prepare(request)
 
     async def _start(self, begun: Begun) -> Job:
-        request, _, row, prompt = begun
+        request, _, row, prompt, _ = begun
         model = self._spoken_name(request.model)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)
         # A background response keeps only its row while it waits; _run_row() makes the prompt again.
         run = partial(self._run_row, row) if request.background else partial(self._run, prompt)
-        return await self._registry.start(row, builder, run)
+        return await self.registry.start(row, builder, run)
 
     def _builder(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> responses.Builder:
-        seal = items.sealer(self._secret, row.owner, "reasoning").dumps if seals_reasoning else None
-        return responses.Builder(head, item_ids(row.id), seal, self._reasoning_events)
+        seal = items.sealer(self.secret, row.owner, "reasoning").dumps if seals_reasoning else None
+        return responses.Builder(head, item_ids(row.id), seal, self.reasoning_events)
 
     async def _run(self, prompt: Prompt, emit: Callable[[Said], None]) -> None:
         """Emit what the model says of a prompt, or what is made of that."""
         take: Emit = emit
         if prompt.request.compacts:
-            take = items.compacted(emit, items.sealer(self._secret, prompt.request.owner, "compaction").dumps)
+            take = items.compacted(emit, items.sealer(self.secret, prompt.request.owner, "compaction").dumps)
         elif not prompt.request.generate:
             take = items.unsaid(emit)
         await run_choice(prompt, 0, self.metrics, take)
@@ -280,11 +270,12 @@ class Api:
 
     async def recover(self) -> None:
         """Run again, or end, the background responses that the last process left unfinished in the store."""
-        await self._registry.recover(self._revive)
 
-    def _revive(self, row: Row) -> tuple[responses.Builder, Run]:
-        seals_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
-        return self._builder(row, row.response, seals_reasoning), partial(self._run_row, row)
+        def revive(row: Row) -> tuple[responses.Builder, Run]:
+            seals_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
+            return self._builder(row, row.response, seals_reasoning), partial(self._run_row, row)
+
+        await self.registry.recover(revive)
 
     async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
         begun = await read_request(http, visit, partial(self._begin, purpose="count"))
@@ -306,7 +297,7 @@ class Api:
             "output": [*items.retained(begun.items), *response["output"]],
             "usage": response["usage"] or responses.usage_object(Usage(0, 0)),
         }
-        return json_response(200, compaction, warning_of(begun.request))
+        return json_response(200, compaction, begun.headers)
 
     # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
@@ -322,7 +313,7 @@ class Api:
         if not row.streamed:
             raise BadInput(refusal + "stream=true.", "stream")
         try:
-            events = await self._registry.events(row)
+            events = await self.registry.events(row)
         except Damaged as error:
             message = "This response can no longer be streamed: not all of its events are in the store."
             raise BadInput(message, "stream") from error
@@ -334,7 +325,7 @@ class Api:
         row = await self._row(http, visit)
         if not row.background:
             raise BadInput("Cannot cancel a synchronous response.")
-        await self._registry.cancel(row)
+        await self.registry.cancel(row)
         row = await self._row(http, visit)
         if row.status != "cancelled":
             raise BadInput(CANNOT_CANCEL[row.status])
@@ -344,11 +335,11 @@ class Api:
         row = await self._row(http, visit)
         if row.status not in TERMINAL:
             raise BadInput("Cannot delete an in-flight response.")
-        await self._registry.delete(row)
+        await self.registry.delete(row)
         return json_response(200, {"id": row.id, "object": "response", "deleted": True})
 
     async def list_input_items(self, http: HttpRequest, visit: Visit) -> Response:
-        items_of_row = await self._registry.items(await self._row(http, visit))
+        items_of_row = await self.registry.items(await self._row(http, visit))
         return JsonAnswer(sse.dumps(query.page(items_of_row, http.query_params)))
 
     async def _row(self, http: HttpRequest, visit: Visit, with_events: bool = False) -> Row:
@@ -358,16 +349,22 @@ class Api:
         else:
             visit.hold(visit.rooms.answers, 1)
         id_ = http.path_params["id"]
-        row = await self._registry.get(id_, visit.owner, visit.load, with_events)
+        row = await self.registry.get(id_, visit.owner, visit.load, with_events)
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
 
-    def _log_not_run(self, request: params.Request) -> None:
-        """Name what the request asks for and is not run here, each name once a minute for each key."""
+    def _warning(self, request: params.Request) -> dict[str, str]:
+        """Return the header that names what the request asks for and is not run here: rule 5.
+
+        It is logged too, each name once a minute for each key.
+        """
+        if not request.not_run:
+            return {}
         names = [name for name in request.not_run if self._is_news((request.owner, name))]
         if names:
             log.warning("accepted, and without any effect here: %s", ", ".join(names))
+        return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
     # --- chat completions -----------------------------------------------------------------------------------
 
@@ -379,7 +376,7 @@ class Api:
                     relayed = await asyncio.to_thread(worker.pass_through, body)
                     visit.enter(relayed.n_choices)
                     return relayed
-                if self._image_texts:
+                if self.image_texts:
                     body["messages"] = items.with_image_texts(body.get("messages"))
                 request = await asyncio.to_thread(params.from_chat, body, worker.defaults, owner)
                 visit.enter(request.n)
@@ -389,7 +386,7 @@ class Api:
         if isinstance(prompt, Response):
             return prompt
         request = prompt.request
-        self._log_not_run(request)
+        headers = self._warning(request)
         head = {
             "id": new_completion_id(),
             "created": int(time.time()),
@@ -402,12 +399,12 @@ class Api:
         event_log = EventLog(encode_chunk)
         task = asyncio.create_task(self._fill_completion(event_log, prompt, chunks))
         if request.stream:
-            return EventStream(event_log, task, sse.DONE, headers=warning_of(request))
+            return EventStream(event_log, task, sse.DONE, more_headers=headers)
         await while_connected(task, http.receive)
         body = await asyncio.to_thread(completions.fold, event_log.events)
         if "error" in body:
             return self._failure(body["error"]["message"])
-        return JsonAnswer(await asyncio.to_thread(sse.dumps, body), headers=warning_of(request))
+        return JsonAnswer(await asyncio.to_thread(sse.dumps, body), headers=headers)
 
     async def _fill_completion(self, event_log: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
         def add(index: int, output: Accepted | Output | Finish) -> None:
@@ -428,7 +425,7 @@ class Api:
 
     def _failure(self, message: str) -> Response:
         """Return the answer to a request that has failed: while the server stops, try it elsewhere."""
-        return error_response(503 if self._registry.stopping.is_set() else 500, message, code="server_error")
+        return error_response(503 if self.registry.stopping.is_set() else 500, message, code="server_error")
 
     # --- models, health -------------------------------------------------------------------------------------
 
@@ -445,15 +442,15 @@ class Api:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""
         counts: dict[str, int] = {}
         if visit.has_key:  # what others do is shown to those with a key
-            counts = self._counts() | self._registry.counts()
-        if self._registry.stopping.is_set() or not any(worker.alive for worker in self._workers):
+            counts = self._counts() | {"background": len(self.registry.jobs)}
+        if self.registry.stopping.is_set() or not any(worker.alive for worker in self._workers):
             return json_response(503, {"status": "not ready"} | counts)
         return json_response(200, {"status": "ok"} | counts)
 
     async def read_steps(self, http: HttpRequest, visit: Visit) -> Response:
-        assert self._steps
+        assert self.steps
         visit.enter()
-        return StepStream(self._steps.read(visit.owner))
+        return StepStream(self.steps.read(visit.owner))
 
     async def alive(self, _: HttpRequest, visit: Visit) -> Response:
         """Tell that the process answers at all; else something should start it again."""
@@ -470,20 +467,20 @@ class Api:
         """Return the models of this machine, then those of the upstreams, as /v1/models shows them."""
         models: dict[str, dict[str, Any]] = {}
         common = {"object": "model", "created": self._started_at}
-        if self._local:
-            local = common | {"owned_by": "local", "max_model_len": self._local.engine.max_seq_len}
-            models = {name: {"id": name} | local for name in self._local.names}
-        if self._remote:
-            for name, model in self._remote.upstreams.models().items():
+        if self.local:
+            local = common | {"owned_by": "local", "max_model_len": self.local.engine.max_seq_len}
+            models = {name: {"id": name} | local for name in self.local.names}
+        if self.remote:
+            for name, model in self.remote.upstreams.models().items():
                 models.setdefault(name, {"id": name} | common | {"owned_by": "upstream"} | model)
         return models
 
     def _worker(self, model: str) -> Worker:
         """Return the worker that serves a model; raises BadInput."""
-        if self._local and model in (*self._local.names, ALIAS):
-            return self._local
-        if self._remote and self._remote.serves(model, ALIAS):
-            return self._remote
+        if self.local and model in (*self.local.names, ALIAS):
+            return self.local
+        if self.remote and self.remote.serves(model, ALIAS):
+            return self.remote
         names = ", ".join(map(repr, (*self._models(), ALIAS)))
         raise BadInput(f"The model '{model}' does not exist; there is {names}.", "model", "model_not_found")
 
@@ -491,13 +488,6 @@ class Api:
         """Return the name by which a model answers: for the alias, that of the first model there is."""
         models = self._models()
         return model if model in models else next(iter(models), model)
-
-
-def warning_of(request: params.Request) -> dict[str, str]:
-    """Return the header that names what the request asks for and is not run here: rule 5."""
-    if not request.not_run:
-        return {}
-    return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
 
 async def read_request(http: HttpRequest, visit: Visit, read: Callable[[Parsing, str], Awaitable[T]]) -> T:

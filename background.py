@@ -28,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -82,7 +82,6 @@ class Job:
 
     def shown_row(self) -> Row:
         """Return the row with the response as readers see it, which they do from its first event on."""
-        assert self.log.shown
         return self.row.with_response(self.log.shown.status, self.log.shown.response_json, time.time())
 
 
@@ -92,23 +91,19 @@ class Registry:
     `is_shared`: there are several owners.
     """
 
-    def __init__(
-        self, store: Store, is_shared: bool = False, max_running: int = MAX_RUNNING, max_live: int = MAX_LIVE
-    ) -> None:
+    def __init__(self, store: Store, is_shared: bool = False) -> None:
+        self.jobs: dict[str, Job] = {}  # those in the background, by id of the response
         self.stopping = asyncio.Event()  # set: no more background responses are accepted, or begin to run
         self.ended = Counter[str]()  # background responses of this process, by their last status
         self._store = store
-        self._turns = Turns(max_running)
+        self._turns = Turns(MAX_RUNNING)
         self._room = Room("bytes of background responses", MAX_LIVE_BYTES, is_shared)
-        self._least_bytes = MAX_LIVE_BYTES // max_live  # of the room, for each
-        self._jobs: dict[str, Job] = {}  # those in the background, by id of the response
         # SQLite is asked one thing at a time, never in the event loop.
         self._executor = ThreadPoolExecutor(1, "store")
         self._threads = Threads(1, self._executor)
         self._call = self._threads.call
         self._failed_at = -math.inf  # when a failure of the store was logged
         self._eviction: asyncio.Task[None] | None = None
-        self._was_used = asyncio.Event()  # the store was asked since the last eviction
 
     # --- what a request asks for ----------------------------------------------------------------------------
 
@@ -124,7 +119,7 @@ class Registry:
         if self.stopping.is_set():
             raise BadInput("The server is about to stop.", "background", "rate_limit_exceeded")
         entries = [encode_event(number, event) for number, event in enumerate(builder.queue())]
-        n_bytes = max(self._least_bytes, row.n_bytes + sum(len(entry.frame) for entry in entries))
+        n_bytes = max(MAX_LIVE_BYTES // MAX_LIVE, row.n_bytes + sum(len(entry.frame) for entry in entries))
         try:
             self._room.take(row.owner, n_bytes)
         except BadInput as full:
@@ -142,11 +137,10 @@ class Registry:
 
         Before it is loaded, `hold` is told the bytes that it takes, and events() too if they are wanted.
         """
-        job = self._jobs.get(id)
+        job = self.jobs.get(id)
         if job and job.row.owner == owner:  # all readers share its events
             hold(job.n_bytes)
             return job.shown_row()
-        self._was_used.set()
         n_bytes = await self._call(owner, self._store.size, id, owner, with_events)
         hold(n_bytes)
         return await self._call(owner, self._store.get, id) if n_bytes else None
@@ -161,7 +155,7 @@ class Registry:
 
     async def events(self, row: Row) -> EventLog | None:
         """Return the log of a background response; None if its events are no longer kept. Raises Damaged."""
-        if job := self._jobs.get(row.id):
+        if job := self.jobs.get(row.id):
             return job.log
         frames = await self._call(row.owner, self._store.frames, row.id)
         event_log = EventLog(encode_event, stored=[*map(Entry, frames)])
@@ -170,24 +164,18 @@ class Registry:
 
     async def cancel(self, row: Row) -> None:
         """Stop a background response; when this returns it has ended, and the engine has been told."""
-        if job := self._jobs.get(row.id):
+        if job := self.jobs.get(row.id):
             self._stop(job, CANCELLED)
             await job.log.until_over()
 
     async def delete(self, row: Row) -> None:
         """Forget a response that has ended."""
-        if job := self._jobs.get(row.id):
-            await job.log.until_over()  # its last event is shown, and it is about to go
-            self._forget(job)
+        self._forget(row.id)  # the store may not have taken its end yet
         await self._call(row.owner, self._store.delete, row.id)
 
     def live(self) -> dict[str, int]:
         """Return how many background responses are queued, and how many in progress."""
-        statuses = [job.log.status for job in self._jobs.values()]
-        return {status: statuses.count(status) for status in ("queued", "in_progress")}
-
-    def counts(self) -> dict[str, int]:
-        return {"background": len(self._jobs)}
+        return {"queued": 0, "in_progress": 0} | Counter(job.log.status for job in self.jobs.values())
 
     # --- the life of a process ------------------------------------------------------------------------------
 
@@ -195,38 +183,33 @@ class Registry:
         """Run again what the last process left queued, and end what it left in progress."""
         for id_ in await self._call("", self._store.live):
             try:
-                await self._recover_one(id_, revive)
+                row = await self._call("", self._store.get, id_)
+                frames = await self._call("", self._store.frames, id_)
+                if row is None or not frames:
+                    raise Damaged(f"expected a response and its events as {id_}")
+                log.info("%s was %s when the last process ended", id_, row.status)
+                builder, run = revive(row)
+                builder.resume(json.loads(sse.data(frame)) for frame in frames)
+                entries = [*map(Entry, frames[:-1]), Entry(frames[-1], row.status, row.response_json)]
+                job = Job(row, builder, run, EventLog(encode_event, partial(self._write, row), entries))
+                if row.status == "queued":
+                    await self._launch(job)
+                else:
+                    await self._end(job, INTERRUPTED)
             except Exception:
                 log.exception("%s is damaged in the store, and deleted", id_)
                 await self._call("", self._store.delete, id_)
-        self._was_used.set()
         self._eviction = asyncio.create_task(self._evict())
-
-    async def _recover_one(self, id: str, revive: Callable[[Row], tuple[Builder, Run]]) -> None:
-        row = await self._call("", self._store.get, id)
-        frames = await self._call("", self._store.frames, id)
-        if row is None or not frames:
-            raise Damaged(f"expected a response and its events as {id}")
-        log.info("%s was %s when the last process ended", id, row.status)
-        builder, run = revive(row)
-        builder.resume(json.loads(sse.data(frame)) for frame in frames)
-        entries = [*map(Entry, frames[:-1]), Entry(frames[-1], row.status, row.response_json)]
-        job = Job(row, builder, run, EventLog(encode_event, partial(self._write, row), entries))
-        if row.status == "queued":
-            await self._launch(job)
-        else:
-            await self._end(job, INTERRUPTED)
 
     async def close(self, persistent: bool) -> None:
         """End what runs; what is queued in a persistent store waits there for the next process."""
         self.stopping.set()
-        jobs = [*self._jobs.values()]
+        jobs = [*self.jobs.values()]
         for job in jobs:
             waits = persistent and job.log.status == "queued"
             self._stop(job, None if waits else SHUT_DOWN)
         for job in jobs:
             await job.log.until_over()
-            job.log.give_up()
 
     async def close_store(self) -> None:
         """Close the store after all that was asked of it."""
@@ -240,7 +223,7 @@ class Registry:
 
     async def _launch(self, job: Job) -> Job:
         if job.row.background:
-            self._jobs[job.row.id] = job
+            self.jobs[job.row.id] = job
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(drop_cancellation)
         # Let it begin: a task that is cancelled before its first step would not even make the last event.
@@ -249,38 +232,26 @@ class Registry:
 
     async def _run(self, job: Job) -> None:
         """Run a job. Whatever happens, what has begun gets its terminal event, and the log ends."""
-        try:
-            with closing(job.log):
-                await self._fill(job)
-        finally:
-            self._room.give_back(job.row.owner, job.n_bytes)
-            await job.log.until_stored()
-            self._forget(job)
-
-    async def _fill(self, job: Job) -> None:
-        try:
-            if job.row.background:
-                await self._run_in_turn(job)
-            else:  # request/room.py limits how many of these there are
-                await job.run(job.emit)
-        except asyncio.CancelledError:
-            job.finish = job.if_cancelled
-            raise
-        except Exception as error:
-            if not job.log.status:  # no event yet: the error becomes the answer to the request
+        with closing(job.log):
+            try:
+                # request/room.py limits how many there are of the others.
+                turn = self._turns.turn(job.row.owner) if job.row.background else nullcontext()
+                async with turn:
+                    if job.row.background and self.stopping.is_set():
+                        await asyncio.Event().wait()  # until close() cancels it
+                    await job.run(job.emit)
+            except asyncio.CancelledError:
+                job.finish = job.if_cancelled
                 raise
-            log.exception("the run of %s failed", job.row.id)
-            message = f"{type(error).__name__} in the server; its log has the details."
-            job.finish = Finish("failed", message=message)
-        finally:
-            if job.finish and job.log.status and not job.log.ended:
-                await self._end(job, job.finish)
-
-    async def _run_in_turn(self, job: Job) -> None:
-        async with self._turns.turn(job.row.owner):
-            if self.stopping.is_set():
-                await asyncio.Event().wait()  # until close() cancels it
-            await job.run(job.emit)
+            except Exception as error:
+                if not job.log.status:  # no event yet: the error becomes the answer to the request
+                    raise
+                log.exception("the run of %s failed", job.row.id)
+                message = f"{type(error).__name__} in the server; its log has the details."
+                job.finish = Finish("failed", message=message)
+            finally:
+                if job.finish and job.log.status and not job.log.ended:
+                    await self._end(job, job.finish)
 
     async def _end(self, job: Job, finish: Finish) -> None:
         """Append the last events; a foreground response that is kept is stored before that: rule 1."""
@@ -291,16 +262,12 @@ class Registry:
             failed = {"status": "failed", "error": {"code": "server_error", "message": type(error).__name__}}
             others, last = [], {"type": "response.failed", "response": job.shown_row().response | failed}
         job.log.extend(others)
-        entry = job.log.encode(last)
         if job.row.kept and not job.row.background:
-            n_events = len(job.log.events)
-            # It is stored even if the client leaves now.
-            is_stored = await asyncio.shield(self._write(job.row, 0, [entry]))
+            # It is stored even if the client leaves now. The event gets its number after that: meanwhile a
+            # WebSocket may have been told something.
+            is_stored = await asyncio.shield(self._write(job.row, 0, [encode_event(0, last)]))
             last["response"]["store"] = is_stored
-            # Its number or its `store` may be wrong now: a WebSocket may have been told something meanwhile.
-            if not is_stored or len(job.log.events) > n_events:
-                entry = job.log.encode(last)
-        job.log.append(last, entry)
+        job.log.extend([last])
 
     def _stop(self, job: Job, finish: Finish | None) -> None:
         """Cancel a job that has not ended; the first to stop it decides how it ends."""
@@ -308,19 +275,19 @@ class Registry:
             job.if_cancelled = finish
             job.task.cancel()
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, id: str) -> None:
         """Count how a background job has ended; from now on the store answers for it."""
-        if self._jobs.pop(job.row.id, None):
-            self.ended[job.log.status] += job.log.ended
+        if job := self.jobs.pop(id, None):
+            self.ended[job.log.status] += 1
+            self._room.give_back(job.row.owner, job.n_bytes)
 
     # --- the store ------------------------------------------------------------------------------------------
 
     async def _write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
         """Store events of a background response, or the last one of another; return whether it could be."""
-        _, status, response_json = newest_of(entries) or Entry(b"")
+        _, status, response_json = newest_of(entries)
         newest = row.with_response(status, response_json, time.time())
         frames = [entry.frame for entry in entries] if row.background else []
-        self._was_used.set()
         try:
             await self._call(row.owner, self._store.write, newest, first_number, frames)
         except Ended:
@@ -328,6 +295,8 @@ class Registry:
         except Exception:
             self._log_failure(f"{row.id} could not be stored")
             return False
+        if newest.ended_at:
+            self._forget(row.id)
         return True
 
     def _log_failure(self, message: str) -> None:
@@ -341,14 +310,11 @@ class Registry:
 
         It is one response at a time, so that writes of others get in between.
         """
-        while await self._was_used.wait():
-            self._was_used.clear()
+        while True:
             try:
-                for id_ in await self._call("", self._store.with_expired_events, time.time()):
-                    await self._call("", self._store.delete_events, id_)
-                while ids := await self._call("", self._store.over_limits, time.time()):
-                    for id_ in ids:
-                        await self._call("", self._store.delete, id_)
+                while deletions := await self._call("", self._store.over_limits, time.time()):
+                    for delete, id_ in deletions:
+                        await self._call("", delete, id_)
             except Exception:
                 self._log_failure("the store could not be cut to its limits")
             await asyncio.sleep(EVICTION_INTERVAL_S)

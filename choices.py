@@ -8,6 +8,7 @@ Authority: rule 2 of worker.py, which this keeps even if a worker has a bug.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from channels import Accepted, Emit, Finish, Output, Usage
 from request.tool_calls import Restorer
@@ -32,19 +33,17 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
 
     def pass_on(output: Accepted | Output | Finish) -> None:
         nonlocal accepted, finish
-        restored: list[Output] = []
+        said: Sequence[Accepted | Output] = []
         match output:
-            case _ if finish:
-                return
             case Accepted():
                 accepted = True
-                emit(output)
+                said = [output]
             case Finish():
-                restored, finish = restorer.finish(output)
+                said, finish = restorer.finish(output)
             case _:
                 watch.piece()
-                restored = restorer.feed(output)
-        for one in restored:
+                said = restorer.feed(output)
+        for one in said:
             emit(one)
 
     end = Finish("cancelled")  # for metrics and log, if it is cancelled before another one is set
@@ -62,14 +61,10 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
         log.exception("the worker failed")
     finally:
         usage = end.usage or Usage(0, 0)
-        watch.end(end.reason, usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-        log_finish(end.reason, usage, time.monotonic() - started_at)
+        n_in, n_out = usage.input_tokens, usage.output_tokens
+        watch.end(end.reason, n_in, usage.cached_tokens, n_out)
+        seconds = time.monotonic() - started_at
+        why = "nobody waits any longer: aborted" if end.reason == "cancelled" else end.reason
+        rate = n_out / max(seconds, 1e-9)
+        log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", why, n_in, n_out, seconds, rate)
     emit(end)
-
-
-def log_finish(reason: str, usage: Usage, seconds: float) -> None:
-    n_out = usage.output_tokens
-    if reason == "cancelled":
-        reason = "nobody waits any longer: aborted"
-    rate = n_out / max(seconds, 1e-9)
-    log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", reason, usage.input_tokens, n_out, seconds, rate)

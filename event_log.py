@@ -7,8 +7,8 @@ Authority: https://platform.openai.com/docs/guides/background for what a reader 
 
 Rules of this file:
 1. An event gets its number where it is appended, and nowhere else: 0, 1, 2, ... without a gap.
-2. An event is encoded once, then and there, together with the response object in it. Readers, the store
-   and GET share those bytes, and nothing can change them.
+2. An event is encoded then and there, together with the response object in it. Readers, the store and GET
+   share those bytes, and nothing can change them.
 3. An event that is to be stored is shown when it is written, so no restart takes back what was seen. One
    write takes all events that came during the last one: tokens do not wait for the disk. If a write fails,
    its events are shown all the same, and it is tried again.
@@ -35,9 +35,8 @@ class Entry(NamedTuple):
 
 
 Encode = Callable[[int, Event], Entry]  # the event gets its number
-Write = Callable[
-    [int, Sequence[Entry]], Awaitable[bool]
-]  # takes the first one's number; returns whether it could
+# Takes the number of the first entry; returns whether all of them could be written.
+Write = Callable[[int, Sequence[Entry]], Awaitable[bool]]
 
 
 def encode_event(number: int, event: Event) -> Entry:
@@ -51,9 +50,9 @@ def encode_event(number: int, event: Event) -> Entry:
     return Entry(sse.encode(sse.dumps(numbered), event["type"]), status, response_json)
 
 
-def newest_of(entries: Sequence[Entry]) -> Entry | None:
-    """Return the newest entry that has a response object."""
-    return next((entry for entry in reversed(entries) if entry.status), None)
+def newest_of(entries: Sequence[Entry]) -> Entry:
+    """Return the newest entry that has a response object, else an empty one."""
+    return next((entry for entry in reversed(entries) if entry.status), Entry(b""))
 
 
 class EventLog:
@@ -70,61 +69,47 @@ class EventLog:
     def __init__(self, encode: Encode, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
         self.events: list[Event] = []  # appended by this process
         self.shown = newest_of(stored)  # has the newest response object that readers see
-        self.status = self.shown.status if self.shown else ""  # of the newest one, be it shown or not
+        self.status = self.shown.status  # of the newest response object, be it shown or not
         self._encode = encode
         self._write = write
         self._entries = [*stored]
         self._n_shown = self._n_written = len(stored)
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
-        # The readers that wait for news, in their order: asyncio.Event is slower.
-        self._waiters: dict[asyncio.Future[None], None] = {}
+        self._news = asyncio.Event()  # set and cleared at once: those that wait look, and may wait again
 
     @property
     def ended(self) -> bool:
         return self.status in TERMINAL
 
-    @property
-    def is_broken_off(self) -> bool:
-        """The next process shall run this response: what was read of it is not a whole stream."""
-        return self._is_closed and bool(self.status) and not self.ended
-
-    def encode(self, event: Event) -> Entry:
-        """Encode an event as it will be if it is appended next."""
-        return self._encode(len(self._entries), event)
-
     def extend(self, events: Iterable[Event]) -> None:
-        """Append events, in their order."""
+        """Append events, in their order, to be written and shown."""
         for event in events:
-            self.append(event, self.encode(event))
-
-    def append(self, event: Event, entry: Entry) -> None:
-        """Append an event, to be written and shown."""
-        self.events.append(event)
-        self._entries.append(entry)
-        self.status = entry.status or self.status
-        if self._write is None or self._n_shown > self._n_written:
-            self._show()
-        elif self._writing is None:
-            self._writing = asyncio.create_task(self._write_all(self._write))
+            entry = self._encode(len(self._entries), event)
+            self.events.append(event)
+            self._entries.append(entry)
+            self.status = entry.status or self.status
+            if self._write is None or self._n_shown > self._n_written:
+                self._show(len(self._entries))
+            elif self._writing is None:
+                self._writing = asyncio.create_task(self._write_all(self._write))
 
     async def _write_all(self, write: Write) -> None:
         """Write until all entries are written: rule 3."""
-        while self._n_written < len(self._entries):
-            entries = self._entries[self._n_written :]
-            if await write(self._n_written, entries):
-                self._n_written += len(entries)
+        while unwritten := self._entries[self._n_written :]:
+            if await write(self._n_written, unwritten):
+                self._n_written += len(unwritten)
                 self._show(self._n_written)
             else:
-                self._show()
+                self._show(len(self._entries))
                 await asyncio.sleep(RETRY_S)
         self._writing = None
 
-    def _show(self, n_entries: int | None = None) -> None:
-        """Show the first entries to readers; None: all of them."""
+    def _show(self, n_entries: int) -> None:
+        """Show the first entries to readers."""
         news = self._entries[self._n_shown : n_entries]
         self._n_shown += len(news)
-        self.shown = newest_of(news) or self.shown
+        self.shown = newest_of([self.shown, *news])
         self._wake_readers()
 
     def close(self) -> None:
@@ -133,38 +118,22 @@ class EventLog:
         self._wake_readers()
 
     def _wake_readers(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():  # woken already, or its reader was cancelled and does not know it yet
-                waiter.set_result(None)
-
-    async def _news(self) -> None:
-        """Wait until there is something to look at."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters[waiter] = None
-        try:
-            await waiter
-        finally:
-            del self._waiters[waiter]
+        self._news.set()
+        self._news.clear()
 
     async def until_begun(self) -> None:
         """Wait until there is an event, or never will be."""
         while not (self._entries or self._is_closed):
-            await self._news()
+            await self._news.wait()
+
+    @property
+    def _is_over(self) -> bool:
+        """All is shown that there will ever be."""
+        return self._is_closed and self._n_shown == len(self._entries)
 
     async def until_over(self) -> None:
-        """Wait until all is shown that there will ever be."""
-        while not self._is_closed or self._n_shown < len(self._entries):
-            await self._news()
-
-    async def until_stored(self) -> None:
-        """Wait until all is written, however long the store takes, or give_up() is called."""
-        if self._writing:
-            await asyncio.wait({self._writing})
-
-    def give_up(self) -> None:
-        """Write no more."""
-        if self._writing:
-            self._writing.cancel()
+        while not self._is_over:
+            await self._news.wait()
 
     async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
         """Yield the frames after number `after`: batches of those that are there, then those to come.
@@ -172,7 +141,7 @@ class EventLog:
         A batch ends with the frame that reaches READ_BYTES.
         """
         position = after + 1
-        while position < self._n_shown or self._n_shown < len(self._entries) or not self._is_closed:
+        while position < self._n_shown or not self._is_over:
             frames: list[bytes] = []
             n_bytes = 0
             while position < self._n_shown and n_bytes < READ_BYTES:
@@ -184,4 +153,4 @@ class EventLog:
             if position < self._n_shown:
                 await asyncio.sleep(0)  # others have their turn, however fast this reader is
             elif not frames:
-                await self._news()
+                await self._news.wait()

@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -88,6 +88,7 @@ UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?,
 WHERE id = ? AND ended_at IS NULL
 """
 
+EXPIRED_EVENTS = "SELECT id FROM responses WHERE ended_at < ? AND event_bytes > 0"
 EXPIRED = "SELECT id FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)"
 
 # Whether there are too many: to find out which ones takes a hundred times as long.
@@ -302,21 +303,23 @@ class Store:
         """Return the ids of what has not ended, oldest first: at the start, what a dead process left."""
         return self._ids("SELECT id FROM responses WHERE ended_at IS NULL ORDER BY born_at")
 
-    # --- limits: the caller deletes one response after another, so that others get in between ---------------
+    # --- limits ---------------------------------------------------------------------------------------------
 
-    def with_expired_events(self, now: float) -> list[str]:
-        """Return the ids of responses whose events are older than the retention."""
-        expired = "SELECT id FROM responses WHERE ended_at < ? AND event_bytes > 0"
-        return self._ids(expired, now - self._retention.events_age_s)
+    def over_limits(self, now: float) -> list[tuple[Callable[[str], None], str]]:
+        """Return what is to be deleted now, as calls: one after another, so that others get in between.
 
-    def over_limits(self, now: float) -> list[str]:
-        """Return what is older than the retention; if nothing is, the oldest while there are too many."""
+        There may be more after that: events expire before their responses, and if no response is older than
+        the retention, the oldest go while there are too many.
+        """
         limits = self._retention
-        expired = self._ids(EXPIRED, now - limits.max_age_s, now - limits.events_age_s)
+        events = self._ids(EXPIRED_EVENTS, now - limits.events_age_s)
+        if events:
+            return [(self.delete_events, id_) for id_ in events]
+        ids = self._ids(EXPIRED, now - limits.max_age_s, now - limits.events_age_s)
         n_terminal, n_held = self._db.execute(HELD).fetchone()
-        if expired or (n_terminal <= limits.max_responses and n_held <= limits.max_bytes):
-            return expired
-        return self._ids(OVER_LIMIT, limits.max_responses, limits.max_bytes)
+        if not ids and (n_terminal > limits.max_responses or n_held > limits.max_bytes):
+            ids = self._ids(OVER_LIMIT, limits.max_responses, limits.max_bytes)
+        return [(self.delete, id_) for id_ in ids]
 
     def _ids(self, select: str, *values: float) -> list[str]:
         return [id_ for (id_,) in self._db.execute(select, values)]

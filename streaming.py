@@ -13,8 +13,10 @@ Rules of this file:
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -52,10 +54,9 @@ class JsonAnswer(Response):
     media_type = "application/json"
 
     def __init__(self, text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        retry_after = {}
+        super().__init__(text, status, headers)
         if status in RETRY_AFTER_S:
-            retry_after = {"Retry-After": str(RETRY_AFTER_S[status])}
-        super().__init__(text, status, {**retry_after, **(headers or {})})
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S[status]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if len(self.body) <= PIECE_BYTES:
@@ -76,6 +77,7 @@ def error_response(status: int, message: str, param: str | None = None, code: st
     return json_response(status, error_body(status, message, param, code))
 
 
+@dataclass(eq=False)
 class EventStream(Response):
     """Answers with the events of a log that follow number `after`, as they come, then with `done`.
 
@@ -84,41 +86,35 @@ class EventStream(Response):
     client takes for a clean end of a stream.
     """
 
-    def __init__(
-        self,
-        log: EventLog,
-        task: asyncio.Task[None] | None = None,
-        done: bytes = b"",
-        after: int = -1,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self.raw_headers = [*SSE_HEADERS, *Headers(headers).raw]
-        self._log = log
-        self._task = task
-        self._done = done
-        self._after = after
+    log: EventLog
+    task: asyncio.Task[None] | None = None
+    done: bytes = b""
+    after: int = -1
+    more_headers: Mapping[str, str] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientDisconnect):
                 await while_connected(self._send_events(send), receive)
         finally:
-            if self._task:
-                await cancel(self._task)
+            if self.task:
+                await cancel(self.task)
 
     async def _send_events(self, send: Send) -> None:
-        if self._task:
-            await self._log.until_begun()
-            if not self._log.events:
-                await self._task  # raises the refusal while an HTTP status can still say it
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(KeptAlive(send)) as stream, aclosing(self._log.read(self._after)) as logged:
+        if self.task:
+            await self.log.until_begun()
+            if not self.log.events:
+                await self.task  # raises the refusal while an HTTP status can still say it
+        headers = [*SSE_HEADERS, *Headers(self.more_headers).raw]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with aclosing(KeptAlive(send)) as stream, aclosing(self.log.read(self.after)) as logged:
             async for frames in logged:
                 await stream.write(b"".join(frames))
-        if self._task:
-            await self._task  # a bug in it raises here: then the connection breaks, instead of a clean end
-        if not self._log.is_broken_off:  # else the connection just ends, and the client knows
-            await send({"type": "http.response.body", "body": self._done})
+        if self.task:
+            await self.task  # a bug in it raises here: then the connection breaks, instead of a clean end
+        # If the next process is to run this response, the connection just ends: it was not a whole stream.
+        if self.log.ended or not self.log.status:
+            await send({"type": "http.response.body", "body": self.done})
 
 
 # --- while the client is connected --------------------------------------------------------------------------
@@ -130,18 +126,16 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     A timeout without a time cancels the work, and the task that it waits for, when the client leaves.
     """
     until_disconnect = asyncio.timeout(None)
-    watch: asyncio.Task[None] | None = None
+    watch = asyncio.create_task(_end_at_disconnect(until_disconnect, receive))
     try:
         async with until_disconnect:
-            watch = asyncio.create_task(_end_at_disconnect(until_disconnect, receive))
             return await work
     except Exception as error:
         if until_disconnect.expired():
             raise ClientDisconnect from error
         raise
     finally:
-        if watch:
-            watch.cancel()
+        watch.cancel()
 
 
 async def _end_at_disconnect(work: asyncio.Timeout, receive: Receive) -> None:
@@ -166,30 +160,24 @@ KEEP_ALIVE = sse.comment("keep-alive")
 class KeptAlive:
     """Writes frames, as a part of a body that has begun, and a comment whenever none came for a while.
 
-    Proxies close streams that are silent. There is one timer a stream, which looks when the newest write was.
+    Proxies close streams that are silent.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._loop = asyncio.get_running_loop()
-        self._written_at = self._loop.time()
-        self._timer = self._loop.call_at(self._written_at + KEEP_ALIVE_S, self._on_timer)
-        self._comment: asyncio.Task[None] | None = None  # the newest; it waits if the client does not read
+        self._written_at = time.monotonic()
+        self._comments = asyncio.create_task(self._write_comments())
 
     async def write(self, frames: bytes) -> None:
-        self._written_at = self._loop.time()
+        self._written_at = time.monotonic()
         await self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
-    def _on_timer(self) -> None:
-        silent_until = self._written_at + KEEP_ALIVE_S
-        now = self._loop.time()
-        if silent_until <= now:
-            silent_until = now + KEEP_ALIVE_S
-            if self._comment is None or self._comment.done():
-                self._comment = asyncio.create_task(self.write(KEEP_ALIVE))
-        self._timer = self._loop.call_at(silent_until, self._on_timer)
+    async def _write_comments(self) -> None:
+        """Write comments, one after another: the next one waits until the client has read the last."""
+        while True:
+            await asyncio.sleep(self._written_at + KEEP_ALIVE_S - time.monotonic())
+            if time.monotonic() - self._written_at >= KEEP_ALIVE_S:
+                await self.write(KEEP_ALIVE)
 
     async def aclose(self) -> None:
-        self._timer.cancel()
-        if self._comment:
-            await cancel(self._comment)
+        await cancel(self._comments)

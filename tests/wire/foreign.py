@@ -34,7 +34,8 @@ Fault = dict[str, Any]
 PASSED_ON = ("Authorization", "Content-Encoding", "Content-Type")
 HOP_BY_HOP = {"transfer-encoding", "connection", "content-length"}
 NO_FAULT: Fault = {"when": "$^"}
-NOTICED_S = 0.02  # a pause that is as long is kept too
+NOTICED_S = 0.02  # a pause that is as long is kept too,
+N_TIMED = 8  # before one of the first events: the rule first-event is the only one that looks at the time
 
 
 class Chunk(NamedTuple):
@@ -60,6 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         line = edited(line, fault.get("ask"))
         with contextlib.suppress(ConnectionError):  # the client has left, and so do we
             if earlier := self.server.had(line):
+                self.server.repeated.append(earlier)
                 self.pass_on(earlier, earlier.chunks, fault)
             else:
                 self.ask(line, fault)
@@ -109,6 +111,7 @@ class Foreign(http.server.ThreadingHTTPServer):
         self.behind = urlsplit(ours).netloc
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         self.exchanges: list[Exchange] = []  # with ours
+        self.repeated: list[Exchange] = []  # those that were had earlier
         self._n_seen = 0
         self._fault = fault
         self._earlier: dict[str, list[Exchange]] = {}  # by line, in their order
@@ -211,7 +214,7 @@ def collected(texts: Iterator[str], chunks: list[Chunk]) -> Iterator[Chunk]:
     """The texts as they come, kept in `chunks` with the pause before each."""
     last_at = time.monotonic()
     for text in texts:
-        now = time.monotonic()
-        chunks.append(Chunk(text, now - last_at))
+        pause_s = time.monotonic() - last_at
+        chunks.append(Chunk(text, pause_s if len(chunks) < N_TIMED else 0))
         yield chunks[-1]._replace(pause_s=0)  # it has passed
         last_at = time.monotonic()
