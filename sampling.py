@@ -34,7 +34,7 @@ class Sampling:
 
     temperature: float = 1.0  # 0: the likeliest token (greedy)
     top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
+    top_k: int = 0  # 0, -1: all tokens
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0  # which of the request's n choices: they share the seed and nothing else

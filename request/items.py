@@ -50,6 +50,7 @@ MAX_REFERENCED = 256  # responses, each of which is read from the store
 # fmt: off
 #   type of an item            its lists of parts: the type of a text there
 PARTS = {
+    "message":                 {"content": "input_text"},
     "reasoning":               {"summary": "summary_text", "content": "reasoning_text"},
     "function_call_output":    {"output": "input_text"},
     "custom_tool_call_output": {"output": "input_text"},
@@ -111,22 +112,18 @@ def is_trigger(item: Item) -> bool:
 
 async def _referenced(input: Sequence[Item], find: Find) -> dict[str, Item]:
     """Return the items that references stand for, by id: each response is looked up once."""
+    ids = {f"input[{i}].id": item.get("id") for i, item in enumerate(input) if is_reference(item)}
+    response_ids = {response_id_of(text(item_id, path)) for path, item_id in ids.items()}
+    if len(response_ids) > MAX_REFERENCED:
+        raise _too_long(f"references to {MAX_REFERENCED} responses")
     said: dict[str, Item] = {}
-    looked_up: set[str] = set()
-    for i, item in enumerate(input):
-        if not is_reference(item):
-            continue
-        item_id = text(item.get("id"), f"input[{i}].id")
-        response_id = response_id_of(item_id)
-        if response_id not in looked_up:
-            looked_up.add(response_id)
-            if len(looked_up) > MAX_REFERENCED:
-                raise _too_long(f"references to {MAX_REFERENCED} responses")
-            if row := await find(response_id):
-                response = await asyncio.to_thread(sse.loads, row.response_json)
-                said |= {item["id"]: item for item in response["output"]}
+    for response_id in response_ids:
+        if row := await find(response_id):
+            response = await asyncio.to_thread(sse.loads, row.response_json)
+            said |= {item["id"]: item for item in response["output"]}
+    for path, item_id in ids.items():
         if item_id not in said:
-            raise BadInput(f"Item with id '{item_id}' not found.", f"input[{i}].id", "item_not_found")
+            raise BadInput(f"Item with id '{item_id}' not found.", path, "item_not_found")
     return said
 
 
@@ -235,8 +232,8 @@ def _long_form(item: Item, ids: set[str]) -> Item:
         status = "completed"
     long["status"] = status
     lists = PARTS.get(kind, {})
-    if kind == "message":
-        lists = {"content": "output_text" if item.get("role") == "assistant" else "input_text"}
+    if kind == "message" and item.get("role") == "assistant":
+        lists = {"content": "output_text"}
     for name, part_type in lists.items():
         parts = item.get(name)
         if kind == "reasoning" and not parts:

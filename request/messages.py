@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 import sse
 from request.body import MAX_VALUES, n_values, too_many_values
 from request.ids import PREFIXES
-from request.refusals import BadInput, no_images, wrong_type
+from request.refusals import BadInput, no_images
 from request.tool_items import CALL_IDS, IMAGE_MEMBERS, IMAGE_TEXT, MAY_LACK_RESULT, TOOL_ITEMS, TYPE_SUFFIX
 from request.tools import CLIENT_TOOLS, as_arguments, as_json, flat, qualified_name
-from request.validation import Place, list_of, one_of, place, text
+from request.validation import Place, list_of, one_of, place, text, text_or_array
 
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
 
@@ -157,10 +157,8 @@ objects = list_of(place, MAX_ITEMS)
 
 def content_text(content: Any, path: str) -> str:
     """Return the text of a string, or of an array of parts: a line each, as vLLM and llama.cpp join them."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong_type(path, "a string or an array", content)
+    if isinstance(text_or_array(content, path), str):
+        return str(content)
     lines = []
     for part in objects(content, path):
         if part.need("type", text) in IMAGES:

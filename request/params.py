@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from request import messages
-from request.refusals import BadInput, missing, shown, unsupported, wrong_type, wrong_value
+from request.refusals import BadInput, missing, shown, unsupported, wrong_value
 from request.tools import (
     HOSTED,
     MAX_TOOLS,
@@ -56,6 +56,7 @@ from request.validation import (
     refused,
     string,
     text,
+    text_or_array,
 )
 
 
@@ -104,11 +105,6 @@ def token_id(value: str, path: str) -> int:
     return int(value)
 
 
-def top_k(value: Any, path: str) -> int:
-    """Return 0 for all tokens, which vLLM spells -1."""
-    return max(int(integer(-1, 2**31)(value, path)), 0)
-
-
 def stop(value: Any, path: str) -> tuple[str, ...]:
     check_stop = string(MAX_STOP, min_length=1)
     if isinstance(value, str):
@@ -118,10 +114,8 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
 
 def input_items(value: Any, path: str) -> Any:
     """Return the items of the input; a text is a message of the user."""
-    if isinstance(value, str):
+    if isinstance(text_or_array(value, path), str):
         return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise wrong_type(path, "a string or an array", value)
     return list_of(mapping, messages.MAX_ITEMS)(value, path)
 
 
@@ -230,7 +224,7 @@ REFUSED_IN_RESPONSES = REFUSED | {
 SAMPLING = {
     "temperature":            Parameter(number(0, 2),                    1.0,        True),
     "top_p":                  Parameter(number(0, 1),                    1.0,        True),
-    "top_k":                  Parameter(top_k,                           0),
+    "top_k":                  Parameter(integer(-1, 2**31),              0),  # -1 is vLLM's 0: all tokens
     "min_p":                  Parameter(number(0, 1),                    0.0),
     "seed":                   Parameter(integer(-(2**63), 2**63 - 1)),
     "presence_penalty":       Parameter(number(-2, 2),                   0.0,        True),

@@ -59,8 +59,7 @@ class SpecialTokens:
         stripped = marked.lstrip()  # as templates do
         beginnings = {stripped[:n] for n in range(1, self._max_length)}
         if stripped and (beginnings & self._endings or stripped in self._parts):
-            blanks = marked[: len(marked) - len(stripped)]
-            marked = blanks + MARK + stripped
+            marked = marked.replace(stripped, MARK + stripped, 1)
         for character in self._first_characters:
             marked = marked.replace(character, character + MARK)
         return marked

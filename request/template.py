@@ -18,6 +18,7 @@ Rules of this file:
 """
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
@@ -25,9 +26,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
 import jinja2.sandbox
 
 from request.messages import Message, paragraphs, split_system
@@ -123,28 +121,24 @@ class BadTemplate(ValueError):
     """The model has no chat template, or one that Jinja cannot read."""
 
 
-class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks for training what the assistant wrote; in a prompt it is just its content."""
-
-    tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
 # As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
 ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
 )
 ENVIRONMENT.filters["tojson"] = partial(
     json.dumps, ensure_ascii=False
 )  # Jinja's own escapes < and > for HTML
 ENVIRONMENT.globals["raise_exception"] = _raise_exception
+
+
+def _parsed(source: str) -> jinja2.Template:
+    """`{% generation %}` marks for training what the assistant wrote; in a prompt its content just stands."""
+    source = re.sub(r"({%[-+]?\s*)generation(?=\s*[-+]?%})", r"\1if true", source)
+    return ENVIRONMENT.from_string(re.sub(r"({%[-+]?\s*)endgeneration", r"\1endif", source))
 
 
 # --- probes: messages whose words a prompt shows, or not ----------------------------------------------------
@@ -183,8 +177,8 @@ class ChatTemplate:
         self.source = source + (tool_source or "")
         self._tokens = tokens
         try:
-            self._template = ENVIRONMENT.from_string(source)
-            self._tool_template = ENVIRONMENT.from_string(tool_source or source)
+            self._template = _parsed(source)
+            self._tool_template = _parsed(tool_source or source)
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)

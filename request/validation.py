@@ -3,7 +3,7 @@
     (value, its path) --Check--> the value as we use it, or BadInput
 
     list_of(integer(0, 9))([1, 12], "stop_token_ids")
-      --> Invalid value for 'stop_token_ids[1]': expected an integer from 0 to 9, got 12.
+      --> Invalid value for 'stop_token_ids[1]': expected a number from 0 to 9, got 12.
 
 Authority: RFC 8259, section 3, for the types; openai-openapi for the limits that the callers state.
 
@@ -35,37 +35,36 @@ def hint(value: Any, path: str) -> Any:
     return type(value)() if isinstance(value, list | dict) else value
 
 
-def of_type(type_: type, expected: str) -> Check:
-    """Accept any value of a type: only the size of the body limits it."""
+def of_type(expected: str, *types: type) -> Check:
+    """Accept any value of these types: only the size of the body limits it."""
 
-    def check(value: Any, path: str) -> Any:
-        if not isinstance(value, type_):
-            raise wrong_type(path, expected, value)
-        return value
-
-    return check
-
-
-boolean = of_type(bool, "a boolean")
-text = of_type(str, "a string")
-array = of_type(list, "an array")
-mapping = of_type(dict, "an object")
-
-
-def number(
-    low: float, high: float, types: tuple[type, ...] = (int, float), expected: str = "a number"
-) -> Check:
     def check(value: Any, path: str) -> Any:
         if type(value) not in types:  # to isinstance(), true is an integer
             raise wrong_type(path, expected, value)
-        if not low <= value <= high:  # NaN is in no range
-            raise wrong_value(path, f"{expected} from {low} to {high}", value)
         return value
 
     return check
 
 
-integer = partial(number, types=(int,), expected="an integer")
+boolean = of_type("a boolean", bool)
+whole = of_type("an integer", int)
+real = of_type("a number", int, float)
+text = of_type("a string", str)
+array = of_type("an array", list)
+text_or_array = of_type("a string or an array", str, list)
+mapping = of_type("an object", dict)
+
+
+def number(low: float, high: float, check_type: Check = real) -> Check:
+    def check(value: Any, path: str) -> Any:
+        if not low <= check_type(value, path) <= high:  # NaN is in no range
+            raise wrong_value(path, f"a number from {low} to {high}", value)
+        return value
+
+    return check
+
+
+integer = partial(number, check_type=whole)
 
 
 def string(max_length: int, min_length: int = 0) -> Check:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -122,9 +121,6 @@ RESPONSES = [
     ("parts are lines",
         [says("user", [TEXT, {"type": "text", "text": "u"}])], None,
         [user("t\nu")]),
-    ("a refusal is what was said",
-        [says("assistant", [REFUSAL])], None,
-        [assistant("No.")]),
     ("the system's beginning is one message, a developer's too",
         [system("s"), DEVELOPER, user("hi")], "i",
         [system("i\n\ns\n\nd"), user("hi")]),
@@ -143,9 +139,6 @@ RESPONSES = [
     ("after a result the next turn begins",
         [HM, CALL, OUTPUT, HM, ANSWER], None,
         [assistant("", F, reasoning="Hm."), tool(0, "f", "42"), assistant("Hello", reasoning="Hm.")]),
-    ("two messages and two thoughts of one turn",
-        [HM, ANSWER, HM, ANSWER], None,
-        [assistant("Hello\n\nHello", reasoning="Hm.\n\nHm.")]),
     ("a summary is not reasoning",
         [user("hi"), SUMMARY, SUMMARY | {"content": None}, ANSWER], None,
         [user("hi"), assistant("Hello")]),
@@ -174,30 +167,23 @@ TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_paramet
 #    input                                              param                         code
 BAD_RESPONSES: list[tuple[Any, str, str]] = [
     ([],                                                "input",                      VALUE),
-    ([SUMMARY],                                         "input",                      VALUE),
     (7,                                                 "input",                      TYPE),
     (None,                                              "input",                      MISSING),
     ([{}],                                              "input[0].role",              MISSING),
-    ([says("tool", "x")],                               "input[0].role",              VALUE),
     ([says("user", 5)],                                 "input[0].content",           TYPE),
     ([says("user", ["x"])],                             "input[0].content[0]",        TYPE),
-    ([says("user", [{"text": "x"}])],                   "input[0].content[0].type",   MISSING),
     ([says("user", [{"type": "input_text"}])],          "input[0].content[0].text",   MISSING),
     ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   UNSUPPORTED),
-    ([says("user", [FILE])],                            "input[0].content[0].type",   VALUE),
     ([{"type": "banana_call"}],                         "input[0].type",              VALUE),
     ([{"type": []}],                                    "input[0].type",              TYPE),
     ([{"type": "function_call", "name": "f"}],          "input[0].call_id",           MISSING),
     ([CALL | {"arguments": {}}],                        "input[0].arguments",         TYPE),
-    ([CALL | {"namespace": 5}],                         "input[0].namespace",         TYPE),
-    ([CUSTOM_CALL | {"input": {}}],                     "input[0].input",             TYPE),
     ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   UNSUPPORTED),
     ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
     ([CALL, OUTPUT, OUTPUT],                            "input[2].call_id",           VALUE),
     ([CALL, user("hi")],                                "input",                      VALUE),
     ([CALL, OUTPUT | {"output": {}}],                   "input[1].output",            TYPE),
     ([HM | {"content": [{"type": "reasoning_text"}]}],  "input[0].content[0].text",   MISSING),
-    ([HM | {"summary": ["short"]}],                     "input[0].summary[0]",        TYPE),
 ]
 # fmt: on
 
@@ -270,9 +256,6 @@ CHAT = [
     ("a custom call has its input as the one argument",
         [CALLS | {"tool_calls": [CHAT_CALL, CHAT_CUSTOM]}, RESULT | {"tool_call_id": "call_3"}, RESULT],
         [assistant("", F, P), tool(0, "f", "42"), tool(1, "p", "42")]),
-    ("a refusal is what was said",
-        [says("assistant", None) | {"refusal": "No."}, user("why?")],
-        [assistant("No."), user("why?")]),
     ("reasoning by DeepSeek's name",
         [assistant("Hello") | {"reasoning_content": "Hm."}],
         [assistant("Hello", reasoning="Hm.")]),
@@ -289,19 +272,14 @@ BAD_CHAT: list[tuple[Any, str, str]] = [
     ([],                                        "messages",                                  VALUE),
     ("hi",                                      "messages",                                  TYPE),
     ([{"content": "hi"}],                       "messages[0].role",                          MISSING),
-    ([says("function", "42")],                  "messages[0].role",                          VALUE),
     ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               UNSUPPORTED),
     ([says("assistant", None)],                 "messages[0].content",                       MISSING),
     ([assistant("") | {"reasoning": ["Hm."]}],  "messages[0].reasoning",                     TYPE),
     ([assistant("") | {"tool_calls": "f"}],     "messages[0].tool_calls",                    TYPE),
     (calls(CHAT_CALL | {"type": "mcp"}),        "messages[0].tool_calls[0].type",            VALUE),
-    (calls(CHAT_CALL | {"type": "custom"}),     "messages[0].tool_calls[0].custom",          MISSING),
     (calls(CHAT_CUSTOM | {"custom": {}}),       "messages[0].tool_calls[0].custom.name",     MISSING),
-    ([assistant("") | {"refusal": 5}],          "messages[0].refusal",                       TYPE),
     (calls(CHAT_CALL | {"function": {}}),       "messages[0].tool_calls[0].function.name",   MISSING),
     (calls(CHAT_CALL | {"id": None}),           "messages[0].tool_calls[0].id",              MISSING),
-    (calls(CHAT_CALL),                          "messages",                                  VALUE),
-    ([user("hi"), RESULT],                      "messages[1].tool_call_id",                  VALUE),
     ([CALLS, RESULT, RESULT],                   "messages[2].tool_call_id",                  VALUE),
 ]
 # fmt: on
@@ -317,25 +295,6 @@ def test_bad_chat_messages(messages: Any, param: str, code: str) -> None:
     with pytest.raises(BadInput) as error:
         from_chat(messages)
     assert (error.value.param, error.value.code) == (param, code)
-
-
-KEYS = ["type", "role", "content", "text", "call_id", "output", "tool_calls", "function", "reasoning"]
-KINDS = ["user", "assistant", "tool", "message", "reasoning", "text", "function_call_output"]
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.sampled_from(KINDS),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
-)
-
-
-@pytest.mark.parametrize("read", [lambda value: from_responses(value, None), from_chat])
-@given(value=JSON)
-def test_any_json_is_messages_or_a_refusal(read: Callable[[Any], list[Message]], value: Any) -> None:
-    try:
-        messages = read(value)
-    except BadInput:
-        return
-    assert messages
-    assert all(isinstance(message["role"] + message["content"], str) for message in messages)
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------
