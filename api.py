@@ -315,10 +315,7 @@ class Api:
         try:
             events = await self.registry.events(row)
         except Damaged as error:
-            message = "This response can no longer be streamed: not all of its events are in the store."
-            raise BadInput(message, "stream") from error
-        if events is None:
-            raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
+            raise BadInput(f"This response can no longer be streamed: {error}.", "stream") from error
         return EventStream(events, done=self._done, after=after)
 
     async def cancel_response(self, http: HttpRequest, visit: Visit) -> Response:

@@ -55,7 +55,7 @@ Said = Accepted | Output | Compaction | Finish  # what a worker says of one resp
 Run = Callable[[Callable[[Said], None]], Awaitable[None]]  # emits it
 
 CANCELLED = Finish("cancelled")
-UNFINISHED = Finish("failed", message="The run ended without a last event.")
+UNFINISHED = Finish("failed", message="The run broke off; the server's log has the details.")
 SHUT_DOWN = Finish("failed", message="The server is shutting down.")
 INTERRUPTED = Finish("failed", message="interrupted by a restart")
 
@@ -99,8 +99,7 @@ class Registry:
         self._turns = Turns(MAX_RUNNING)
         self._room = Room("bytes of background responses", MAX_LIVE_BYTES, is_shared)
         # SQLite is asked one thing at a time, never in the event loop.
-        self._executor = ThreadPoolExecutor(1, "store")
-        self._threads = Threads(1, self._executor)
+        self._threads = Threads(1, ThreadPoolExecutor(1, "store"))
         self._call = self._threads.call
         self._failed_at = -math.inf  # when a failure of the store was logged
         self._eviction: asyncio.Task[None] | None = None
@@ -153,14 +152,15 @@ class Registry:
         """Return the input items of a response that is stored, in their order."""
         return await self._call(row.owner, self._store.items, row.id)
 
-    async def events(self, row: Row) -> EventLog | None:
-        """Return the log of a background response; None if its events are no longer kept. Raises Damaged."""
+    async def events(self, row: Row) -> EventLog:
+        """Return the log of a background response; raises Damaged if its events are not there."""
         if job := self.jobs.get(row.id):
             return job.log
         frames = await self._call(row.owner, self._store.frames, row.id)
-        event_log = EventLog(encode_event, stored=[*map(Entry, frames)])
-        event_log.close()
-        return event_log if frames else None
+        if not frames:
+            raise Damaged("its events have expired")
+        with closing(EventLog(encode_event, stored=[*map(Entry, frames)])) as event_log:
+            return event_log
 
     async def cancel(self, row: Row) -> None:
         """Stop a background response; when this returns it has ended, and the engine has been told."""
@@ -185,8 +185,7 @@ class Registry:
             try:
                 row = await self._call("", self._store.get, id_)
                 frames = await self._call("", self._store.frames, id_)
-                if row is None or not frames:
-                    raise Damaged(f"expected a response and its events as {id_}")
+                assert row, "it cannot be read"
                 log.info("%s was %s when the last process ended", id_, row.status)
                 builder, run = revive(row)
                 builder.resume(json.loads(sse.data(frame)) for frame in frames)
@@ -216,8 +215,7 @@ class Registry:
         if self._eviction:
             self._eviction.cancel()
         await self._threads.until_idle()
-        await asyncio.to_thread(self._executor.shutdown)
-        self._store.close()
+        await self._call("", self._store.close)
 
     # --- the life of a job ----------------------------------------------------------------------------------
 
@@ -243,12 +241,10 @@ class Registry:
             except asyncio.CancelledError:
                 job.finish = job.if_cancelled
                 raise
-            except Exception as error:
+            except Exception:
                 if not job.log.status:  # no event yet: the error becomes the answer to the request
                     raise
                 log.exception("the run of %s failed", job.row.id)
-                message = f"{type(error).__name__} in the server; its log has the details."
-                job.finish = Finish("failed", message=message)
             finally:
                 if job.finish and job.log.status and not job.log.ended:
                     await self._end(job, job.finish)

@@ -134,7 +134,7 @@ def test_lost_events_are_noticed(db: Store, damage: str) -> None:
     """The place in the list was taken for the number: every event behind a gap was off by one."""
     db.write(row(), 0, [b"zero", b"one", b"two"])
     db._db.execute(damage)
-    with pytest.raises(Damaged, match="resp_1"):
+    with pytest.raises(Damaged):
         db.frames("resp_1")
 
 
