@@ -19,7 +19,7 @@ N_RANDOM_BYTES = 24
 N_NUMBER_DIGITS = 8  # hexadecimal, at the end of an item's id
 
 # fmt: off
-#   type of an item            prefix of its id; tool_items.py has more
+#   type of an item            prefix of its id; those of tool_items.py have "item"
 PREFIXES = {
     "message":                 "msg",
     "reasoning":               "rs",

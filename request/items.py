@@ -17,6 +17,8 @@ Rules of this file:
    chain is stored with all turns before it (store.py), and read as a whole by the next one.
 5. A row needs no other row, so a background run can start again from it. A waiting response is held as this
    row of JSON text: its prompt and tokens would take many times the room.
+6. Items get their long form first, as they are stored and listed, and messages.py checks that. A part keeps
+   its text and nothing else: logprobs may be a hundred times the text.
 """
 
 import asyncio
@@ -222,7 +224,7 @@ def _long_form(item: Item, ids: set[str]) -> Item:
         return item
     id_ = item.get("id")
     if not isinstance(id_, str) or not id_ or id_ in ids:
-        id_ = new_id(TOOL_ITEMS[kind].prefix if kind in TOOL_ITEMS else PREFIXES[kind])
+        id_ = new_id(PREFIXES.get(kind, "item"))
     ids.add(id_)
     long = {**item, "id": id_, "type": kind}
     if kind in WITHOUT_STATUS:
@@ -246,7 +248,7 @@ def _long_form(item: Item, ids: set[str]) -> Item:
 
 
 def _long_part(part: Any, part_type: str) -> Any:
-    """Return a part with its text and no other member: logprobs may be a hundred times the text."""
+    """Return a part with its text and no other member (rule 6)."""
     type_ = str(part.get("type")) if isinstance(part, dict) else ""
     if type_ not in PART_TEXTS:
         return part

@@ -223,24 +223,24 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
     def given(names: str) -> dict[str, Any]:
         return {name: item.members[name] for name in names.split() if item.members.get(name) is not None}
 
-    row = TOOL_ITEMS[type_]
+    arguments_of, result_of = TOOL_ITEMS[type_]  # names of members
     image_member = IMAGE_MEMBERS.get(type_, "")
     if item.members.get(image_member) not in (None, IMAGE_TEXT):
         raise no_images(f"{item.path}.{image_member}")
     function = TYPE_SUFFIX.split(type_)[0]
     call_id = function  # a search that the server runs has no id
-    own_id = "id" if row.arguments and row.result else "call_id"
+    own_id = "id" if arguments_of and result_of else "call_id"
     for name in given(CALL_IDS.get(type_, own_id)):
         call_id = item.need(name, text)
         break
-    if row.arguments:
+    if arguments_of:
         arguments: dict[str, Any] = {}
-        for name, value in given(row.arguments).items():
+        for name, value in given(arguments_of).items():
             arguments |= value if isinstance(value, dict) else {name: value}
         may_lack_result = item.members.get("status") == "incomplete" or type_ in MAY_LACK_RESULT
         conversation.add_call(call_id, function, as_json(arguments), may_lack_result)
-    if row.result:
-        results = given(row.result)
+    if result_of:
+        results = given(result_of)
         match [*results.values()]:
             case [str(result)]:
                 pass

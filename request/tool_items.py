@@ -18,42 +18,35 @@ Rules of this file:
 """
 
 import re
-from typing import NamedTuple
 
 IMAGE_TEXT = "[an image, which cannot be shown here]"
 
-
-class ToolItem(NamedTuple):
-    """What is told of an item of one type: its members, with blanks between their names."""
-
-    prefix: str  # of its id
-    arguments: str  # an object is the arguments, anything else is one of them; "": the item is not a call
-    result: str  # "": the result is another item
-
-
 # fmt: off
-#   type of an item                     prefix  arguments                      result
-TOOL_ITEMS = {
-    "shell_call":              ToolItem("sh",   "action",                      ""),
-    "shell_call_output":       ToolItem("sho",  "",                            "output"),
-    "local_shell_call":        ToolItem("lsh",  "action",                      ""),
-    "local_shell_call_output": ToolItem("lsho", "",                            "output"),
-    "apply_patch_call":        ToolItem("apc",  "operation",                   ""),
-    "apply_patch_call_output": ToolItem("apco", "",                            "status output"),
-    "computer_call":           ToolItem("cu",   "action actions",              ""),
-    "computer_call_output":    ToolItem("cuo",  "",                            "output"),
-    "tool_search_call":        ToolItem("tsc",  "arguments",                   ""),
-    "tool_search_output":      ToolItem("tso",  "",                            "tools"),
-    "program":                 ToolItem("prg",  "code",                        ""),
-    "program_output":          ToolItem("prgo", "",                            "result"),
-    "mcp_approval_request":    ToolItem("mcpr", "server_label name arguments", ""),
-    "mcp_approval_response":   ToolItem("mcpa", "",                            "approve reason"),
-    "mcp_list_tools":          ToolItem("mcpl", "server_label",                "tools error"),
-    "mcp_call":                ToolItem("mcp",  "server_label name arguments", "output error"),
-    "web_search_call":         ToolItem("ws",   "action",                      "status"),
-    "file_search_call":        ToolItem("fs",   "queries",                     "results status"),
-    "code_interpreter_call":   ToolItem("ci",   "code",                        "outputs status"),
-    "image_generation_call":   ToolItem("ig",   "revised_prompt",              "result status"),
+# What is told of an item of one type: its members, with blanks between their names.
+#   arguments  an object is the arguments, anything else is one of them; "": the item is not a call
+#   result     "": the result is another item
+#   type of an item             arguments                      result
+TOOL_ITEMS: dict[str, tuple[str, str]] = {
+    "shell_call":              ("action",                      ""),
+    "shell_call_output":       ("",                            "output"),
+    "local_shell_call":        ("action",                      ""),
+    "local_shell_call_output": ("",                            "output"),
+    "apply_patch_call":        ("operation",                   ""),
+    "apply_patch_call_output": ("",                            "status output"),
+    "computer_call":           ("action actions",              ""),
+    "computer_call_output":    ("",                            "output"),
+    "tool_search_call":        ("arguments",                   ""),
+    "tool_search_output":      ("",                            "tools"),
+    "program":                 ("code",                        ""),
+    "program_output":          ("",                            "result"),
+    "mcp_approval_request":    ("server_label name arguments", ""),
+    "mcp_approval_response":   ("",                            "approve reason"),
+    "mcp_list_tools":          ("server_label",                "tools error"),
+    "mcp_call":                ("server_label name arguments", "output error"),
+    "web_search_call":         ("action",                      "status"),
+    "file_search_call":        ("queries",                     "results status"),
+    "code_interpreter_call":   ("code",                        "outputs status"),
+    "image_generation_call":   ("revised_prompt",              "result status"),
 }
 
 #   type of an item            its member that is the id of the call, or another one if that is not given; in

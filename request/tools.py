@@ -321,6 +321,6 @@ def structured_output(
             raise BadInput(message, "tools", "invalid_json_schema")
         functions.append((name, arguments))
     inputs = [(tool.qualified_name, tool.grammar) for tool in choice.allowed if tool.grammar]
-    schema_path = path if schema else ""
+    schema_path = "" if schema is None else path
     one_call = choice.named or not parallel
     return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, schema_path)

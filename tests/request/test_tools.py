@@ -82,19 +82,6 @@ def test_nothing_is_repaired_or_lost(written: str, input: str) -> None:
     assert "".join(read(written)) == "".join(read(*written)) == input
 
 
-@pytest.mark.parametrize(
-    "cut", ["{", '{"inp', '{"input": "', '{"input": "a\\', r'{"input": "a\u00e', r'{"input": "a\ud83d\u']
-)
-def test_a_cut_leaves_no_half(cut: str) -> None:
-    """max_output_tokens may be reached anywhere."""
-    assert "".join(read(*cut, cut=True)) == ("a" if cut.endswith(("\\", "e", "u")) else "")
-
-
-@given(texts)
-def test_a_call_given_back_is_one_that_would_be_read(text: str) -> None:
-    assert "".join(read(as_arguments(text))) == text
-
-
 @given(texts.filter(lambda text: "tool_call>" not in text))
 def test_what_a_template_renders_is_read_back(text: str) -> None:
     """A custom call in the history is written as the model would write it now."""
