@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import socket
-import struct
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
@@ -26,7 +25,7 @@ from background import Registry
 from helpers.faulty_server import SLOW
 from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
 from middleware import Keys, refusal
-from request import body, messages, params
+from request import body, params
 from request.ids import new_id
 from request.room import MAX_BODY_BYTES, N_PARSED, Rooms, Visit
 from service import connections, options
@@ -448,65 +447,6 @@ def protocol(reader_timeout: float) -> type[Protocol]:
     return limited(Protocol, reader_timeout=reader_timeout, **limits)
 
 
-def test_a_reader_that_leaves_unread_is_not_dropped_once_more(caplog: pytest.LogCaptureFixture) -> None:
-    """Its time limit goes with the connection: a socket that is closed takes no options."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(20):
-            await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
-
-    class Watched(protocol(0.01)):  # type: ignore[misc]
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self.transport.abort()  # before its time is over
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            self.loop.call_later(0.02, lost.set)  # behind the limit
-
-    async def leave() -> None:
-        async with connected(app, Watched) as (_, writer):
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await lost.wait()
-
-    lost = asyncio.Event()
-    asyncio.run(leave())
-    assert [record for record in caplog.records if record.name == "asyncio"] == []
-
-
-def test_what_a_reset_ends_is_given_back() -> None:
-    """Bug: the timer of a kept connection held all that the connection had, for 75 s."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body"})
-
-    class Watched(protocol(1)):  # type: ignore[misc]
-        def connection_lost(self, exc: Exception | None) -> None:
-            timer = self.timeout_keep_alive_task
-            super().connection_lost(exc)
-            seen.append((exc, timer, self.timeout_keep_alive_task))
-            lost.set()
-
-    async def reset() -> None:
-        async with connected(app, Watched) as (reader, writer):
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            no_linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
-            writer.transport.abort()
-            await lost.wait()
-
-    lost = asyncio.Event()
-    seen: list[tuple[Any, Any, Any]] = []
-    asyncio.run(reset())
-    [(error, timer, timer_afterwards)] = seen
-    assert isinstance(error, ConnectionError)
-    assert timer.cancelled()
-    assert timer_afterwards is None
-
-
 @asynccontextmanager
 async def connected(app: Any, kind: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to an application behind a protocol of this kind, in this process."""
@@ -570,17 +510,6 @@ def test_an_idle_connection_is_kept_longer_than_clients_keep_it() -> None:
     assert kept.timeout_keep_alive > 2 * (httpx.Limits().keepalive_expiry or 0) > 0
 
 
-def nested(depth: int) -> bytes:
-    inner = b"[" * (depth - 1) + b'"[[[["' + b"]" * (depth - 1)
-    return b'{"model": "tiny", "input": "hi", "metadata": {}, "banana": %s}' % inner
-
-
-def test_bodies_nest_so_deep(server: Server) -> None:
-    assert server.post(RESPONSES, nested(body.MAX_DEPTH), **MINE).status == 200
-    for depth in (body.MAX_DEPTH + 1, 40_000):
-        assert error(server.post(RESPONSES, nested(depth), **MINE), 400)["code"] == "invalid_json"
-
-
 def http_request(raw: bytes, left: asyncio.Event | None = None) -> HttpRequest:
     """One whose client leaves at an event."""
     messages = [{"type": "http.request", "body": raw}]
@@ -619,43 +548,6 @@ def test_nobody_works_for_a_client_that_has_left() -> None:
     asyncio.run(leave())
 
 
-def test_so_many_large_bodies_have_a_place() -> None:
-    """Bug: what 200 bodies of 50,000 values held when they were parsed waited for the prompts of all others:
-    400 MB. Another owner's body is the next.
-    """
-    begun = asyncio.Queue[str]()
-    end = asyncio.Semaphore(0)
-    rooms = Rooms(100)
-
-    async def begin(owner: str, raw: bytes) -> None:
-        async def read(parsing: Parsing, _: str) -> str:
-            async with parsing:
-                begun.put_nowait(owner)
-                await end.acquire()
-            return owner
-
-        with rooms.visit(owner) as visit:
-            await read_request(http_request(raw), visit, read)
-
-    async def read() -> None:
-        async with asyncio.TaskGroup() as group:
-            for owner in ["m"] * 10 + ["y"]:
-                group.create_task(begin(owner, LARGE))
-            assert {await begun.get() for _ in range(N_PARSED)} == {"m"}
-            group.create_task(begin("small", b"[]"))
-            assert await begun.get() == "small"
-            end.release()
-            end.release()
-            assert [await begun.get(), await begun.get()] == ["m", "y"]  # one m was waiting before y
-            for _ in range(20):
-                end.release()
-
-    async def within_patience() -> None:
-        await asyncio.wait_for(read(), PATIENCE_S)
-
-    asyncio.run(within_patience())
-
-
 class SlowWorker:
     """A worker whose prompts are never ready: their grammars wait for their turn."""
 
@@ -691,21 +583,6 @@ def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
         await asyncio.wait_for(begin(), PATIENCE_S)
 
     asyncio.run(within_patience())
-
-
-def test_conversations_are_so_long(server: Server) -> None:
-    turns = [{"role": "user", "content": ""}] * (messages.MAX_ITEMS + 1)
-    for path, name in ((RESPONSES, "input"), (CHAT, "messages")):
-        refusal = error(server.post(path, {"model": "tiny", name: turns}, **MINE), 400)
-        assert (refusal["param"], refusal["code"]) == (name, "invalid_value")
-        assert str(messages.MAX_ITEMS) in refusal["message"]
-
-
-def test_heads_are_so_large(server: Server) -> None:
-    assert server.get("/v1/models", X_Large="x" * 60_000, **MINE).status == 200
-    with server.connect(b"GET /v1/models HTTP/1.1\r\nX-Large: " + b"x" * 66_000) as client:  # and no end
-        reply = b"".join(iter(lambda: client.recv(1000), b""))
-    assert reply.startswith(b"HTTP/1.1 400 ")
 
 
 def test_ids_cannot_be_guessed() -> None:
