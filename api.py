@@ -74,14 +74,7 @@ CANNOT_CANCEL = {
 
 
 Handler = Callable[[HttpRequest, Visit], Awaitable[Response]]  # its visit holds what it takes
-
-
-class Endpoint(NamedTuple):
-    method: str
-    path: str
-    handler: Handler
-
-
+Endpoint = tuple[str, str, Handler]  # method, path, handler
 Purpose = Literal["respond", "count", "compact"]
 # The JSON of a body. While it is open, a large body holds its place in the queue of parses.
 Parsing = AbstractAsyncContextManager[Any]
@@ -127,23 +120,23 @@ class Api:
 
     def endpoints(self) -> list[Endpoint]:
         # fmt: off
-        endpoints = [
-            #        method    path                             handler
-            Endpoint("POST",   "/v1/responses",                  self.create_response),
-            Endpoint("POST",   "/v1/responses/input_tokens",     self.count_input_tokens),
-            Endpoint("POST",   "/v1/responses/compact",          self.compact),
-            Endpoint("GET",    "/v1/responses/{id}",             self.get_response),
-            Endpoint("DELETE", "/v1/responses/{id}",             self.delete_response),
-            Endpoint("POST",   "/v1/responses/{id}/cancel",      self.cancel_response),
-            Endpoint("GET",    "/v1/responses/{id}/input_items", self.list_input_items),
-            Endpoint("POST",   "/v1/chat/completions",           self.create_completion),
-            Endpoint("GET",    "/v1/models",                     self.list_models),
-            Endpoint("GET",    "/v1/models/{id:path}",           self.get_model),
-            Endpoint("GET",    "/health",                        self.health),
-            Endpoint("GET",    "/health/live",                   self.alive),
+        endpoints: list[Endpoint] = [
+            # method   path                             handler
+            ("POST",   "/v1/responses",                  self.create_response),
+            ("POST",   "/v1/responses/input_tokens",     self.count_input_tokens),
+            ("POST",   "/v1/responses/compact",          self.compact),
+            ("GET",    "/v1/responses/{id}",             self.get_response),
+            ("DELETE", "/v1/responses/{id}",             self.delete_response),
+            ("POST",   "/v1/responses/{id}/cancel",      self.cancel_response),
+            ("GET",    "/v1/responses/{id}/input_items", self.list_input_items),
+            ("POST",   "/v1/chat/completions",           self.create_completion),
+            ("GET",    "/v1/models",                     self.list_models),
+            ("GET",    "/v1/models/{id:path}",           self.get_model),
+            ("GET",    "/health",                        self.health),
+            ("GET",    "/health/live",                   self.alive),
         ]
         if self.steps:
-            endpoints.append(Endpoint("GET", "/debug/steps", self.read_steps))
+            endpoints.append(("GET", "/debug/steps", self.read_steps))
         # fmt: on
         return endpoints
 
@@ -307,11 +300,10 @@ class Api:
         if not wants_stream:
             return JsonAnswer(row.response_json)
         after = query.starting_after(http.query_params)
-        refusal = "This response cannot be streamed because it was not created with "
-        if not row.background:
-            raise BadInput(refusal + "background=true.", "stream")
-        if not row.streamed:
-            raise BadInput(refusal + "stream=true.", "stream")
+        if not (row.background and row.streamed):
+            lacks = "stream" if row.background else "background"
+            message = f"This response cannot be streamed because it was not created with {lacks}=true."
+            raise BadInput(message, "stream")
         try:
             events = await self.registry.events(row)
         except Damaged as error:

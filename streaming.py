@@ -139,9 +139,8 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
 
 
 async def _end_at_disconnect(work: asyncio.Timeout, receive: Receive) -> None:
-    message = await receive()
-    while message["type"] != "http.disconnect":
-        message = await receive()
+    while (await receive())["type"] != "http.disconnect":
+        pass
     work.reschedule(0)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 import pytest
@@ -10,6 +11,8 @@ from starlette.types import Message
 
 import streaming
 from streaming import KEEP_ALIVE, PIECE_BYTES, JsonAnswer, KeptAlive, while_connected
+
+Write = Callable[[KeptAlive], Awaitable[None]]
 
 
 def test_a_large_answer_leaves_in_pieces() -> None:
@@ -58,66 +61,57 @@ def test_work_ends_with_its_client() -> None:
     asyncio.run(main())
 
 
-def test_silence_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that is silent for longer than KEEP_ALIVE_S gets comments, and every frame still once."""
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
+def written_in(
+    monkeypatch: pytest.MonkeyPatch, silence_s: float, write: Write, reads: bool = True
+) -> list[bytes]:
+    """What a stream has sent when `write` is done with it, if it may be silent for so long."""
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", silence_s)
+    written: list[bytes] = []
 
-    async def main() -> list[bytes]:
-        written: list[bytes] = []
-        has_comments = asyncio.Event()
+    async def send(message: Message) -> None:
+        written.append(message["body"])
+        if not reads:
+            await asyncio.Future()
 
-        async def send(message: Message) -> None:
-            written.append(message["body"])
-            if written.count(KEEP_ALIVE) == 2:
-                has_comments.set()
-
+    async def main() -> None:
         async with aclosing(KeptAlive(send)) as stream:
-            await stream.write(b"1")
-            await has_comments.wait()
-            await stream.write(b"2")
+            await write(stream)
         n_written = len(written)
         await asyncio.sleep(0.01)
-        assert len(written) == n_written, "a comment behind the end"
-        return written
+        assert len(written) == n_written, "a comment after the end"
 
-    written = asyncio.run(main())
+    asyncio.run(main())
+    return written
+
+
+def test_silence_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that is silent gets comments, and every frame still once."""
+
+    async def write(stream: KeptAlive) -> None:
+        await stream.write(b"1")
+        await asyncio.sleep(0.05)
+        await stream.write(b"2")
+
+    written = written_in(monkeypatch, 0.001, write)
     assert [frames for frames in written if frames != KEEP_ALIVE] == [b"1", b"2"]
     assert written[1] == KEEP_ALIVE
 
 
 def test_a_stream_that_is_not_silent_gets_no_comment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one timer of a stream is pushed back by each write."""
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.1)
+    """Each write puts the next comment off."""
 
-    async def main() -> list[bytes]:
-        written: list[bytes] = []
+    async def write(stream: KeptAlive) -> None:
+        for _ in range(30):
+            await stream.write(b"1")
+            await asyncio.sleep(0.01)
 
-        async def send(message: Message) -> None:
-            written.append(message["body"])
-
-        async with aclosing(KeptAlive(send)) as stream:
-            for _ in range(30):
-                await stream.write(b"1")
-                await asyncio.sleep(0.01)
-        return written
-
-    assert asyncio.run(main()) == [b"1"] * 30
+    assert written_in(monkeypatch, 0.1, write) == [b"1"] * 30
 
 
 def test_a_client_that_does_not_read_has_one_comment_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back-pressure holds a comment like any frame; a second one would wait behind it."""
-    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
+    """Back-pressure holds a comment like any frame; a second one would wait after it."""
 
-    async def main() -> int:
-        n_waiting = 0
+    async def write(_: KeptAlive) -> None:
+        await asyncio.sleep(0.05)
 
-        async def send(_: Message) -> None:
-            nonlocal n_waiting
-            n_waiting += 1
-            await asyncio.Future()  # the client does not read
-
-        async with aclosing(KeptAlive(send)):
-            await asyncio.sleep(0.05)
-            return n_waiting
-
-    assert asyncio.run(main()) == 1
+    assert written_in(monkeypatch, 0.001, write, reads=False) == [KEEP_ALIVE]
