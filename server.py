@@ -73,6 +73,7 @@ def main() -> int:
     local = remote = None
     try:
         keys = Keys(options.secrets(args, "api_key"))
+        args.secret = [*options.secrets(args, "secret"), secrets.token_hex()]
         if args.upstream:
             upstreams = Upstreams(args.upstream, options.upstream_keys(args), options.timeouts(args))
             remote = RemoteWorker(upstreams, options.prices(args))
@@ -125,13 +126,11 @@ async def serve(
     steps = None
     if local and args.debug_steps:
         steps = Steps(local.engine, local.tokenizer.token_bytes)
-    # It seals what clients keep for the server: reasoning, compactions.
-    secret, *_ = [*options.secrets(args, "secret"), secrets.token_hex()]
     api = Api(
         local,
         remote,
         registry,
-        hashlib.sha256(secret.encode()).digest(),
+        hashlib.sha256(args.secret[0].encode()).digest(),
         done_line=not args.no_done_line,
         temporary=not args.no_temporary,
         reasoning_events=args.reasoning_events,
@@ -199,9 +198,6 @@ def announce(
     if remote:
         models = ", ".join(remote.upstreams.models()) or "no model yet"
         facts["upstreams"] = f"{', '.join(args.upstream)} with {models}"
-    facts["store"] = args.store
-    if args.store == options.IN_MEMORY:
-        facts["store"] = "in memory: responses are lost at exit"
     key_header = ""
     if keys.n_owners:
         facts["keys"] = f"{keys.n_owners}: every request needs one, and sees only what was made with it"

@@ -31,6 +31,9 @@ IN_MEMORY = ":memory:"
 MAX_DRAFTS = 16  # a sequence and step: a GPU verifies so many at the price of one
 MAX_NUMBER = 10**15  # of any kind: SQLite, C and the event loop's clock can hold it
 
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+PROJECT = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+
 # --- checks -------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +235,7 @@ OPTIONS: dict[str, list[Any]] = {
 def arguments() -> ArgumentParser:
     about = "Serve a language model over OpenAI's Responses and Chat Completions APIs."
     parser = ArgumentParser(description=about, usage="python server.py [OPTION ...]")
-    parser.add_argument("--version", action="version", version=version())
+    parser.add_argument("--version", action="version", version=f"{PROJECT['name']} {PROJECT['version']}")
     for title, options in OPTIONS.items():
         section = parser.add_argument_group(title)
         for usage, check, default, about in options:
@@ -248,12 +251,6 @@ def arguments() -> ArgumentParser:
                 about += f" (default: {default})"
             section.add_argument(name, help=about, default=default, **settings)
     return parser
-
-
-def version() -> str:
-    pyproject = Path(__file__).parents[1] / "pyproject.toml"
-    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    return f"{project['name']} {project['version']}"
 
 
 # --- options in several parts -------------------------------------------------------------------------------
@@ -282,12 +279,11 @@ def secrets(args: Namespace, name: str) -> list[str]:
     Lines that begin with "#" are comments. Raises OSError for a file that cannot be read, and ValueError for
     a file or a variable that holds nothing, or what cannot be a key.
     """
-    option = f"--{name}".replace("_", "-")
+    file = getattr(args, f"{name}_file")
     variable = f"LLMREF_{name.upper()}"
     texts: dict[str, str] = {}  # by where they come from
-    file = getattr(args, f"{name}_file")
     if file:  # bytes that are not UTF-8 are not a key either, and are refused as one
-        texts[f"{option}-file {file}"] = file.read_text(encoding="utf-8", errors="replace")
+        texts[str(file)] = file.read_text(encoding="utf-8", errors="replace")
     if variable in os.environ:
         texts[variable] = os.environ[variable]
     found = [*getattr(args, name)]

@@ -13,7 +13,7 @@ from dialects.families import DIALECTS
 from helpers import laws, scripted
 from request.messages import from_responses
 from request.tool_calls import InputDecoder, Restorer
-from request.tools import Grammar, Tool, as_arguments
+from request.tools import Grammar, Tool
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
