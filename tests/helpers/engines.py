@@ -68,36 +68,36 @@ class WatchedScheduler:
         if self._pictures is None:
             engine = SimpleNamespace(counts=lambda: {"pages": scheduler.pool.n_pages})
             self._pictures = Steps(cast(Engine, engine), lambda _: b"")
-        n_before = self._pictures._n_steps
         self._pictures.observe(scheduler, batch, choices, seconds)
-        if self._pictures._n_steps > n_before:  # else nothing was computed, and none has left
-            self.steps.append(self._pictures.newest())
-            self._compare(scheduler, self.steps[-1])
+        newest = self._pictures.newest()
+        if newest and newest not in self.steps[-1:]:  # else nothing was computed, and none has left
+            self.steps.append(newest)
+            self._compare(scheduler, newest)
 
     def _compare(self, scheduler: Scheduler, step: Step) -> None:
         """The law: page tables, users of each page, prefix cache and queues are in each picture."""
-        shown = {row.shape["sequence"]: row.shape for row in step.rows}
-        tables = [shown[number]["page_table"] for number in step.shape["running"]]
+        shown = {row.sequence: row for row in step.sequences}
+        tables = [shown[number].page_table for number in step.running]
         users = Counter(page for table in tables for page in table)
         pool = scheduler.pool
-        bits = np.unpackbits(np.frombuffer(bytes.fromhex(step.shape["cached"]), np.uint8))
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(step.cached), np.uint8))
         pairs: dict[str, tuple[Any, Any]] = {
             "page tables": (tables, [one.page_table for one in scheduler.running]),
             "those that wait": (
-                [shown[number]["n_prompt"] for number in step.shape["waiting"]],
+                [shown[number].n_prompt for number in step.waiting],
                 [len(one.prompt) for one in scheduler.waiting],
             ),
             "users of pages": ([users[page] for page in range(pool.n_pages)], pool._n_users),
             "prefix cache": ({int(page) for page in np.flatnonzero(bits)}, set(pool.cached_pages)),
-            "free pages": (step.shape["n_free_pages"], pool.n_free),
+            "free pages": (step.n_free_pages, pool.n_free),
         }
         for name, (seen, held) in pairs.items():
             if seen != held:
-                self.violations.append(f"{name} after step {step.shape['step']}: {seen}, {held}")
+                self.violations.append(f"{name} after step {step.step}: {seen}, {held}")
 
     def tokens_of(self, request_id: str) -> list[Choice]:
         """All that the steps have chosen for a request."""
-        rows = [row for step in self.steps for row in step.rows if row.own["request_id"] == request_id]
+        rows = [row for step in self.steps for row in step.sequences if row.request_id == request_id]
         return [token for row in rows for token in row.tokens]
 
 

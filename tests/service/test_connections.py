@@ -1,4 +1,4 @@
-"""Connections, as the real server meets them: bytes that cost, clients that half leave, too many of them."""
+"""Connections: what they read of what is sent, bytes that cost, clients that half leave, too many of them."""
 
 import asyncio
 import json
@@ -7,16 +7,22 @@ import signal
 import socket
 import sys
 import threading
-import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
+from itertools import pairwise
+from random import Random
+from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from helpers.faulty_server import SLOW
 from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
+from helpers.wire import Wire
 from service import connections
 
 RESPONSES = "/v1/responses"
@@ -24,21 +30,7 @@ FAULTY = ("-m", "tests.helpers.faulty_server")
 HI: Json = {"model": "tiny", "input": "hi"}
 EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
 ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}}
-ALIVE = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNKED = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-COUNTING_TASKS = """
-import runpy, sys
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-run_asgi = RequestResponseCycle.run_asgi
-def counted(*args):
-    print("a task starts", file=sys.stderr, flush=True)
-    return run_asgi(*args)
-RequestResponseCycle.run_asgi = counted
-sys.argv[0] = "server.py"
-runpy.run_path("server.py", run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +46,138 @@ def answer(client: socket.socket) -> Reply:
     return Reply(whole.status, {}, whole.read())
 
 
-# --- work ---------------------------------------------------------------------------------------------------
+# --- the law: what is sent comes, however it is cut ---------------------------------------------------------
+
+HEAD = b"Host: x\r\n"
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n"
+
+# fmt: off
+REQUESTS = {
+    #  what an application is told: what has been sent
+    ("/get", b"", "host"):
+        b"GET /get HTTP/1.1\r\n" + HEAD + b"\r\n",
+    # RFC 9112, section 2.2: a server should ignore an empty line before a request.
+    ("/post", b"ab\r\n\r\nGET / ", "content-length host"):
+        b"\r\nPOST /post HTTP/1.1\r\n" + HEAD + b"Content-Length: 12\r\n\r\nab\r\n\r\nGET / ",
+    # A trailer is not a header: RFC 9110, section 6.5.1. Else what a proxy has checked is not what we see.
+    ("/trailer", b"a\r\n\r\nbcd", "host transfer-encoding"):
+        b"POST /trailer HTTP/1.1\r\n" + HEAD + CHUNKS
+        + b"6\r\na\r\n\r\nb\r\n2\r\ncd\r\n0\r\nContent-Encoding: banana\r\n\r\n",
+    # Java's own client offers HTTP/2 with each body; uvicorn loses the body: Kludex/uvicorn#2722.
+    ("/h2c", b"abc", "content-length host upgrade"):
+        b"POST /h2c HTTP/1.1\r\n" + H2C + HEAD + b"Content-Length: 3\r\n\r\nabc",
+    ("/proxy", b"abc", "host transfer-encoding upgrade"):
+        b"POST /proxy HTTP/1.1\r\nProxy-Connection: upgrade\r\nUpgrade: tls\r\n" + HEAD + CHUNKS
+        + b"3\r\nabc\r\n0\r\n\r\n",
+    # Bug: an offer was renamed in a body, too.
+    ("/offer", b"\r\nupgrade: h2c\r\n", "content-length host"):
+        b"PUT /offer HTTP/1.1\r\n" + HEAD + b"Content-Length: 16\r\n\r\n\r\nupgrade: h2c\r\n",
+}
+# fmt: on
+
+
+async def say_nothing(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.sleep(0)
+
+
+class Told:
+    """An application, and what it has been told: path, body, names of headers."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, bytes, str]] = []
+        self.n_running = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.n_running += 1
+        assert self.n_running == 1  # one at a time
+        body = b""
+        message: Json = {"more_body": True}
+        while message["more_body"]:
+            message = await receive()
+            body += message["body"]
+        names = sorted(name.decode() for name, _ in scope["headers"] if name != b"connection")
+        self.requests.append((scope["path"], body, " ".join(names)))
+        await asyncio.sleep(0)
+        self.n_running -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+
+def connected(app: Any) -> tuple[Any, Wire, ServerState]:
+    """A connection to an application."""
+    config, state, wire = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState(), Wire()
+    config.load()
+    limits: Json = {"max_connections": 9, "idle": OrderedDict(), "reader_timeout": 60}
+    protocol: Any = type("LimitedProtocol", (connections.Protocol,), limits)(config, state, {})
+    protocol.connection_made(wire)
+    return protocol, wire, state
+
+
+async def answered(pieces: list[bytes]) -> tuple[list[Any], Wire]:
+    """What an application is told, and what is answered."""
+    told = Told()
+    protocol, wire, state = connected(told)
+    for piece in pieces:
+        protocol.data_received(piece)
+    while state.tasks or (protocol.held and not wire.is_closed):
+        await asyncio.sleep(0)
+    protocol.connection_lost(None)
+    return told.requests, wire
+
+
+@pytest.mark.bug("H13")
+def test_a_request_comes_wherever_it_is_cut() -> None:
+    for request, sent in REQUESTS.items():
+        for cut in range(len(sent)):
+            told, _ = asyncio.run(answered([sent[:cut], sent[cut:]]))
+            assert told == [request]
+
+
+@pytest.mark.bug("H13")
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_come_in_order_wherever_they_are_cut(seed: int) -> None:
+    """One after another: RFC 9112, section 9.3.2. After them, what is not HTTP is answered with an error."""
+    random = Random(seed)
+    requests = random.choices(list(REQUESTS), k=6)
+    data = b"".join(REQUESTS[request] for request in requests) + b"nonsense\r\n\r\n"
+    cuts = sorted([0, len(data), *random.choices(range(len(data)), k=random.choice([0, 1, 5, 50]))])
+    told, wire = asyncio.run(answered([data[start:end] for start, end in pairwise(cuts)]))
+    assert told == requests
+    assert wire.written.count(b"HTTP/1.1 200") == 6
+    assert wire.written.count(b"HTTP/1.1 400") == 1
+
+
+def test_a_request_starts_when_it_is_whole() -> None:
+    """Bug: 1,100 half-sent bodies at once were 0.4 s of tasks, and as many refusals when they gave way."""
+
+    async def send() -> None:
+        protocol, _, state = connected(say_nothing)
+        *begun, end = http_bytes(RESPONSES, HI)
+        protocol.data_received(bytes(begun))
+        assert (len(state.tasks), len(protocol.idle)) == (0, 1)
+        protocol.data_received(bytes([end]))
+        assert (len(state.tasks), len(protocol.idle)) == (1, 0)
+        protocol.connection_lost(None)
+        await asyncio.gather(*state.tasks)
+
+    asyncio.run(send())
+
+
+def test_what_is_held_of_a_connection_is_bounded() -> None:
+    async def send() -> None:
+        protocol, wire, state = connected(say_nothing)
+        while wire.is_read and len(protocol.held) < 2**20:
+            protocol.data_received(http_bytes("/", method="GET") * 100)
+        assert len(protocol.held) < 2 * connections.MAX_READ_BYTES
+        assert len(state.tasks) == 1
+        protocol.connection_lost(None)
+        await asyncio.gather(*state.tasks)
+
+    asyncio.run(send())
+
+
+# --- what is bounded ----------------------------------------------------------------------------------------
 
 # fmt: off
 #  what a body is wrapped in   bytes that say so little
@@ -89,32 +212,21 @@ URLS = {
 
 @pytest.mark.parametrize(("status", "query", "limit"), URLS.values(), ids=URLS)
 def test_what_a_url_says_is_bounded(server: Server, status: int, query: str, limit: int) -> None:
-    """Bug: a query of 60 kB took 0.3 s to be read, before its key was looked at: 40 clients stopped all
-    streams for three seconds.
-    """
-    with server.connect(
-        f"GET {RESPONSES}/resp_1?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
-    ) as client:
+    """Bug: a query of 60 kB took 0.3 s to be read, before its key was looked at."""
+    head = f"GET {RESPONSES}/resp_1?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with server.connect(head.encode()) as client:
         reply = answer(client)
     assert (reply.status, reply.json["error"]["code"]) == (status, "invalid_http")
     assert str(limit) in reply.json["error"]["message"]
 
 
-def test_one_turn_reads_so_much() -> None:
-    """What a client has sent meanwhile waits in the system: the loop looks at everybody else first."""
-    assert len(connections.Protocol.read_buffer) <= 64 * 1024
-    assert len(connections.WebSocketProtocol.read_buffer) <= 4 * 1024  # the smallest frame has six bytes
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="it takes twice what is asked for")
-def test_what_nobody_has_read_yet_is_bounded() -> None:
+def test_what_the_system_holds_for_us_is_bounded() -> None:
     """Bug: the system held up to 32 MB of each connection that was not read."""
     with connections.bind("127.0.0.1", 0) as listener, socket.socket() as other:
-        of_ours, by_default = [
-            each.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for each in (listener, other)
-        ]
-    assert of_ours != by_default  # which would grow: tcp(7), tcp_moderate_rcvbuf
-    assert of_ours <= 2 * connections.RECEIVE_BUFFER_BYTES
+        ours, default = [each.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for each in (listener, other)]
+    assert ours != default  # which would grow: tcp(7), tcp_moderate_rcvbuf
+    assert ours <= 2 * connections.RECEIVE_BUFFER_BYTES
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux's")
@@ -132,7 +244,7 @@ def test_one_turn_tells_of_so_many_connections() -> None:
 
 
 def test_a_name_is_looked_up_beside_threads_that_are_all_busy() -> None:
-    """Else two upstreams whose names nobody answers for would hold up every request."""
+    """Else two upstreams whose names are not answered would hold up every request."""
     done = threading.Event()
 
     async def main() -> None:
@@ -149,91 +261,7 @@ def test_a_name_is_looked_up_beside_threads_that_are_all_busy() -> None:
         runner.run(main())
 
 
-def test_a_request_starts_when_it_is_whole() -> None:
-    """Bug: 1,100 half-sent bodies at once were 0.4 s of tasks, and as many refusals when they gave way."""
-    with serve(script=("-c", COUNTING_TASKS)) as server, ExitStack() as held:
-        clients = [held.enter_context(server.connect(http_bytes(RESPONSES, HI)[:-1])) for _ in range(20)]
-        assert server.get("/health/live").status == 200
-        assert server.log().count("a task starts") == 1
-        clients[0].sendall(b"}")
-        assert answer(clients[0]).status == 200
-        assert server.log().count("a task starts") == 2
-
-
-def test_trailers_are_no_headers(server: Server) -> None:
-    """Else what a proxy has checked is not what we see: RFC 9110, section 6.5.1."""
-    body = json.dumps(HI | {"max_output_tokens": 1}).encode()
-    chunks = b"%x\r\n%s\r\n0\r\nContent-Encoding: banana\r\n\r\n" % (len(body), body)
-    with server.connect(CHUNKED + chunks) as client:
-        assert answer(client).status == 200
-
-
-# --- upgrades, pipelining -----------------------------------------------------------------------------------
-
-
-@pytest.mark.bug("H13")
-@pytest.mark.parametrize("before", [b"", ALIVE])
-@pytest.mark.parametrize("in_one", [True, False])
-def test_a_body_with_an_upgrade_to_http_2(server: Server, in_one: bool, before: bytes) -> None:
-    """Java's own client offers one with each body; the parser takes what follows for HTTP/2, so the body was
-    lost, or read as the next request: Kludex/uvicorn#2722. It was also lost after a request before it.
-    """
-    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQC\r\n\r\n"
-    head, _, body = http_bytes(RESPONSES, HI | {"max_output_tokens": 1}).partition(b"\r\n\r\n")
-    parts = [head + b"\r\n" + offer, body]
-    if in_one:
-        parts = [b"".join(parts)]
-    with server.connect(before) as client:
-        for part in parts:
-            client.sendall(part)
-            time.sleep(0.02)
-        assert statuses(client, 2 if before else 1)[-1] == 200
-        client.sendall(ALIVE)
-        assert answer(client).status == 200
-
-
-NOT_JSON = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n{bad"
-
-
-def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
-    """Regression: the first was answered, and then the connection closed. RFC 9112, section 9.3.2."""
-    with server.connect(ALIVE + ALIVE + NOT_JSON + ALIVE) as client:
-        assert statuses(client, 4) == [200, 200, 400, 200]
-        client.sendall(ALIVE[:20])
-        time.sleep(0.02)
-        client.sendall(ALIVE[20:] + http_bytes(RESPONSES, HI | {"max_output_tokens": 1})[:-1])
-        assert statuses(client, 1) == [200]
-        client.sendall(b"}" + ALIVE)
-        assert statuses(client, 2) == [200, 200]
-
-
-def statuses(client: socket.socket, n: int) -> list[int]:
-    """Read n answers, which may come in one piece."""
-    found: list[int] = []
-    file = client.makefile("rb")
-    for _ in range(n):
-        found.append(int(file.readline().split()[1]))
-        n_bytes = 0
-        while (line := file.readline().strip()) != b"":
-            name, _, value = line.partition(b":")
-            if name.lower() == b"content-length":
-                n_bytes = int(value)
-        file.read(n_bytes)
-    return found
-
-
-def test_requests_before_what_is_not_http_are_answered(server: Server) -> None:
-    with server.connect(ALIVE + ALIVE + b"nonsense\r\n\r\n") as client:
-        read = b"".join(iter(lambda: client.recv(65536), b""))
-    assert read.count(b"HTTP/1.1 200") == 2
-    assert read.count(b"HTTP/1.1 ") == 2
-
-
-def test_few_requests_wait_in_a_connection(server: Server) -> None:
-    n = 10 * connections.MAX_PIPELINED
-    with server.connect(http_bytes(RESPONSES, HI | {"max_output_tokens": 1}) + ALIVE * n) as client:
-        read = b"".join(iter(lambda: client.recv(65536), b""))
-    assert read.count(b"HTTP/1.1 200") == 1 + connections.MAX_PIPELINED
+# --- older and other protocols ------------------------------------------------------------------------------
 
 
 def test_a_stream_of_http_1_0_ends_with_the_connection(server: Server) -> None:
@@ -247,20 +275,6 @@ def test_a_stream_of_http_1_0_ends_with_the_connection(server: Server) -> None:
     assert body.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_stop_waits_for_no_half_request() -> None:
-    """Bug: one byte of a small body held it up for 7 to 9 seconds, and each left a traceback."""
-    whole = http_bytes(RESPONSES, HI)
-    large = http_bytes(RESPONSES, HI | {"input": "x" * 100_000})
-    with serve(script=FAULTY) as server, ExitStack() as held:
-        for begun in [whole[:-1], whole[:20], ALIVE, large[:50_000]] * 5:
-            held.enter_context(server.connect(begun))
-        assert server.get("/health/live").status == 200
-        server.interrupt(signal.SIGTERM)
-        assert server.exit_status() == 0
-        assert "Traceback" not in server.log()
-        assert "running task(s)" not in server.log()
-
-
 def test_a_handshake_with_a_header_that_is_not_ascii_is_answered(server: Server) -> None:
     """Bug: two tracebacks, and no answer; the fixture looks for the tracebacks."""
     handshake = (
@@ -271,26 +285,31 @@ def test_a_handshake_with_a_header_that_is_not_ascii_is_answered(server: Server)
         assert answer(client).status == 426
 
 
-# --- clients that leave -------------------------------------------------------------------------------------
+# --- clients that leave, a stop, too many connections -------------------------------------------------------
 
 
 @pytest.mark.bug("I02")
-def test_a_client_that_closes_without_an_answer_has_left(server: Server) -> None:
-    """The end of its side alone does not say so: it is written to, and its system resets the connection."""
-    with server.connect(http_bytes(RESPONSES, ENDLESS)):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_ends_its_side_has_left(server: Server, stream: bool) -> None:
+    with server.connect(http_bytes(RESPONSES, ENDLESS | {"stream": stream})) as client:
         until(lambda: server.health()["running"] == 1, "it runs")
-    until(lambda: server.health()["running"] == 0, "it does not")
-    assert server.log().count("nobody waits any longer") >= 1
-
-
-def test_a_client_that_ends_its_side_of_a_stream_has_left(server: Server) -> None:
-    with server.connect(http_bytes(RESPONSES, ENDLESS | {"stream": True})) as client:
-        next(http_frames(client))
         client.shutdown(socket.SHUT_WR)
-        until(lambda: server.health()["running"] == 0, "it does not run")
+        until(lambda: server.health()["running"] == 0, "it does not")
 
 
-# --- too many connections -----------------------------------------------------------------------------------
+def test_a_stop_waits_for_no_half_request() -> None:
+    """Bug: one byte of a small body held it up for 7 to 9 seconds, and each left a traceback."""
+    whole = http_bytes(RESPONSES, HI)
+    large = http_bytes(RESPONSES, HI | {"input": "x" * 100_000})
+    with serve(script=FAULTY) as server, ExitStack() as held:
+        for begun in [whole[:-1], whole[:20], http_bytes("/health/live", method="GET"), large[:50_000]] * 5:
+            held.enter_context(server.connect(begun))
+        assert server.get("/health/live").status == 200
+        server.interrupt(signal.SIGTERM)
+        assert server.exit_status() == 0
+        assert "Traceback" not in server.log()
+        assert "running task(s)" not in server.log()
+
 
 FEW_FILES = """
 import resource, runpy, sys
@@ -301,7 +320,6 @@ runpy.run_path("server.py", run_name="__main__")
 
 
 @pytest.mark.bug("I06")
-@pytest.mark.skipif(sys.platform == "win32", reason="a socket is no file there")
 def test_idle_connections_do_not_take_the_last_files() -> None:
     """Bug: 300 of them under `ulimit -n 256` ended the service, with 57,308 tracebacks in the log in 8 s."""
     with serve(script=("-c", FEW_FILES)) as server, ExitStack() as held:
@@ -312,5 +330,4 @@ def test_idle_connections_do_not_take_the_last_files() -> None:
             held.enter_context(server.connect(begun))
         assert server.get("/health/live").status == 200
         assert b"response.completed" in b"".join(chunks)
-        assert server.log().count("one without a request gives way") == 1
         assert len(server.log().splitlines()) < 50
