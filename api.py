@@ -424,8 +424,7 @@ class Api:
     async def get_model(self, http: HttpRequest, visit: Visit) -> Response:
         name = http.path_params["id"]
         self._worker(name)  # raises if there is none
-        models = self._models()
-        return json_response(200, models[self._spoken_name(name)] | {"id": name})
+        return json_response(200, self._models()[self._spoken_name(name)] | {"id": name})
 
     async def health(self, http: HttpRequest, visit: Visit) -> Response:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""

@@ -251,12 +251,7 @@ class Registry:
 
     async def _end(self, job: Job, finish: Finish) -> None:
         """Append the last events; a foreground response that is kept is stored before that: rule 1."""
-        try:
-            *others, last = job.builder.finish(finish, int(time.time()))
-        except Exception as error:  # a bug, and yet everything ends: rule 3
-            log.exception("%s ends without its output", job.row.id)
-            failed = {"status": "failed", "error": {"code": "server_error", "message": type(error).__name__}}
-            others, last = [], {"type": "response.failed", "response": job.shown_row().response | failed}
+        *others, last = job.builder.finish(finish, int(time.time()))
         job.log.extend(others)
         if job.row.kept and not job.row.background:
             # It is stored even if the client leaves now. The event gets its number after that: meanwhile a
