@@ -267,7 +267,8 @@ def from_responses(items: Items, instructions: str | None, chain: Items = ()) ->
 def placed(items: Items, chain: Items) -> list[Place]:
     """Return the items of the chain, then of the input, with their paths."""
     of_chain = [Place(item, f"previous_response_id[{i}]") for i, item in enumerate(chain)]
-    return of_chain + [Place(item, f"input[{i}]") for i, item in enumerate(items)]
+    own: list[Place] = objects(items, "input")
+    return of_chain + own
 
 
 def brought_tools(items: Items, chain: Items) -> Iterator[Place]:

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from request import messages
-from request.refusals import BadInput, missing, shown, unsupported, wrong_value
+from request.refusals import BadInput, shown, unsupported, wrong_value
 from request.tools import (
     HOSTED,
     MAX_TOOLS,
@@ -290,9 +290,7 @@ def model_name(body: Any) -> str:
     """Return the model that a request names, which decides who serves it; raises BadInput."""
     if not isinstance(body, dict):
         raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", None, "invalid_type")
-    if body.get("model") is None:
-        raise missing("model")
-    return str(COMMON["model"].check(body["model"], "model"))
+    return str(COMMON["model"].check(body.get("model"), "model"))
 
 
 def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,8 +330,6 @@ def responses_request(
 
     Raises BadInput.
     """
-    if input is None:
-        raise missing("input")
     conversation = messages.from_responses(input, values["instructions"], chain)
     declared = values["tools"]
     brought = [read_tool(*tool) for tool in messages.brought_tools(input, chain)]
@@ -385,8 +381,6 @@ def _offered(declared: Iterable[DeclaredTool], brought: Iterable[DeclaredTool]) 
 def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Request:
     """Check a body of POST /v1/chat/completions; raises BadInput."""
     values = read(body, CHAT, defaults) | {"owner": owner, "echo": {}}
-    if values["messages"] is None:
-        raise missing("messages")
     if values["top_logprobs"] and not values["logprobs"]:
         raise wrong_value("top_logprobs", "logprobs to be true if it is not 0", values["top_logprobs"])
     values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
