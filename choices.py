@@ -8,7 +8,6 @@ Authority: rule 2 of worker.py, which this keeps even if a worker has a bug.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 
 from channels import Accepted, Emit, Finish, Output, Usage
 from request.tool_calls import Restorer
@@ -33,18 +32,17 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
 
     def pass_on(output: Accepted | Output | Finish) -> None:
         nonlocal accepted, finish
-        said: Sequence[Accepted | Output] = []
-        match output:
-            case Accepted():
-                accepted = True
-                said = [output]
-            case Finish():
-                said, finish = restorer.finish(output)
-            case _:
-                watch.piece()
-                said = restorer.feed(output)
-        for one in said:
-            emit(one)
+        if isinstance(output, Accepted):
+            accepted = True
+            emit(output)
+            return
+        if not isinstance(output, Finish):
+            watch.piece()
+        for one in restorer.feed(output):
+            if isinstance(one, Finish):
+                finish = one
+            else:
+                emit(one)
 
     end = Finish("cancelled")  # for metrics and log, if it is cancelled before another one is set
     try:

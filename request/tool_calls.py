@@ -1,7 +1,6 @@
 r"""Tool calls: the calls that a model makes, put back into the words of the client's own tools.
 
-    [Call, Arguments, Close, ...] --Restorer.feed()--> the same, of the tools that the client has
-    Finish --Restorer.finish()--> the same, or a failure
+    [Call, Arguments, Close, ..., Finish] --Restorer.feed()--> the same, of the tools that the client has
 
 The model is offered every tool as a function with a qualified name (tools.Tool.definition()). Restorer is the
 inverse. A call of `docs__search` becomes one of `search` in the namespace `docs`. A custom tool has an input
@@ -29,6 +28,8 @@ from collections.abc import Mapping
 from channels import Arguments, Call, Close, Finish, Output, is_object
 from request.tools import Tool
 
+Said = Output | Finish
+
 
 class Restorer:
     """Puts the calls of one answer into the client's words, and says which of them can be run (rule 3)."""
@@ -40,33 +41,30 @@ class Restorer:
         self._decoder = InputDecoder()  # of that call, if its tool is a custom one
         self._broken = ""  # the name in the first call that cannot be run
 
-    def feed(self, output: Output) -> list[Output]:
+    def feed(self, output: Said) -> list[Said]:
+        """Return what the client is told. A call that cannot be run fails the answer: rule 3."""
         if isinstance(output, Arguments):
             if self._call and self._call.custom:
                 return _arguments(self._decoder.feed(output.text))
             self._arguments.append(output.text)
             return [output]
+        if isinstance(output, Finish) and output.reason != "stop":  # a limit may have cut the call
+            return [output]
         ended = self._end_call()  # any other output ends it
-        if isinstance(output, Close) and Close(is_cut=True) in ended:
-            return ended
-        if isinstance(output, Call):
-            tool = self._tools.get(output.name, Tool(output.name))
-            output = self._call = Call(tool.name, tool.custom, tool.namespace)
-            self._arguments = []
-            self._decoder = InputDecoder()
+        match output:
+            case Close() if Close(is_cut=True) in ended:
+                return ended
+            case Call(name):
+                tool = self._tools.get(name, Tool(name))
+                output = self._call = Call(tool.name, tool.custom, tool.namespace)
+                self._arguments = []
+                self._decoder = InputDecoder()
+            case Finish(_, usage) if self._broken:
+                message = f"The arguments of the call of '{self._broken}' are not a JSON object."
+                output = Finish("failed", usage, message)
         return [*ended, output]
 
-    def finish(self, finish: Finish) -> tuple[list[Output], Finish]:
-        """Return how the answer ends: it has failed if a call cannot be run, unless a limit has cut it."""
-        if finish.reason != "stop":
-            return [], finish
-        ended = self._end_call()
-        if self._broken:
-            message = f"The arguments of the call of '{self._broken}' are not a JSON object."
-            finish = Finish("failed", finish.usage, message)
-        return ended, finish
-
-    def _end_call(self) -> list[Output]:
+    def _end_call(self) -> list[Said]:
         """End the open call, if there is one."""
         call, self._call = self._call, None
         if call is None:
@@ -79,7 +77,7 @@ class Restorer:
         return [Close(is_cut=True)]
 
 
-def _arguments(text: str) -> list[Output]:
+def _arguments(text: str) -> list[Said]:
     """Return no output for no text."""
     return [Arguments(text)] if text else []
 

@@ -179,11 +179,7 @@ def tools_calls(chunks: list[list[str]], show: list[str], **body: Any) -> Iterat
     request = params.from_responses({"model": "m", "input": "hi"} | body, {})
     restorer, made = tool_calls.Restorer(request.called), list[Output | Finish]()
     for output in scripted.said(vocabulary, steps, **body):
-        if isinstance(output, Finish):
-            rest, finish = restorer.finish(output)
-            made += [*rest, finish]
-        else:
-            made += restorer.feed(output)
+        made += restorer.feed(output)
     yield from shown(made, show)
 
 

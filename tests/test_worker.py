@@ -198,8 +198,8 @@ def test_a_demanded_input(engine: Engine, name: str) -> None:
     more = {"reasoning": {"effort": "none"}, "parallel_tool_calls": False, "seed": 1}
     request = params.from_responses(body | more, {})
     restorer = tool_calls.Restorer(request.called)
-    outputs = [output for said in asyncio.run(run(worker, body | more)) if not isinstance(said, Finish)
-               for output in restorer.feed(said)]  # fmt: skip
+    restored = [output for said in asyncio.run(run(worker, body | more)) for output in restorer.feed(said)]
+    outputs = [output for output in restored if not isinstance(output, Finish)]
     ((kind, called, given),) = items(outputs)
     assert (kind, called) == ("custom", "patch")
     assert re.fullmatch(wanted["definition"], given)

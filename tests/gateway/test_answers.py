@@ -119,11 +119,7 @@ def outputs_of(data: bytes, content_type: str, one_call: bool) -> tuple[list[Out
     made = [*said.read(reader.feed(data)), *said.read(reader.close()), *said.close(None)]
     outputs: list[Output | Finish] = []
     for output in made:
-        if isinstance(output, Finish):
-            rest, finish = restorer.finish(output)
-            outputs += [*rest, finish]
-        else:
-            outputs += restorer.feed(output)
+        outputs += restorer.feed(output)
     return outputs, reader.meter.counts
 
 

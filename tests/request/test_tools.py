@@ -91,7 +91,7 @@ def test_what_a_template_renders_is_read_back(text: str) -> None:
     prompt = scripted.TEMPLATES["hermes"].render(messages, [PATCH.definition()], datetime(2026, 1, 1))
     written = prompt[prompt.rindex("<tool_call>") : prompt.rindex("</tool_call>") + len("</tool_call>")]
     restorer, parser = Restorer(TOOLS), Parser(DIALECTS["hermes"])
-    read = [output for one in parser.feed(Piece(written)) for output in restorer.feed(one)]
+    read: list[Any] = [output for one in parser.feed(Piece(written)) for output in restorer.feed(one)]
     assert laws.items(read) == [["custom", "patch", text]]
 
 
