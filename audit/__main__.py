@@ -1,7 +1,7 @@
 """`python -m audit`: holds a live server, or a recorded stream, against the rules.
 
     URL --session.look(), judge_all()--> results --report--> lines and files
-    file --linter.judge()--> lines
+    file --report.judge_recording()--> lines
 
 Authority: `python -m audit --help`.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from audit import linter, report, session
+from audit import report, session
 from audit.peer import BUDGET_S, Peer
 
 EXAMPLES = """\
@@ -116,7 +116,7 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     if urlsplit(options.target).scheme in ("http", "https"):
         return audit(options)
     stream = sys.stdin.buffer.read() if options.target == "-" else Path(options.target).read_bytes()
-    show = linter.show_frames if options.frames else linter.judge
+    show = report.show_frames if options.frames else report.judge_recording
     return show(stream, options.json)
 
 

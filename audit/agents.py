@@ -10,12 +10,11 @@ Not here: a call that is required (answers.py), what must be refused (refusals.p
 import json
 import re
 
-from audit.fold import Answer, of_chunks
 from audit.http import REFUSED, Reply
 from audit.peer import CALLED, CUT, TIME, TOKYO, WEATHER, Peer
 from audit.rules import NotApplicable, presumed, rules_of
 from audit.schema import Json
-from audit.stream import is_object, parsed
+from audit.stream import Answer, is_object, of_chunks, parsed
 
 must, should, advice = rules_of("agents", "responses agents")
 BOTH_TOOLS: Json = {"said": TOKYO, "tools": (WEATHER, TIME)}

@@ -9,11 +9,11 @@ Not here: one stream by itself (frames.py, events.py, chunks.py), what is stored
 
 from collections.abc import Iterator
 
-from audit.fold import Answer, choices_of
 from audit.http import NOT_THERE
-from audit.peer import CALLED, CUT, LOGPROBS, PATHS, STORY, Peer
+from audit.peer import CALLED, CUT, PATHS, STORY, STREAMS, Peer
 from audit.rules import NotApplicable, rules_of
 from audit.schema import ROWS, required
+from audit.stream import Answer, choices_of
 
 must, should, _ = rules_of("answers", "responses")
 
@@ -110,7 +110,7 @@ def logprobs(peer: Peer) -> None:
     the API reference: the log probabilities of each output token
     C22 D08 D21 https://github.com/vllm-project/vllm/pull/47616
     """
-    for answer in peer.both(**LOGPROBS[peer.api]):
+    for answer in peer.both(**STREAMS["chat-logprobs" if peer.api == "chat" else "logprobs"]):
         is_whole = answer.tokens.startswith(answer.text) and (answer.tokens or not answer.text)
         assert is_whole, f"expected logprobs of tokens that make up {answer.text!r}, got {answer.tokens!r}"
 

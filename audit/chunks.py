@@ -9,10 +9,9 @@ Not here: bytes (frames.py), the Responses API (events.py).
 
 from collections.abc import Iterator
 
-from audit.fold import choices_of
 from audit.rules import rules_of
 from audit.schema import Faults, Json, missing, shortened
-from audit.stream import Capture, changes, is_object, markup, usage_faults
+from audit.stream import Capture, changes, choices_of, is_object, markup, usage_faults
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")  # and "function_call", long deprecated
 

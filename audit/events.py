@@ -31,10 +31,9 @@ from audit.schema import (
     unfit,
     without,
 )
-from audit.stream import Capture, changes, is_object, markup, usage_faults
+from audit.stream import CALLS, Capture, changes, is_object, markup, usage_faults
 
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
-CALLS = ("function_call", "custom_tool_call")
 TEXTS = ("text", "refusal", "arguments", "input")  # members in which deltas are said once more
 # Members of a response that change with it. The tier is one that the server may choose as late as the end,
 # and whether the response is stored is known when it is, or could not be.

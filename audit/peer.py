@@ -25,43 +25,36 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from audit.events import TERMINAL
-from audit.fold import Answer, of_chunks, of_response
 from audit.http import REFUSED, Connection, Reply, connected
-from audit.linter import violations
 from audit.rules import NoReply, NotApplicable, Rule, presumed
 from audit.schema import Json, shortened
-from audit.stream import events_of, read
+from audit.stream import Answer, events_of, of_chunks, of_response, read, violations
 
 BUSY = {429, 503}
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
 CUT = 16  # tokens: the fewest that Open Responses allows
 STORY = "Tell me a very long story about a fox."
 TOKYO = "What is the weather in Tokyo?"
-PARAMETERS: Json = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER: Json = {"name": "get_weather", "description": "Get the weather of a city", "parameters": PARAMETERS}
+WEATHER: Json = json.loads("""{
+    "name": "get_weather",
+    "description": "Get the weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+}""")
 TIME: Json = WEATHER | {"name": "get_time", "description": "Get the time in a city"}
 CALLED: Json = {"said": TOKYO, "tools": (WEATHER,), "tool_choice": "required"}
-LOGPROBS: dict[str, Json] = {
-    "responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
-    "chat": {"logprobs": True, "top_logprobs": 2},
-}
-# fmt: off
-#  stream          what is asked of the Responses API; "chat", "chat-...": of chat completions
-STREAMS: dict[str, Json] = {
+#   stream           what is asked of the Responses API; "chat", "chat-...": of chat completions
+STREAMS: dict[str, Json] = json.loads("""{
     "text":          {},
-    "echo":          {"instructions": "Be brief.\u2028\u0085\u2029"},
-    "cut":           {"said": STORY, "limit": CUT},
-    "call":          CALLED,
-    "logprobs":      LOGPROBS["responses"],
-    "background":    {"background": True},
+    "echo":          {"instructions": "Be brief.\\u2028\\u0085\\u2029"},
+    "cut":           {"said": "Tell me a very long story about a fox.", "limit": 16},
+    "logprobs":      {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "background":    {"background": true},
     "chat":          {},
-    "chat-usage":    {"stream_options": {"include_usage": True}},
-    "chat-cut":      {"said": STORY, "limit": CUT},
+    "chat-usage":    {"stream_options": {"include_usage": true}},
+    "chat-cut":      {"said": "Tell me a very long story about a fox.", "limit": 16},
     "chat-two":      {"n": 2, "temperature": 1, "seed": 1},
-    "chat-call":     CALLED,
-    "chat-logprobs": LOGPROBS["chat"],
-}
-# fmt: on
+    "chat-logprobs": {"logprobs": true, "top_logprobs": 2}
+}""") | {"call": CALLED, "chat-call": CALLED}
 PATHS = {"responses": "/responses", "chat": "/chat/completions"}
 
 
@@ -189,8 +182,11 @@ class Peer:
     def reply(self, **asked: Any) -> Reply:
         return self.ask("POST", *self.request(**asked))
 
-    def shared(self, path: str, body: Json | bytes) -> Reply:
-        """Ask once what several rules are about; the request has a budget of its own."""
+    def once(self, path: str, body: Json | bytes) -> Reply:
+        """Ask once what several rules are about; a reply that breaks off is left to the rule whole-frames.
+
+        The request has a budget of its own.
+        """
         key = f"{path} {body!r}"
         if key not in self.replies:
             self.start()
@@ -199,15 +195,11 @@ class Peer:
             except (NoReply, AssertionError) as error:  # a hang is waited for once
                 self.replies[key] = error
         reply = self.replies[key]
-        if isinstance(reply, Exception):
-            raise reply
+        with presumed("whole-frames"):
+            if isinstance(reply, Exception):
+                raise reply
         self.shown = str(reply)
         return reply
-
-    def once(self, path: str, body: Json | bytes) -> Reply:
-        """Ask what several rules are about; a reply that breaks off is left to the rule whole-frames."""
-        with presumed("whole-frames"):
-            return self.shared(path, body)
 
     def without_key(self) -> Json:
         """Return the headers of a request without the key."""
@@ -230,11 +222,9 @@ class Peer:
 
     def recorded(self, name: str) -> Reply:
         """Return a stream of STREAMS."""
-        return self.once(*self.asked(name)).if_stream()
-
-    def asked(self, name: str) -> tuple[str, Json]:
         long = self.long if name.endswith("cut") else {}
-        return self.request(stream=True, api=api_of(name), **STREAMS[name], **long)
+        path, body = self.request(stream=True, api=api_of(name), **STREAMS[name], **long)
+        return self.once(path, body).if_stream()
 
     def some_stream(self) -> Reply:
         """Return a stream of an API that the server has."""
@@ -254,29 +244,28 @@ class Peer:
     def plain(self, **asked: Any) -> Answer:
         """Return the answer to a request without stream, that may be refused."""
         reply = self.reply(**asked).if_there(REFUSED)
-        is_answer = reply.status == 200 and reply.json
-        assert is_answer, "expected status 200 and a JSON object"
-        return self._answer("plain", reply.json, [reply.json])
+        assert reply.status == 200, "expected status 200"
+        assert reply.json, "expected a JSON object"
+        return self._answer("plain", [reply.json])
 
     def streamed(self, **asked: Any) -> Answer:
         reply = self.once(*self.request(stream=True, **asked)).if_stream()
-        return self._answer("streamed", {} if self.api == "chat" else final(reply), reply.events)
+        return self._answer("streamed", reply.events if self.api == "chat" else [final(reply)])
 
-    def _answer(self, how: str, response: Json, chunks: list[Json]) -> Answer:
-        answer = of_chunks(chunks) if self.api == "chat" else of_response(response)
+    def _answer(self, how: str, objects: list[Json]) -> Answer:
+        answer = of_chunks(objects) if self.api == "chat" else of_response(objects[0])
         self.shown = f"{how}: {json.dumps(answer.outline, ensure_ascii=False)}"
         return answer
 
     def same_answer(self, one: Json, other: Json, again: Callable[[], Json]) -> None:
         """Expect two answers to be one; no rule is about a server that says another one if asked `again`."""
-        if one == other:
-            return
-        if again() != one:
-            raise NotApplicable("the server says something else each time, at temperature 0")
-        differing = [name for name in one | other if one.get(name) != other.get(name)]
-        said = [{name: answer.get(name) for name in differing} for answer in (one, other)]
-        self.shown = "\n".join(json.dumps(each, ensure_ascii=False) for each in said)
-        raise AssertionError("expected the same answer, however it is asked for")
+        if one != other:
+            if again() != one:
+                raise NotApplicable("the server says something else each time, at temperature 0")
+            differing = [name for name in one | other if one.get(name) != other.get(name)]
+            said = {name: [one.get(name), other.get(name)] for name in differing}
+            self.shown = json.dumps(said, ensure_ascii=False)
+            raise AssertionError("expected the same answer, however it is asked for")
 
 
 def final(reply: Reply) -> Json:
@@ -305,10 +294,12 @@ def judged(rule: Rule, peer: Peer) -> None:
 
 
 def judge_stream(peer: Peer, name: str, rule: Rule) -> None:
-    if rule.name == "whole-frames":
-        peer.shared(*peer.asked(name))  # raises if it breaks off
     try:
         capture = read(peer.recorded(name).body)
+    except NotApplicable as reason:
+        if rule.name == "whole-frames" and isinstance(reason.__cause__, AssertionError):
+            raise reason.__cause__ from None
+        raise
     except ValueError as error:
         raise NotApplicable(f"no events came: {error}") from error
     found = violations(capture, [rule.name])

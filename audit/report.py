@@ -2,16 +2,19 @@
 
     [Result, ...] --summary(), details()--> lines       --to_json(), junit()--> a file's text
     old, new --difference()--> lines                    text --read_baseline()--> {rule: reason}
+    bytes of a recorded stream --judge_recording(), show_frames()--> lines
 
 Authority: https://github.com/testmoapp/junitxml for what CI servers read of JUnit's XML.
 
 Rules of this file:
 1. Nothing that a terminal would obey is passed on from a server.
+2. Of a recording, what can be read is judged, and a fault is told once, however many events commit it.
 
 Not here: the verdicts (session.py), the command line (__main__.py).
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +23,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from audit.rules import RULES
 from audit.schema import printable, shortened
 from audit.session import VERDICTS, Result
+from audit.stream import Violation, frames_of, read, violations
 
 SHOWN = 400  # characters of an excerpt
 
@@ -175,3 +179,53 @@ def difference(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
         before, now = (run.get(rule, "not asked") for run in (old, new))
         if before != now:
             yield f"{rule:24} {before} -> {now}"
+
+
+# --- a recorded stream --------------------------------------------------------------------------------------
+
+
+def judge_recording(stream: bytes, as_json: bool) -> tuple[list[str], int]:
+    """Return the lines to print, and the exit status."""
+    capture = read(stream)
+    faults = violations(capture)
+    status = int(bool(faults))
+    if as_json:
+        report = {
+            "kind": capture.kind,
+            "events": len(capture.raw),
+            "ok": not faults,
+            "violations": [violation._asdict() for violation in faults],
+        }
+        return [json.dumps(report, indent=2)], status
+    verdict = f"{len(faults)} violations" if faults else "OK"
+    return [*fault_lines(faults), f"{verdict}. {len(capture.raw)} events of a {capture.kind} stream"], status
+
+
+def fault_lines(faults: list[Violation]) -> Iterator[str]:
+    """Yield a line for each fault, rule by rule; what differs in a number or a name is the same fault."""
+    same: dict[tuple[str, str], list[Violation]] = {}
+    for fault in sorted(faults, key=lambda fault: fault.rule):
+        words = re.sub(r"'[^']*'|-?\d+", "", fault.message)
+        same.setdefault((fault.rule, words), []).append(fault)
+    last_rule = ""
+    for (rule, _), (first, *others) in same.items():
+        if rule != last_rule:
+            yield f"{rule}: {RULES[rule].title}"
+            yield f"    {first.link}"
+            last_rule = rule
+        more = f" and {len(others)} more" if others else ""
+        yield f"    event {first.event}{more}: {first.message}"
+
+
+def show_frames(stream: bytes, as_json: bool) -> tuple[list[str], int]:
+    """Return the lines to print, and the exit status."""
+    all_frames = list(frames_of([stream]))
+    if not all_frames:
+        raise ValueError("expected server-sent events, got none")
+    fault = all_frames[-1].fault
+    shown = [frame for frame in all_frames if frame.data is not None]
+    if as_json:
+        rows = [{"type": f.type, "data": f.data, "id": f.id, "number": f.number} for f in shown]
+        return list(map(json.dumps, rows)), int(bool(fault))
+    lines = [f"{f.number:5} {f.type}  {shortened(f.data or '', 160)}" for f in shown]
+    return lines + [fault] * bool(fault), int(bool(fault))

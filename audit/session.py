@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, get_args
 
-from audit import agents, answers, clients, refusals, stored, turns, websocket
+from audit import agents, answers, chunks, clients, events, frames, refusals, stored, turns
 from audit.http import NOT_THERE, Reply
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
@@ -32,7 +32,17 @@ GROUPS = (
     *OF_STREAMS,
     *("http", "clients", "answers", "agents", "stored", "background", "refusals", "websocket"),
 )
-MODULES = (clients, answers, agents, stored, refusals, turns)  # whose import enters their rules
+MODULES = (
+    frames,
+    events,
+    chunks,
+    clients,
+    answers,
+    agents,
+    stored,
+    refusals,
+    turns,
+)  # whose import enters their rules
 Verdict = Literal["pass", "fail", "flaky", "n/a", "error"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
@@ -103,7 +113,7 @@ def check(peer: Peer, name: str) -> None:
     if rule.group in OF_STREAMS:
         judged(rule, peer)
     elif rule.group == "websocket":
-        with websocket.connected(peer) as socket:
+        with turns.connected(peer) as socket:
             rule.check(socket)
     elif rule.requests:
         refusals.expect_refused(peer, rule.requests)

@@ -12,11 +12,11 @@ import json
 import time
 from typing import NamedTuple
 
-from audit.fold import of_response
 from audit.http import NOT_THERE, REFUSED, Reply
 from audit.peer import STORY, Peer, final
 from audit.rules import NoReply, NotApplicable, rules_of
 from audit.schema import Json, missing
+from audit.stream import of_response
 
 
 class Kept(NamedTuple):

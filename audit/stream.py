@@ -1,7 +1,9 @@
-"""One stream: bytes to frames, frames to events, events to members of known types.
+"""One stream: bytes to frames, frames to events, events to what they say and to what is wrong with them.
 
     bytes --frames_of()--> Frame, ... --events_of()--> event, ...
     bytes --read()--> Capture        [event, ...] --captured()--> Capture
+    Capture --violations()--> what is wrong with it
+    response --of_response()--> Answer        [chunk, ...] --of_chunks()--> Answer
 
 Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html for the frames, schema.py for types.
 
@@ -10,17 +12,20 @@ Rules of this file:
 2. `Capture.events` has no member of another type than the API's: a rule that reads one need not ask again.
 3. A rule raises for no stream, whatever it holds, and says little of what another rule forbids.
 4. An event's number is its place in the recording, 0 the first: its `sequence_number`, if that is right.
+5. An Answer has the words of neither API, and is the same plain or streamed.
 
-Not here: the rules on one stream (frames.py, events.py, chunks.py), who records it (linter.py, peer.py).
+Not here: the rules on one stream (frames.py, events.py, chunks.py), who records it (report.py, peer.py).
 """
 
 import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from audit.schema import Faults, Json, printable, shortened, typed
+from audit.rules import OF_STREAMS, RULES
+from audit.schema import Faults, Json, printable, shortened, typed, without
 
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
 
@@ -178,3 +183,116 @@ def usage_faults(number: int, usage: Json | None, prompt: str, output: str) -> F
         yield number, f"expected all counts, got {shown}"
     elif not (n_cached <= n_prompt > 0 and n_reasoning <= n_output and n_total == n_prompt + n_output):
         yield number, f"expected counts that agree with each other, got {shown}"
+
+
+# --- what is wrong with a stream ----------------------------------------------------------------------------
+
+
+class Violation(NamedTuple):
+    event: int  # its number
+    rule: str  # key of RULES
+    message: str
+    link: str
+
+
+def violations(stream: Capture | Iterable[Json], names: Iterable[str] = RULES) -> list[Violation]:
+    """Find what is wrong with a stream, in its order; only the rules on one stream have something to say."""
+    capture = stream if isinstance(stream, Capture) else captured(stream)
+    found: list[Violation] = []
+    for rule in map(RULES.__getitem__, names):
+        if rule.group in OF_STREAMS and capture.kind in rule.profiles.split():
+            found += [Violation(number, rule.name, text, rule.link) for number, text in rule.check(capture)]
+    return sorted(found)
+
+
+# --- what an answer says ------------------------------------------------------------------------------------
+
+CALLS = ("function_call", "custom_tool_call")
+ENDS = {"max_output_tokens": "length", "completed": "stop"}
+# Members that differ from one time to the next, and those that items need not have.
+VOLATILE = ("id", "call_id", "status", "encrypted_content", "logprobs")
+
+
+@dataclass
+class Answer:
+    end: str = ""  # stop, length, tool_calls, failed, ...: as chat completions call it
+    text: str = ""
+    tokens: str = ""  # of the logprobs
+    calls: dict[int, Json] = field(default_factory=dict)  # with a name and arguments; of a response its items
+    response: Json = field(default_factory=dict)  # as it came; of a completion the chunk with the usage
+
+    @property
+    def usage(self) -> Json:
+        return dict(self.response.get("usage") or {})
+
+    @property
+    def n_prompt(self) -> int:
+        return self.counts.get("input_tokens", self.counts.get("prompt_tokens", 0))
+
+    @property
+    def n_output(self) -> int:
+        return self.counts.get("output_tokens", self.counts.get("completion_tokens", 0))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: n for name, n in self.usage.items() if isinstance(n, int)}
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the tools that are called."""
+        return [call["name"] for call in self.calls.values()]
+
+    @property
+    def outline(self) -> Json:
+        """What is said, without ids and times."""
+        if "output" not in self.response:
+            return {"end": self.end, "text": self.text, "calls": self.calls}
+        output, error = (without(self.response.get(name), *VOLATILE) for name in ("output", "error"))
+        return {"end": self.end, "usage": self.counts, "output": output, "error": error}
+
+    def items(self, type_: str) -> list[Json]:
+        return [item for item in self.response.get("output") or () if item.get("type") == type_]
+
+
+def of_response(response: Json) -> Answer:
+    answer = Answer(response=response)
+    for item in response.get("output") or ():
+        if item.get("type") in CALLS:
+            answer.calls[len(answer.calls)] = item
+    for message in answer.items("message"):
+        for part in message.get("content") or ():
+            answer.text += part.get("text") or ""
+            answer.tokens += tokens_of(part.get("logprobs"))
+    reason = (response.get("incomplete_details") or {}).get("reason") or response.get("status")
+    is_called = answer.calls and reason == "completed"
+    answer.end = "tool_calls" if is_called else ENDS.get(str(reason), str(reason))
+    return answer
+
+
+def choices_of(chunks: Iterable[Json]) -> dict[int, Answer]:
+    """Add up the choices of chunks."""
+    answers: dict[int, Answer] = {}
+    for chunk in chunks:
+        for choice in chunk.get("choices") or ():
+            answer = answers.setdefault(choice.get("index", 0), Answer())
+            said = choice.get("delta") or choice.get("message") or {}
+            answer.text += said.get("content") or ""
+            answer.tokens += tokens_of((choice.get("logprobs") or {}).get("content"))
+            answer.end = choice.get("finish_reason") or answer.end
+            for place, more in enumerate(said.get("tool_calls") or ()):
+                call = answer.calls.setdefault(more.get("index", place), {"name": "", "arguments": ""})
+                for member in call:
+                    call[member] += (more.get("function") or {}).get(member) or ""
+    return answers
+
+
+def of_chunks(chunks: list[Json]) -> Answer:
+    """Return the first choice, with the usage of all."""
+    answer = choices_of(chunks).get(0, Answer())
+    with_usage = [chunk for chunk in chunks if chunk.get("usage")]
+    answer.response = [{}, *chunks[-1:], *with_usage][-1]
+    return answer
+
+
+def tokens_of(logprobs: Iterable[Json] | None) -> str:
+    return "".join(str(entry.get("token")) for entry in logprobs or ())

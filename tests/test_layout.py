@@ -63,7 +63,7 @@ MAY_IMPORT = {
 
 # Bytes and time come from outside: these are functions of their arguments.
 SANS_IO = {
-    "audit.chunks", "audit.events", "audit.fold", "audit.frames", "audit.rules", "audit.schema",
+    "audit.chunks", "audit.events", "audit.frames", "audit.rules", "audit.schema",
     "audit.stream",
     "channels", "completions",
     "dialects.calls", "dialects.families", "dialects.grammar_in_json", "dialects.json_schema",

@@ -1,4 +1,4 @@
-"""The linter: a good stream passes, a planted fault is named, and nothing that it reads makes it raise."""
+"""The rules on one stream: a good stream passes, a planted fault is named, and nothing that it reads makes it raise."""
 
 import itertools
 import json
@@ -18,8 +18,10 @@ import completions
 import responses
 import sse
 from api import encode_chunk
-from audit import linter, schema
+from audit import schema
 from audit import stream as streams
+from audit.rules import OF_STREAMS, RULES
+from audit.session import MODULES
 from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from event_log import encode_event
 from helpers.serving import ROOT
@@ -54,8 +56,8 @@ def chat_stream(finish: Finish = STOP) -> bytes:
     return b"".join(encode_chunk(0, chunk).frame for chunk in itertools.chain(*made)) + sse.DONE
 
 
-def lint(stream: bytes) -> list[linter.Violation]:
-    return linter.violations(streams.read(stream))
+def lint(stream: bytes) -> list[streams.Violation]:
+    return streams.violations(streams.read(stream))
 
 
 GOOD = {"responses": responses_stream() + sse.DONE, "chat": chat_stream()}
@@ -81,7 +83,8 @@ FAULTS = [
 
 
 def test_every_rule_has_a_fault() -> None:
-    assert {rule for rule, _ in FAULTS} == linter.STREAM_RULES.keys()
+    assert MODULES  # which have entered their rules
+    assert {rule for rule, _ in FAULTS} == {name for name, rule in RULES.items() if rule.group in OF_STREAMS}
 
 
 @pytest.mark.parametrize(("rule", "fault"), FAULTS, ids=[rule for rule, _ in FAULTS])
@@ -146,7 +149,7 @@ def test_a_stream_of_what_ours_never_says() -> None:
         ("output_item.done", {"output_index": 1, "item": done[1]}),
         ("completed", {"response": head | {"status": "completed", "output": done, "usage": usage}}),
     ]
-    assert linter.violations(numbered(stream)) == []
+    assert streams.violations(numbered(stream)) == []
 
 
 def test_newer_events_and_members_are_known() -> None:
@@ -172,7 +175,7 @@ def test_newer_events_and_members_are_known() -> None:
         ("incomplete", {"response": head | end | {"usage": usage}}),
         ("steer.pending", {"steer": steer, "reason": "waiting_for_required_input", "required_input": []}),
     ]
-    assert linter.violations(numbered(stream)) == []
+    assert streams.violations(numbered(stream)) == []
 
 
 def test_our_line_ends_in_the_text_are_no_fault() -> None:
@@ -202,7 +205,7 @@ anything = st.dictionaries(names, values, max_size=6).flatmap(
 @example([{"choices": [{"index": 0, "delta": "Hi"}]}], "chat")  # the rule on roles must not ask it for one
 def test_no_stream_makes_it_raise(events: list[dict[str, Any]], kind: str) -> None:
     typed = [schema.typed(event, streams.EVENTS[kind], []) for event in events]
-    violations = linter.violations(streams.Capture(kind, [], events, typed))
+    violations = streams.violations(streams.Capture(kind, [], events, typed))
     assert all(0 <= violation.event <= len(events) or not events for violation in violations)
 
 
@@ -216,7 +219,7 @@ def test_no_damage_makes_it_raise(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         member = data.draw(st.sampled_from(sorted(event)))
         events.insert(place, event | {member: data.draw(values)})
-    linter.violations(events)
+    streams.violations(events)
 
 
 @given(st.binary(max_size=60))

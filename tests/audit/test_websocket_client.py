@@ -7,7 +7,7 @@ import pytest
 
 from audit.http import Connection
 from audit.peer import Peer
-from audit.websocket import CLOSE, PING, PONG, TEXT, Closed, WebSocket
+from audit.turns import CLOSE, PING, PONG, TEXT, Closed, WebSocket
 
 CONTINUATION, BINARY = 0, 2  # opcodes
 Pair = tuple[WebSocket, socket.socket]

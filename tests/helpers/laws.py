@@ -24,7 +24,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 import sse
-from audit import linter, schema
+from audit import schema, session, stream
+from audit.rules import RULES
 from channels import (
     Arguments,
     Call,
@@ -199,13 +200,14 @@ def check_response(events: list[Json]) -> None:
     """All that must hold of a whole stream, as a client got it."""
     for event in events:
         check_shape(event)
-    check_rules(events, *(linter.STREAM_RULES.keys() - OF_THE_WORKER))
+    check_rules(events, *(RULES.keys() - OF_THE_WORKER))
     last = events[-1]["response"]
     assert (last["completed_at"] is not None) == (last["status"] == "completed")
 
 
 def check_rules(events: list[Json], *names: str) -> None:
-    assert linter.violations(events, names) == []
+    assert session.MODULES  # which have entered their rules
+    assert stream.violations(events, names) == []
 
 
 def check_order(events: list[Json]) -> None:
