@@ -56,29 +56,27 @@ def arguments() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="list the rules with their sources, without asking a server")
     add("--json", action="store_true", help="print JSON instead of text")
     add("--frames", action="store_true", help="of a recording: show its frames, and judge nothing")
-    add("--diff", nargs=2, type=Path, metavar=("OLD", "NEW"), help="what differs between two JSON reports")
-    add("--model", default="", metavar="NAME", help="name of the model; the first of /models if left out")
+    add("--diff", nargs=2, type=Path, help="what differs between two JSON reports, the old one first")
+    add("--model", default="", help="name of the model; the first of /models if left out")
     add(
         "--api-key",
         default=os.environ.get("AUDIT_API_KEY", ""),
-        metavar="KEY",
         help="sent as a bearer token; better kept out of the command line, in AUDIT_API_KEY",
     )
-    add("--header", action="append", default=[], metavar="NAME:VALUE", help="sent with each request")
+    add("--header", action="append", default=[], help="NAME:VALUE, sent with each request")
     add("--profile", choices=session.PROFILES, default="all", help="which rules; all if left out")
-    add("--rules", action="append", default=[], metavar="PATTERN", help="only these, such as 'resume*'")
+    add("--rules", action="append", default=[], help="only these, such as 'resume*'")
     add("--strict", action="store_true", help="exit status 1 for every failure, not for a failed must alone")
-    add("--repeat", type=int, default=1, metavar="N", help="ask all N times; what differs is flaky")
-    add("--timeout", type=float, default=BUDGET_S, metavar="S", help="seconds for each rule (%(default)g)")
+    add("--repeat", type=int, default=1, help="ask all N times; what differs is flaky")
+    add("--timeout", type=float, default=BUDGET_S, help="seconds for each rule (%(default)g)")
     add(
         "--long",
         type=json_object,
-        metavar="JSON",
         help='members of a body that make an answer long, such as {"ignore_eos": true}; tried out by itself',
     )
-    add("--junit", type=Path, metavar="FILE", help="write a report for CI, as JUnit XML")
-    add("--json-file", type=Path, metavar="FILE", help="write what --json prints, for --diff")
-    add("--baseline", type=Path, metavar="FILE", help="known failures, a line each: 'RULE: reason'")
+    add("--junit", type=Path, help="write a report for CI, as JUnit XML")
+    add("--json-file", type=Path, help="write what --json prints, for --diff")
+    add("--baseline", type=Path, help="known failures, a line each: 'RULE: reason'")
     return parser
 
 

@@ -49,7 +49,7 @@ def one_completion(capture: Capture) -> Faults:
     the API reference: each chunk has the same id and the same timestamp
     C07 https://platform.openai.com/docs/api-reference/chat-streaming
     """
-    chunks = [(number, chunk) for number, chunk in enumerate(capture.events) if "choices" in chunk]
+    chunks = [chunk if "choices" in chunk else {} for chunk in capture.events]
     yield from changes(chunks, lambda name: name in ("id", "created", "model"))
 
 
@@ -103,18 +103,15 @@ def call_deltas(capture: Capture) -> Faults:
     n_calls: dict[int, int] = {}  # of a choice, so far
     for number, index, choice in choices(capture):
         for call in choice.get("delta", {}).get("tool_calls", ()):
-            call_index = call.get("index")
-            next_index = n_calls.get(index, 0)
-            if call_index is None:
-                yield number, "expected an index in each delta of a call, got none"
-            elif call_index > next_index:
-                yield number, f"expected the calls of a choice to count 0, 1, 2, ..., got {call_index}"
-            elif call_index == next_index:
-                n_calls[index] = next_index + 1
-                called = call.get(call.get("type"))
-                if not (call.get("id") and isinstance(called, dict) and called.get("name")):
+            call_index = call.get("index", "none")
+            called = call.get("function", {}) | call.get("custom", {})
+            if call_index == n_calls.setdefault(index, 0):
+                n_calls[index] += 1
+                if not (call.get("id") and call.get("type") and called.get("name")):
                     yield number, f"expected a call to begin with id, type and name, got {call}"
-            elif {"id", "type"} & call.keys() or "name" in call.get("function", {}) | call.get("custom", {}):
+            elif call_index not in range(n_calls[index]):
+                yield number, f"expected the calls of a choice to count 0, 1, 2, ..., got {call_index}"
+            elif {"id", "type"} & call.keys() or "name" in called:
                 yield number, f"expected later deltas of a call to hold index and arguments only, got {call}"
         if choice.get("finish_reason") == "tool_calls" and not n_calls.get(index):
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"

@@ -214,7 +214,7 @@ def one_response(capture: Capture) -> Faults:
     the API reference: the events of a stream tell of one response
     C06 C07 https://github.com/BerriAI/litellm/issues/19125
     """
-    responses = [(number, event.get("response", {})) for number, event in enumerate(capture.events)]
+    responses = [event.get("response", {}) for event in capture.events]
     yield from changes(responses, lambda name: name not in CHANGING)
 
 

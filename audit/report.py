@@ -17,6 +17,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
@@ -42,10 +43,9 @@ def status(results: Sequence[Result], strict: bool, known: Mapping[str, str]) ->
 
 
 def by_group(results: Iterable[Result]) -> dict[str, list[Result]]:
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(RULES[result.rule].group, []).append(result)
-    return groups
+    """Return the results, which come group by group."""
+    grouped = groupby(results, lambda result: RULES[result.rule].group)
+    return {name: [*group] for name, group in grouped}
 
 
 # --- for people ---------------------------------------------------------------------------------------------

@@ -145,10 +145,10 @@ def loads(text: str) -> Any:
 # --- what streams of both APIs carry ------------------------------------------------------------------------
 
 
-def changes(objects: Iterable[tuple[int, Json]], may_not: Callable[[str], bool]) -> Faults:
-    """Find the members that change from the first object on, of those that may not."""
+def changes(objects: Iterable[Json], may_not: Callable[[str], bool]) -> Faults:
+    """Find the members that change from the first object on, of those that may not; each event has one."""
     first: Json = {}
-    for number, value in objects:
+    for number, value in enumerate(objects):
         first = first or value
         for name in filter(may_not, first.keys() & value.keys()):
             if value[name] != first[name]:

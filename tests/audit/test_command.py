@@ -288,26 +288,3 @@ def test_the_github_action(ours: Server, tmp_path: Path, inputs: dict[str, str])
     assert (tmp_path / given["junit"]).exists()
     assert set(re.findall(r"\$\{?(\w+)", step["run"])) - variables.keys() == {"word", "words"}
     assert "API_KEY" not in step["run"], "the command line is seen by all"
-
-
-def rows(table: str) -> list[list[str]]:
-    """The cells of a table in Markdown, without its head."""
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-
-
-def test_the_front_page_says_what_the_results_say() -> None:
-    """The totals of other servers: those of results/peers.md, and these count its table of rules."""
-    peers = (ROOT / "results" / "peers.md").read_text(encoding="utf-8")
-    readme = (ROOT / "audit" / "README.md").read_text(encoding="utf-8")
-    tables = re.findall(r"(?:^\|.*\n)+", peers, re.MULTILINE)
-    (totals,) = (table for table in tables if table.startswith("| server | version"))
-    (by_rule,) = (table for table in tables if table.startswith("| rule |"))
-    said = [re.findall(r"\d+", row[-1]) for row in rows(totals)[1:]]
-    start = readme.index("| | pass | fail |")
-    assert [row[1:] for row in rows(readme[start:].split("\n\n")[0])] == said
-    strengths = [row[1] for row in rows(by_rule)]
-    for column, row in zip(zip(*[row[3:] for row in rows(by_rule)], strict=True), said, strict=True):
-        n_musts = [*zip(column, strengths, strict=True)].count(("FAIL", "must"))
-        counted = [column.count("pass"), column.count("FAIL"), n_musts, column.count("n/a")]
-        assert counted == [*map(int, row)]
-    assert {row[0] for row in rows(by_rule)} <= RULES.keys()
