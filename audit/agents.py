@@ -10,10 +10,10 @@ Not here: a call that is required (answers.py), what must be refused (refusals.p
 import json
 import re
 
-from audit.http import REFUSED, Reply
+from audit.http import REFUSED
 from audit.peer import CALLED, CUT, TIME, TOKYO, WEATHER, Peer
 from audit.rules import NotApplicable, presumed, rules_of
-from audit.schema import Json
+from audit.schema import Json, missing
 from audit.stream import Answer, is_object, of_chunks, parsed
 
 must, should, advice = rules_of("agents", "responses agents")
@@ -214,12 +214,14 @@ def output_as_input(peer: Peer) -> None:
 # --- custom tools and namespaces ----------------------------------------------------------------------------
 
 
-def forced(peer: Peer, tool: Json) -> list[Json]:
-    """Return the calls of an answer that must call the tool."""
+def expect_call(peer: Peer, tool: Json, kind: str) -> None:
+    """Expect an answer that must call the tool to make calls of a kind of schema.py."""
     answer = peer.plain(said=TOKYO, limit=400, tools=[tool], tool_choice="required")
     if not answer.calls and answer.end == "length":
         raise NotApplicable("the response was cut before the call")
-    return [*answer.calls.values()]
+    faults = [fault for call in answer.calls.values() for fault in missing(call, kind)]
+    assert answer.calls, "expected a call of the tool, or a refusal of it"
+    assert not faults, f"expected calls of the tool as it was given, or a refusal of it: {faults}"
 
 
 @must
@@ -229,12 +231,8 @@ def custom_tool(peer: Peer) -> None:
     the guide on function calling: custom tools
     https://platform.openai.com/docs/guides/function-calling
     """
-    calls = forced(
-        peer, {"type": "custom", "name": "get_weather", "description": "Get the weather of a city"}
-    )
-    got = {(call["type"], call["name"], type(call.get("input"))) for call in calls}
-    is_custom = got == {("custom_tool_call", "get_weather", str)}
-    assert is_custom, "expected custom_tool_calls with their input as text, or a refusal of the tool"
+    tool = {"type": "custom", "name": "get_weather", "description": "Get the weather of a city"}
+    expect_call(peer, tool, "custom_call")
 
 
 @must
@@ -246,8 +244,7 @@ def namespace(peer: Peer) -> None:
     """
     tools = [{"type": "function", **WEATHER}]
     tool = {"type": "namespace", "name": "travel", "description": "Tools for travellers", "tools": tools}
-    names = {(call.get("namespace"), call["name"]) for call in forced(peer, tool)}
-    assert names == {("travel", "get_weather")}, f"expected calls in the namespace travel, got {names}"
+    expect_call(peer, tool, "travel_call")
 
 
 @should
@@ -285,8 +282,7 @@ def json_schema(peer: Peer) -> None:
     """
     for answer in peer.both(**NAME_A_COLOUR):
         value = parsed(answer.text)
-        fits = value.keys() == {"colour", "n"} and isinstance(value["n"], int)
-        fits = fits and value["colour"] in ("red", "green")
+        fits = value.keys() == {"colour", "n"} and not missing(value, "coloured")
         assert fits or answer.end == "length", f"expected what the schema describes, got {answer.text!r}"
 
 
@@ -409,9 +405,14 @@ def prompt_that_spells(peer: Peer, spelled: str) -> int:
     return of_chunks([peer.reply(said=f"1{spelled}", limit=1).if_there().json]).n_prompt
 
 
-def asked_apart(peer: Peer, path: str, said: object) -> Reply:
+def asked_apart(peer: Peer, path: str, said: object) -> Json:
     """Ask an endpoint that a server need not have."""
-    return peer.ask("POST", path, {"model": peer.model, "input": said}).if_there(REFUSED)
+    return peer.ask("POST", path, {"model": peer.model, "input": said}).if_there(REFUSED).json
+
+
+def compacted(peer: Peer, said: list[Json]) -> list[Json]:
+    """Return the items to which a conversation is compacted."""
+    return asked_apart(peer, "/responses/compact", said).get("output") or []
 
 
 @should(profiles="responses")
@@ -421,8 +422,7 @@ def input_tokens(peer: Peer) -> None:
     the API reference on input token counts
     https://platform.openai.com/docs/api-reference/responses/input-tokens
     """
-    reply = asked_apart(peer, "/responses/input_tokens", "hi")
-    counted = reply.json.get("input_tokens")
+    counted = asked_apart(peer, "/responses/input_tokens", "hi").get("input_tokens")
     used = peer.plain().usage.get("input_tokens")
     assert counted == used, f"expected the count of the answer's usage, {used}, got {counted}"
 
@@ -434,9 +434,7 @@ def compact(peer: Peer) -> None:
     the API reference on compact
     https://platform.openai.com/docs/api-reference/responses/compact
     """
-    said = [QUESTION, {"role": "assistant", "content": "It rains."}, QUESTION]
-    reply = asked_apart(peer, "/responses/compact", said)
-    output = reply.json.get("output") or []
+    output = compacted(peer, [QUESTION, {"role": "assistant", "content": "It rains."}, QUESTION])
     kinds = [item.get("type") for item in output]
     assert kinds.count("compaction") == 1, f"expected one compaction item, got {kinds}"
     again = peer.reply(said=[*output, QUESTION])

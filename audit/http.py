@@ -135,8 +135,6 @@ class Connection:
         return line.decode("latin-1").strip()
 
     def exactly(self, n_bytes: int) -> bytes:
-        if n_bytes > MAX_BYTES:
-            raise NoReply(f"expected {MAX_BYTES} bytes at most, {n_bytes} are to come")
         while len(self._unread) < n_bytes:
             self._receive()
         data = bytes(self._unread[:n_bytes])

@@ -40,6 +40,13 @@ error                 = message:any type:any param:any code:any
 refusal               = message type param:null code:null
 refused_turn          = type:any status:int error:turn_error
 turn_error            = message code:any
+steer_failed          = type:=response.steer.failed error:unknown_response steer:given_back
+unknown_response      = code:=response_not_found
+given_back            = previous_response_id:=resp_00000000000000000000000000000000 input:=Stop!
+
+custom_call           = type:=custom_tool_call name:=get_weather input
+travel_call           = namespace:=travel name:=get_weather
+coloured              = colour:=red|green n:int
 
 models                = object:=list data:[model]
 model                 = id object:=model
@@ -205,10 +212,9 @@ hosted          response.output_item.done *                               betwee
 """
 STEP = re.compile(r"^(\S.*?)  +(.*?)  +(.*)$", re.MULTILINE)
 GRAMMAR = {(state, event): then for state, event, then in STEP.findall(ORDERED)}
-# fmt: off
-HOSTED = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_",
-          "computer_call", "local_shell_call", "shell_call", "apply_patch_call", "tool_search")
-# fmt: on
+HOSTED = re.compile(
+    "(web_search|file_search|code_interpreter|image_generation|computer|(local_)?shell|apply_patch)_call|mcp_|tool_search"
+)
 
 # A failure may leave open whatever is open.
 ORDER = GRAMMAR | {(state, "response.failed"): "end" for state in {*GRAMMAR.values()} - {"end"}}
@@ -219,13 +225,13 @@ AFTER = {event: state for (_, event), state in ORDER.items()}
 def label(event: Json) -> str:
     """Name an event as GRAMMAR does: its type, and the type of the item or part that it opens or ends."""
     event_type = str(event.get("type"))
-    if event_type.removeprefix("response.").startswith(HOSTED):
+    if HOSTED.match(event_type.removeprefix("response.")):
         return "response.*"
     inner: Json | None = event.get("item") or event.get("part")
     if not inner:
         return event_type
     inner_type = inner.get("type", "")
-    if event_type.startswith("response.output_item.") and inner_type.startswith(HOSTED):
+    if event_type.startswith("response.output_item.") and HOSTED.match(inner_type):
         inner_type = "*"
     return f"{event_type} {inner_type}"
 

@@ -1,6 +1,6 @@
 """One audit: what there is to be audited, and every rule asked of it, each with its verdict.
 
-    Peer --look()--> paths, or NoServer        Peer, names of rules --judge_all()--> Result, Result, ...
+    Peer --look()--> paths, or NoReply         Peer, names of rules --judge_all()--> Result, Result, ...
 
     pass     the rule holds                     fail     it does not, and the excerpt shows it
     n/a      the server lacks what it is about  error    it could not be asked, and the reason says why
@@ -129,34 +129,23 @@ ENOUGH = 200  # tokens: long enough to be cancelled, left and resumed
 LONG: list[Json] = [{}, {"ignore_eos": True}, {"ignore_eos": True, "min_tokens": ENOUGH}]
 
 
-class NoServer(Exception):
-    """There is nothing that could be audited; one line says why, and what to do."""
-
-
 def look(peer: Peer, long: Json | None = None) -> list[str]:
-    """Return the paths that are answered; the peer gets the first model that is listed, if it has none.
+    """Return the paths that are answered; raises NoReply if there is nothing that could be audited.
 
-    It also gets `long`, or what is found to make its answers long.
+    The peer gets the first model that is listed, if it has none, and `long`, or what is found to make its
+    answers long.
     """
-    models = asked(peer, "GET", "/models")
+    models = peer.ask("GET", "/models").json
     if not peer.model:
-        listed = models.json.get("data") or models.json.get("models") or [{}]
+        listed = models.get("data") or models.get("models") or [{}]
         first = listed[0] if isinstance(listed, list) else {}
         peer.model = str(first.get("id") or ANY_MODEL) if isinstance(first, dict) else ANY_MODEL
-    replies = {api: asked(peer, "POST", *peer.request(api=api, limit=CUT)) for api in PATHS}
+    replies = {api: peer.reply(api=api, limit=CUT) for api in PATHS}
     apis = [api for api, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:
-        raise NoServer(f"{nothing_served(peer, replies)}. {'; '.join(map(str, replies.values()))}")
+        raise NoReply(f"{nothing_served(peer, replies)}. {'; '.join(map(str, replies.values()))}")
     peer.long = what_makes_it_long(peer, apis[0]) if long is None else long
     return [PATHS[api] for api in apis]
-
-
-def asked(peer: Peer, method: str, path: str, body: Json | bytes = b"") -> Reply:
-    try:
-        peer.start()
-        return peer.ask(method, path, body)
-    except (NoReply, AssertionError) as error:
-        raise NoServer(f"no server answers at {peer.url.geturl()}: {error}") from error
 
 
 def nothing_served(peer: Peer, replies: dict[str, Reply]) -> str:
@@ -175,8 +164,8 @@ def nothing_served(peer: Peer, replies: dict[str, Reply]) -> str:
 def what_makes_it_long(peer: Peer, api: str) -> Json:
     """Return the first of LONG with which the model writes enough; {} if none does."""
     for members in LONG:
-        path, body = peer.request(api=api, said=STORY, limit=ENOUGH, **members)
-        usage = asked(peer, "POST", path, body).json.get("usage") or {}
+        peer.start()
+        usage = peer.reply(api=api, said=STORY, limit=ENOUGH, **members).json.get("usage") or {}
         if ENOUGH in (usage.get("output_tokens"), usage.get("completion_tokens")):
             return members
     return {}
