@@ -15,8 +15,8 @@ Rules of this file:
 3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
 4. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
    Finish("cancelled") has what was counted until then.
-5. An answer ends with "length" after max_output_tokens, and when its logprobs outgrow MAX_LOGPROB_BYTES: they
-   have up to 21 tokens in the place of one, and the events that end an item repeat them.
+5. An answer ends with "length" after max_output_tokens, and after MAX_LOGPROBS logprobs: there may be 21 of
+   them for a token, and the events that end an item repeat them.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py), what keeps rule 2 if a worker has
 a bug (choices.py).
@@ -52,7 +52,7 @@ from tokenizer import Tokenizer
 ALIAS = "default"  # a name that any model answers to
 FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
 MAX_OUTPUT_TOKENS = 4096  # of an answer, if --max-output-tokens does not say otherwise
-MAX_LOGPROB_BYTES = 8 * 2**20  # of a request, as JSON: about 3,500 tokens with top_logprobs 20
+MAX_LOGPROBS = 75_000  # of a request, some 8 MB of JSON: about 3,500 tokens with top_logprobs 20
 
 # The tokenizer takes up to 300 bytes and 5 us a token, so a prompt that is far too long must not reach it
 # whole: one with more than CHARACTERS_PER_TOKEN for each token of the context is first counted by slices.
@@ -322,7 +322,7 @@ class Answer:
         self._decoder = self._tokenizer.decoder()
         self._parser = prompt.parser()
         self._stop_token_ids = prompt.stop_token_ids
-        self._n_logprob_bytes_left = MAX_LOGPROB_BYTES // prompt.request.n
+        self._n_logprobs_left = MAX_LOGPROBS // prompt.request.n
         self._emit = emit
         self._usage = Usage(len(prompt.token_ids), 0)
         self._has_finished = False
@@ -332,7 +332,7 @@ class Answer:
         self._usage.cached_tokens = step.cached_tokens
         end = step.finish
         for token in step.tokens:  # one by one: a step may cross any number of channels
-            if self._n_logprob_bytes_left < 0:
+            if self._n_logprobs_left < 0:
                 end = "length"
                 break
             self._feed_token(token)
@@ -353,7 +353,7 @@ class Answer:
         if token.logprob is not None:
             top = tuple(self._logprob(*likely) for likely in token.top)
             logprobs = (self._logprob(token.token_id, token.logprob, top),)
-            self._n_logprob_bytes_left -= json_bytes(logprobs)
+            self._n_logprobs_left -= 1 + len(top)
         self._usage.output_tokens += 1
         if token.token_id not in self._stop_token_ids:
             self._parse(self._decoder.feed(token.token_id, logprobs))
@@ -394,9 +394,3 @@ def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:
     if error.part:
         of_part = f" for '{error.part}'"
     return BadInput(f"Invalid schema{of_part}: {error}", path, "invalid_json_schema")
-
-
-def json_bytes(logprobs: Iterable[TokenLogprob]) -> int:
-    """Estimate their bytes as JSON: a byte of a token is at most 6 in its text and 4 in `bytes`."""
-    entries = [entry for logprob in logprobs for entry in (logprob, *logprob.top)]
-    return sum(64 + 10 * len(entry.bytes) for entry in entries)

@@ -85,7 +85,11 @@ def matrix_bytes(ops: CudaOps, launches: list[Launch]) -> int:
     """Bytes of the layers' matrices, and of the head, that launches of one kernel read; 0 for experts."""
     name, _, arguments, *_ = launches[0]
     matrices = {*vars(ops.weights.layers[0]), "head"}
-    names = [parameter.name for parameter in ops._kernels._signatures[name].parameters if parameter.name in matrices]
+    names = [
+        parameter.name
+        for parameter in ops._kernels._signatures[name].parameters
+        if parameter.name in matrices
+    ]
     n_bytes = (int(arguments[name].nbytes) for name in names if arguments[name] is not None)
     return len(launches) * sum(n_bytes)
 

@@ -34,26 +34,16 @@ from websockets.sync.client import ClientConnection
 from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
 from store import TERMINAL
 
-RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 N_CLIENTS = 8
 KILL_EVERY_S = 15  # on average; the lives of the server are random
 CALM = 0.4  # share of the time, at its end, in which nothing is killed and memory is watched
 MAX_GROWTH_MB = 40  # of the last process: caches fill, and the allocator keeps some memory
-N_SOCKETS = 200  # that are held at once beside all that, while memory is watched
 # How a client sees a killed server.
 LOST = (OSError, http.client.HTTPException, ValueError, AssertionError, WebSocketException)
-PROMPTS = [
-    "hi",
-    "Tell me a story about a cat.",
-    "Count to nine.",
-    "What is the weather in Tokyo?",
-    "Who are you?",
-]
-TOOL = {
-    "type": "function",
-    "name": "get_weather",
-    "parameters": {"type": "object", "properties": {"city": {}}},
-}
+PROMPTS = ["hi", "Tell me a story about a cat.", "What is the weather in Tokyo?"]
+PARAMETERS = {"type": "object", "properties": {"city": {}}}
+TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
 
 
 class Soak:
@@ -148,14 +138,6 @@ def whole(soak: Soak, server: Server, random: Random) -> None:
     ok(server.post(RESPONSES, body(random, **chain)))
 
 
-def chat(soak: Soak, server: Server, random: Random) -> None:
-    messages = [{"role": "user", "content": random.choice(PROMPTS)}]
-    reply = server.post(
-        CHAT, {"model": "tiny", "messages": messages, "max_tokens": 40, "n": 2, "stream": True}
-    )
-    assert reply.body.endswith(b"data: [DONE]\n\n")
-
-
 def background(soak: Soak, server: Server, random: Random) -> None:
     reply = server.post(RESPONSES, body(random, background=True))
     if reply.status != 429:
@@ -196,18 +178,6 @@ def delete(soak: Soak, server: Server, random: Random) -> None:
     soak.deleted.add(id_)  # now that it was promised
 
 
-def refused(soak: Soak, server: Server, random: Random) -> None:
-    wrong: list[Any] = [
-        b"{",
-        {},
-        body(random, temperature=9),
-        body(random, tools=[{}]),
-        {"model": "tiny", "input": [{}]},
-    ]
-    reply = server.post(RESPONSES, random.choice(wrong))
-    assert reply.status == 400, reply.body
-
-
 def websocket(soak: Soak, server: Server, random: Random) -> None:
     """Some turns, each behind the last one; then leave amid another."""
     with server.websocket() as connection:
@@ -239,22 +209,8 @@ def leave_amid(connection: ClientConnection, random: Random) -> None:
         connection.socket.shutdown(socket.SHUT_RDWR)
 
 
-def crowd(server: Server, random: Random, end: float) -> None:
-    """Hold N_SOCKETS WebSockets, some with a turn; one after the other leaves, and another one comes."""
-    sockets: list[contextlib.ExitStack] = []
-    with contextlib.ExitStack() as held:
-        while time.monotonic() < end:
-            while len(sockets) < N_SOCKETS:
-                sockets.append(held.enter_context(contextlib.ExitStack()))
-                connection = sockets[-1].enter_context(server.websocket())
-                if random.random() < 0.1:
-                    connection.send(json.dumps({"type": "response.create"} | body(random)))
-                    sockets[-1].callback(leave_amid, connection, random)
-            sockets.pop(random.randrange(len(sockets))).close()
-
-
 ACTIONS: list[Callable[[Soak, Server, Random], None]] = [
-    stream, leave, leave, whole, chat, background, background, resume, cancel, delete, refused, websocket,
+    stream, leave, leave, whole, background, background, resume, cancel, delete, websocket,
 ]  # fmt: skip
 
 # --- what the operator does ---------------------------------------------------------------------------------
@@ -318,7 +274,7 @@ def main() -> int:
                     soak.server = None  # the clients pause
                     was = used(server)
                     soak.server = server
-                    crowd(server, soak.random, end)
+                    soak.over.wait(end - time.monotonic())
                     soak.over.set()
                     for client in clients:
                         client.join()

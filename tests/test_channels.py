@@ -21,7 +21,7 @@ from channels import Delta, Dialect, Finder, Finish, Output, Parser, Piece, Stat
 from dialects import families
 from dialects.families import DIALECTS
 from helpers.laws import parse
-from helpers.scripted import END, ENDS, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
+from helpers.scripted import END, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
 from request import tools
 from tokenizer import Tokenizer
 
@@ -544,25 +544,15 @@ OTHERS = {
         ("<|channel|>commentary<|message|>a<|end|>",                  "[commentary]a"),
         # The recipient decides, wherever it stands and whatever stands beside it.
         (f"{TO_F}{{}}<|call|>",                                       "[call f]{}"),
-        (f"{ASSISTANT} to=functions.f<|channel|>commentary<|message|>{{}}", "[call f]{}"),
-        (f"{ASSISTANT} to=functions.f<|channel|>commentary <|constrain|>json<|message|>", "[call f]{}"),
-        ("<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}", "[call f]{}"),
-        ("<|channel|>analysis to=functions.f code<|message|>{}",      "[call f]{}"),
-        ("<|channel|>commentary to=functions.web-browsing json<|message|>{}", "[call web-browsing]{}"),
         ("<|channel|>commentary to=python<|message|>{}",              "[call python]{}"),
         ("<|channel|>commentary to=assistant<|message|>a",            "[commentary]a"),
         (f"{ASSISTANT} to=functions.f<|channel|>commentary<|call|>",  "[call f]{}"),
-        ("<|channel|>commentary to=functions.f<|message|> <|call|>",  "[call f] {}"),
         # A channel unknown, or none.
         ("<|channel|>musings<|message|>a<|end|>",                     "[final]a"),
-        (f"{ASSISTANT}<|message|>a<|end|>",                           "[final]a"),
         # What is missing, what is there twice, what is stray.
         ("a",                                                         "[final]a"),
         (f"{THOUGHT}a<|end|>b<|end|>\n{ASSISTANT}{FINAL}c",           "[analysis]a[final]b[final]c"),
-        (f"{THOUGHT}a<|end|>{FINAL}b",                                "[analysis]a[final]b"),
         (f"{THOUGHT}a<|end|>commentary to=functions.f<|message|>{{}}", "[analysis]a[call f]{}"),
-        (f"{THOUGHT}a{FINAL}b",                                       "[analysis]a[final]b"),
-        (f"{THOUGHT}a{ASSISTANT}{FINAL}b",                            "[analysis]a[final]b"),
         (f"{THOUGHT}a<|end|><|end|><|start|>{ASSISTANT}{FINAL}b",     "[analysis]a[final]b"),
         (f"{FINAL}<|message|>a<|constrain|>b",                        "[final]a[final]b"),
         (f"{TO_F}{{<|constrain|>}}<|call|>",                          "[call f]{}"),
@@ -725,19 +715,6 @@ def test_logprobs_of_what_was_held_leave_with_it(name: str, text: str) -> None:
     assert [p.token for delta in deltas for p in delta.logprobs] == [piece.text for piece in pieces]
 
 
-def test_a_token_opens_nothing_where_nobody_asked_for_it() -> None:
-    mute = families.find(DIALECTS["hermes"], TINY.added, "no reasoning", tools=False)
-    assert parse(as_tokens(["a<tool_call>b"]), parser(mute)) == [["final", "a<tool_call>b"]]
-
-
-def test_a_stop_string_stops_at_its_last_token() -> None:
-    """Newlines are held for a marker that may follow, and yet a stop string of newlines ends at once."""
-    reader = parser(TOKENS["hermes"], stop=["\n\n"])
-    for piece, stopped in ((Piece("a"), False), (Piece("\n"), False), (Piece("\n"), True)):
-        reader.feed(piece)
-        assert reader.stopped == stopped
-
-
 # --- which dialect it is, and where it begins ---------------------------------------------------------------
 
 
@@ -797,13 +774,3 @@ def test_the_tables_agree(name: str) -> None:
     assert {*written} <= row.markers
     assert ("content" in row.transitions.values()) == (row.header is not None)
     assert {state for state, _ in row.transitions} <= {"any", row.start, *row.transitions.values()}
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_every_marker_can_come_everywhere(name: str) -> None:
-    """No pair of a state and a marker raises, and only the end of a turn stops."""
-    row = TOKENS[name]
-    for first, second, third in itertools.product(sorted(row.markers), repeat=3):
-        reader = parser(row)
-        parse([Piece(m, m) for m in (first, second, third)], reader)
-        assert reader.stopped == bool({first, second, third} & ENDS)

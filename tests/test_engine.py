@@ -67,69 +67,12 @@ def test_text_is_the_models(tiny_engine: Engine) -> None:
 # ---- How it ends -------------------------------------------------------------------------------------------
 
 
-def test_stop_tokens(tiny_engine: Engine) -> None:
-    """The first of them ends the answer, and is in it."""
-    full = alone(tiny_engine, endless(20, 30))
-    for wanted in {*full.ids}:
-        n = full.ids.index(wanted) + 1
-        got = alone(tiny_engine, replace(endless(20, 30), stop_token_ids=frozenset([wanted, 2047])))
-        assert got == Answer(full.tokens[:n], "stop", "")
-
-
-@pytest.mark.parametrize("n", [1, 2, 31, 32, 33])
-def test_max_tokens(n: int, tiny_engine: Engine) -> None:
-    full = alone(tiny_engine, endless(20, 40))
-    assert alone(tiny_engine, endless(20, n)) == Answer(full.tokens[:n], "length", "")
-
-
-def test_a_stop_token_at_max_tokens_is_a_stop(tiny_engine: Engine) -> None:
-    full = alone(tiny_engine, job("Say OK"))
-    assert full.finish == "stop"
-    assert alone(tiny_engine, job("Say OK", max_tokens=len(full.ids))) == full
-
-
-def test_the_context_can_be_used_to_its_end(watch: Watch) -> None:
-    """max_tokens comes from worker.py, which leaves the engine what the context has left."""
-    with started(watch, max_seq_len=64) as small, started(watch) as large:
-        for n_prompt in (1, 40, 63):
-            full = endless(n_prompt, 64 - n_prompt)
-            assert alone(small, full) == alone(large, full)
-            assert len(alone(small, full).ids) == 64 - n_prompt
-
-
-def test_leaving_frees_the_memory_within_one_step(tiny_engine: Engine, watch: Watch) -> None:
-    """Two run; one is left during step 5. In step 6 the other is alone, and so are its keys and values."""
-
-    async def main() -> Answer:
-        async with watch.paused(tiny_engine):
-            stays = asyncio.create_task(steps_of(tiny_engine, endless(3, 20)))
-            leaves = stepwise(tiny_engine, endless(3, 20))
-            first = asyncio.ensure_future(anext(leaves))
-            watch.hold_at.add(5)
-        async with aclosing(leaves):
-            await first
-            await watch.held()
-        watch.release()
-        return answer(await stays)
-
-    assert len(play(main(), "a sequence beside one that was left").ids) == 20
-    both, one = WatchedStep([1, 1], 2), WatchedStep([1], 1)
-    assert watch.steps[1:] == [WatchedStep([3, 3], 2), *[both] * 4, *[one] * 15]
-    assert state(tiny_engine) == (0, 0, 21)
-
-
 async def cancelled(engine: Engine, watch: Watch) -> None:
     reader = asyncio.create_task(steps_of(engine, endless(1, 700)))
     await watch.held()
     reader.cancel()
     await asyncio.wait([reader])
     assert reader.cancelled()
-
-
-async def broken_off(engine: Engine, watch: Watch) -> None:
-    async with aclosing(stepwise(engine, endless(1, 700))) as steps:
-        await anext(steps)
-        await watch.held()
 
 
 async def forgotten(engine: Engine, watch: Watch) -> None:
@@ -139,7 +82,7 @@ async def forgotten(engine: Engine, watch: Watch) -> None:
     await watch.held()
 
 
-@pytest.mark.parametrize("way", [cancelled, broken_off, forgotten])
+@pytest.mark.parametrize("way", [cancelled, forgotten])
 def test_nothing_stays_of_a_sequence_however_its_reader_leaves(
     way: Callable[[Engine, Watch], Coroutine[Any, Any, None]], tiny_engine: Engine, watch: Watch
 ) -> None:
@@ -152,24 +95,6 @@ def test_nothing_stays_of_a_sequence_however_its_reader_leaves(
 
 
 # ---- Who runs when -----------------------------------------------------------------------------------------
-
-
-def test_leaving_while_waiting(tiny_engine: Engine, watch: Watch) -> None:
-    async def main() -> list[Answer]:
-        async with watch.paused(tiny_engine):
-            readers = [asyncio.create_task(steps_of(tiny_engine, endless(1, 9))) for _ in range(MAX_BATCH)]
-            waiting = asyncio.create_task(steps_of(tiny_engine, endless(1, 9)))
-            watch.hold_at.add(3)
-        await watch.held()
-        assert state(tiny_engine) == (MAX_BATCH, 1, 3)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        watch.release()
-        return [answer(await reader) for reader in readers]
-
-    assert len(play(main(), "sequences while another waits and leaves")) == MAX_BATCH
-    assert watch.steps[1:] == [WatchedStep([1] * MAX_BATCH, MAX_BATCH)] * 9
-    assert state(tiny_engine) == (0, 0, 10)
 
 
 def test_a_step_beside_who_decodes_takes_no_longer_than_it_may(
@@ -203,13 +128,6 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_works(
     assert [a.tokens for a in got] == [b.tokens[:3] for b in expected]  # one step was paused()'s
     assert "a fault made on purpose" in caplog.text
     assert together(tiny_engine, watch, jobs) == expected
-
-
-def test_a_step_that_fails_leaves_no_memory(tiny_engine: Engine, watch: Watch) -> None:
-    watch.fail_at = 3
-    assert failed(alone(tiny_engine, endless(5, 9)), "FloatingPointError")
-    counts = tiny_engine.counts()
-    assert counts["free_pages"] == counts["pages"]
 
 
 def test_a_step_that_fails_spares_who_is_not_in_it(tiny_engine: Engine, watch: Watch) -> None:

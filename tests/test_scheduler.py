@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from helpers.engines import WatchedScheduler
 from model import PAGE, Span
 from sampling import NO_TOKEN, Choice, Sampling
-from scheduler import MAX_CHUNKS, MIN_ROWS, Scheduled, Scheduler, Sequence, prompt_lookup
+from scheduler import MIN_ROWS, Scheduled, Scheduler, Sequence, prompt_lookup
 
 CHUNK = PAGE
 GREEDY = Sampling(temperature=0)
@@ -93,21 +93,6 @@ def test_the_example_of_the_theory() -> None:
     assert (a.n_computed, len(a.output)) == (201, 2)
 
 
-def test_decode_comes_first_also_where_it_is_younger() -> None:
-    s, a, b = scheduler(), sequence(6 * CHUNK), sequence(5, first=900)
-    added(s, a, b)
-    assert step(s) == [Row(a, 0, CHUNK), Row(b, 0, 5)]
-    assert step(s) == [Row(b, 5, 6), Row(a, CHUNK, 3 * CHUNK)]
-
-
-def test_only_the_last_row_of_a_prompt_chooses() -> None:
-    s, a = scheduler(), sequence(MAX_CHUNKS * CHUNK + 3)
-    s.add(a)
-    (first,), (last,) = s.schedule(), s.schedule()
-    assert (first.is_prefill, first.span.n_wanted, first.contexts) == (True, 0, [])
-    assert (last.is_prefill, last.span.n_wanted, len(last.contexts)) == (True, 1, 1)
-
-
 def test_prompts_share_the_budget() -> None:
     """As many as there are chunks a step, the oldest first. A short one leaves its rest to those after it."""
     s = scheduler()
@@ -127,21 +112,6 @@ def test_beside_who_decodes_a_prompt_has_the_rows_that_there_is_time_for(max_row
     finish(s, s.schedule(max_rows=max_rows))
     s.add(a)
     assert rows(s.schedule(max_rows=max_rows)) == [Row(b, 5, 6), Row(a, 0, n_rows)]
-
-
-def test_where_nobody_decodes_time_does_not_matter() -> None:
-    s, a = scheduler(), sequence(300)
-    s.add(a)
-    assert rows(s.schedule(max_rows=1)) == [Row(a, 0, 2 * CHUNK)]
-
-
-def test_a_prompt_goes_on_however_slow_the_machine_is() -> None:
-    s, a, b, c = scheduler(), sequence(300), sequence(5, first=900), sequence(300, first=2000)
-    s.add(b)
-    step(s)
-    added(s, a, c)
-    batch = s.schedule(max_rows=1)
-    assert rows(batch) == [Row(b, 5, 6), Row(a, 0, MIN_ROWS // 2), Row(c, 0, MIN_ROWS // 2)]
 
 
 def test_a_page_that_is_computed_bit_by_bit_is_waited_for_and_shared() -> None:
@@ -187,17 +157,6 @@ def test_owners_are_admitted_in_turn() -> None:
     assert admitted == "ABC" + 7 * "A"
 
 
-def test_with_more_owners_than_places_each_has_its_turn() -> None:
-    s = scheduler(max_batch=1)
-    added(s, *owned("A", 3), *owned("B", 2), *owned("C", 1))
-    order = ""
-    while s.running or s.waiting:
-        step(s)
-        order += owners(s.running)
-        s.remove(s.running[0])
-    assert order == "ABCABA"
-
-
 def test_an_owner_who_runs_nothing_takes_a_place_of_one_who_runs_many() -> None:
     """Its one token waited for the long answers of another: 53 s behind three requests with n = 16."""
     s = scheduler(max_batch=4)
@@ -229,16 +188,6 @@ def test_nobody_is_preempted_for_who_would_not_fit_all_the_same() -> None:
     step(s)
     assert owners(s.running) == "AAAA"
     assert s.counts["preemptions"] == 0
-
-
-def test_a_place_is_taken_only_when_nothing_is_in_flight() -> None:
-    s = scheduler(max_batch=2)
-    added(s, *owned("A", 2))
-    first = s.schedule()
-    added(s, *owned("B", 1))
-    assert s.schedule([first]) == []
-    finish(s, first)
-    assert owners(scheduled.sequence for scheduled in s.schedule()) == "AB"
 
 
 def test_when_pages_run_out_who_has_most_gives_way() -> None:
@@ -309,18 +258,6 @@ def test_a_sequence_waits_for_the_page_that_another_is_computing() -> None:
 # --- admission and preemption -------------------------------------------------------------------------------
 
 
-def test_no_more_run_than_the_batch_has_slots() -> None:
-    s = scheduler(max_batch=3)
-    sequences = [sequence(1, first=i) for i in range(5)]
-    added(s, *sequences)
-    assert [row.sequence for row in step(s)] == sequences[:3]
-    assert len({one.slot for one in s.running}) == 3
-    s.remove(sequences[1])
-    step(s)
-    assert s.running == [sequences[0], sequences[2], sequences[3]]
-    assert list(s.waiting) == sequences[4:]
-
-
 def test_who_needs_more_pages_than_are_free_waits_and_nobody_overtakes() -> None:
     s = scheduler(n_pages=6)
     a, b, c = sequence(3 * PAGE), sequence(3 * PAGE, first=1000), sequence(1, first=2000)
@@ -330,16 +267,6 @@ def test_who_needs_more_pages_than_are_free_waits_and_nobody_overtakes() -> None
     s.remove(a)
     step(s)
     assert (s.running, list(s.waiting)) == ([b, c], [])
-
-
-def test_pages_that_others_have_in_use_need_not_be_free() -> None:
-    s, a, b = scheduler(n_pages=8), sequence(5 * PAGE + 1), sequence(5 * PAGE + 1)
-    s.add(a)
-    while not a.output:
-        step(s)
-    s.add(b)
-    step(s)
-    assert s.running == [a, b]
 
 
 def preempted() -> tuple[Scheduler, Sequence, Sequence]:
@@ -411,29 +338,6 @@ def test_a_span_is_chained_to_a_token_that_is_not_read() -> None:
     assert (a.output, a.finish) == ([7, 7, 7], "length")
 
 
-def test_a_result_that_comes_after_the_end_is_dropped() -> None:
-    s, a = scheduler(), sequence(5)
-    s.add(a)
-    first = s.schedule()
-    second = s.schedule([first])
-    finish(s, first, STOP)
-    assert (a.output, a.finish, n_used_pages(s)) == ([STOP], "stop", 0)
-    finish(s, second)
-    assert a.output == [STOP]
-
-
-@pytest.mark.parametrize("where", ["waiting", "running", "gone"])
-def test_remove(where: str) -> None:
-    s, a, b = scheduler(max_batch=1), sequence(5), sequence(5, first=1000)
-    added(s, a, b)
-    step(s)
-    leaves = {"waiting": b, "running": a, "gone": sequence(1)}[where]
-    s.remove(leaves)
-    step(s)
-    assert s.running == [{"waiting": a, "running": b, "gone": a}[where]]
-    assert n_used_pages(s) == 1
-
-
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_logits_that_are_no_numbers_end_their_sequence_alone(drafts: int) -> None:
     """All that were in the step failed."""
@@ -491,21 +395,6 @@ def test_no_step_is_chained_to_one_with_drafts() -> None:
     assert s.schedule([s.schedule()]) == []
 
 
-def test_no_draft_goes_past_the_end() -> None:
-    s = scheduler(speculate=4)
-    with_first_token(s, repeating(max_tokens=3))
-    (scheduled,) = s.schedule()
-    assert scheduled.drafts == [3]  # and the third token is chosen behind it
-
-
-def test_no_draft_is_a_stop_token() -> None:
-    s = scheduler(speculate=4)
-    a = Sequence([1, 2, STOP, 1], 100, frozenset([STOP]), GREEDY)
-    with_first_token(s, a)
-    (scheduled,) = s.schedule()
-    assert scheduled.drafts == []
-
-
 @pytest.mark.parametrize(("n_prompt", "n_pages", "n_drafts"), [(61, 2, 2), (61, 3, 8), (64, 2, 8)])
 def test_a_draft_takes_no_page_that_another_may_need(n_prompt: int, n_pages: int, n_drafts: int) -> None:
     """After 62 tokens a page has room for two. Of the free pages one is left to each that runs.
@@ -542,19 +431,6 @@ class Only:
 
     def close(self) -> None:
         raise NotImplementedError
-
-
-def test_drafts_end_before_one_that_the_constraint_forbids() -> None:
-    s = scheduler(speculate=4)
-    a = with_first_token(s, repeating(constraint=Only(2, 3, 1, 5, 5)))
-    (scheduled,) = batch = s.schedule()
-    assert scheduled.drafts == [3, 1]
-    allowed = [
-        np.flatnonzero(context.mask).tolist() for context in scheduled.contexts if context.mask is not None
-    ]
-    assert allowed == [[3], [1], [5]]
-    finish(s, batch, 3, 1, 5)
-    assert a.output == [2, 3, 1, 5]
 
 
 def test_a_sequence_whose_mask_is_late_holds_up_nobody() -> None:
@@ -605,32 +481,6 @@ DRAFTS = [
 @pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
 def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
     assert prompt_lookup(np.array(token_ids, np.int64), n) == expected
-
-
-def test_who_watches_sees_a_page_that_is_taken_and_given_back_in_one_step() -> None:
-    """The younger of A takes the last page, and gives way in the same step to B, who takes its other one."""
-    s, watched = scheduler(n_pages=5), WatchedScheduler()
-
-    def watched_step() -> None:
-        batch = s.schedule()
-        finish(s, batch)
-        watched.observe(s, batch, [[Choice(7)] for scheduled in batch], 0)
-
-    s.add(sequence(2 * PAGE + 1, 1))
-    watched_step()
-    watched_step()
-    assert len(s.pool.cached_pages) == 2
-    # Two with one text: the younger's full page is not the one that is put into the cache.
-    old, young = (sequence(40, first=1000, owner="A") for _ in range(2))
-    (other,) = owned("B", 1, n_prompt=41)
-    added(s, old, young)
-    watched_step()
-    s.add(other)  # from now on all three have the same number of tokens
-    while not young.n_preemptions:
-        watched_step()
-    assert (len(other.page_table), s.pool.n_free) == (2, 1)
-    assert len(s.pool.cached_pages) == 2  # a full page of the older and of the other, none of the first
-    assert watched.violations == []
 
 
 # --- any order of things ------------------------------------------------------------------------------------

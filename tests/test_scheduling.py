@@ -4,8 +4,6 @@ run out, on steps launched ahead, on drafts. All by ==, logprobs too: the bits.
 
 import asyncio
 import math
-import random
-from collections import abc
 from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
@@ -21,14 +19,11 @@ from dialects.structured_output import answer_grammar
 from engine import Engine
 from helpers.engines import (
     CHUNK,
-    GREEDY,
-    PATIENCE_S,
     Answer,
     Watch,
     alone,
     answer,
     endless,
-    failed,
     play,
     started,
     steps_of,
@@ -184,43 +179,7 @@ def test_cached_is_cold(n: int) -> None:
         assert engine.counts()["cached_tokens"] == n_cached
 
 
-def test_a_second_turn_finds_the_first() -> None:
-    with started(Watch()) as engine, started(Watch()) as cold:
-        first = endless(2 * PAGE + 50, 90)  # the answer fills two pages more
-        turn = [*first.prompt, *alone(engine, first).ids, 9, 8, 7]
-        second = replace(first, prompt=turn)
-        expected = alone(cold, second)
-        assert answer(play(steps_of(engine, second), "a second turn")) == expected
-        assert engine.counts()["cached_tokens"] == 4 * PAGE
-        assert cached_tokens(engine, replace(first, prompt=[1, *turn])) == 0  # the same tokens behind another
-
-
-# ---- Pages that run out ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n_ahead", [0, 3])
-def test_preempted_is_undisturbed(n_ahead: int) -> None:
-    """Four that grow in a pool for two: the younger go back, and say what they would have said. The oldest
-    ends first: nobody takes its pages."""
-    jobs = [replace(endless(30, 110, first=i), sampling=replace(GREEDY, seed=i)) for i in range(4)]
-    watch, ended = Watch(), list[int]()
-    with started(Watch(), 256) as quiet:
-        expected = [alone(quiet, job) for job in jobs]
-
-    async def read(engine: Engine, i: int) -> Answer:
-        got = answer(await steps_of(engine, jobs[i]))
-        ended.append(i)
-        return got
-
-    async def main(engine: Engine) -> list[Answer]:
-        async with watch.paused(engine):
-            readers = [asyncio.ensure_future(read(engine, i)) for i in range(4)]
-        return list(await asyncio.gather(*readers))
-
-    with started(watch, 256, 5, n_ahead) as engine:
-        assert play(main(engine), "four that grow") == expected
-        assert engine.counts()["preemptions"] >= 2
-        assert ended == [0, 1, 2, 3]
+# ---- Fewer pages than tokens ------------------------------------------------------------------------------------
 
 
 def test_the_pool_bounds_the_context() -> None:
@@ -246,18 +205,6 @@ def test_steps_are_launched_before_those_before_them_are_read() -> None:
         assert alone(engine, stopping) == Answer(expected.tokens[:n_said], "stop", "")
         assert alone(engine, full) == expected
     assert len(watch.steps) == n_said + 3 + len(expected.ids)
-
-
-def test_a_step_that_fails_amid_steps_ahead() -> None:
-    """What was chosen before is said, those in the step fail, and the next request works."""
-    watch, asked = Watch(), endless(20, 30)
-    with started(watch, n_ahead=3) as engine:
-        expected = alone(engine, asked)
-        watch.fail_at = len(watch.steps) + 9
-        got = alone(engine, asked)
-        assert failed(got, "FloatingPointError")
-        assert got.tokens == expected.tokens[:9]
-        assert alone(engine, asked) == expected
 
 
 # ---- Drafts ------------------------------------------------------------------------------------------------
@@ -295,43 +242,3 @@ def test_a_prompt_that_comes_four_times_at_once_is_read_once(n_ahead: int) -> No
         assert engine.counts()["cached_tokens"] == 3 * 9 * PAGE
     assert len({str(answer) for answer in answers}) == 1
     assert max(step.n_running for step in watch.steps) == 4
-
-
-# ---- All of it ---------------------------------------------------------------------------------------------
-
-
-def test_soak() -> None:
-    """200 requests, two dozen at a time, in a pool for a few: readers that leave, constraints, drafts."""
-    r = random.Random(4)
-    asked = [
-        Asked(
-            r.randrange(3),
-            r.choice([1, 5, 64, 129, 200, 257]),
-            r.choice([1, 20, 110]),
-            tuple({**r.choice(SAMPLINGS), "n_top_logprobs": 2}.items()),
-            constrained=r.random() < 0.2,
-            leaves=r.choice([None, None, 1, 4]),
-            id=f"req_{i}",
-        )
-        for i in range(200)
-    ]
-    rest = iter(asked)
-
-    async def client(engine: Engine) -> abc.Sequence[tuple[Asked, list[Choice]]]:
-        return [(one, await said(engine, one)) for one in rest]
-
-    async def main(engine: Engine) -> abc.Sequence[abc.Sequence[tuple[Asked, list[Choice]]]]:
-        return await asyncio.gather(*(client(engine) for _ in range(24)))
-
-    with started(watch := Watch(), LENGTH, n_pages=8, n_ahead=3, speculate=4) as engine:
-        # 10 s of computing: on a machine that is busy otherwise it has taken 34.
-        got = [pair for client in play(main(engine), "200 answers", 5 * PATIENCE_S) for pair in client]
-        counts = engine.counts()
-    assert len(got) == 200
-    for one, tokens in got[::10]:
-        check(one, tokens)
-    for one, tokens in got:  # one who leaves may not have read the last of them
-        assert watch.scheduler.tokens_of(one.id)[: len(tokens)] == tokens
-        assert one.leaves or len(watch.scheduler.tokens_of(one.id)) == len(tokens)
-    assert min(counts[name] for name in ("preemptions", "cached_tokens", "accepted")) > 0
-    assert (counts["running"], counts["waiting"], counts["free_pages"]) == (0, 0, 8)

@@ -133,12 +133,6 @@ def test_any_concatenation(pieces: list[str], text: str) -> None:
     )
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])), st.booleans())
-def test_any_string_stands_for_itself(text: str, in_any_case: bool) -> None:
-    lark = f'start: "<" {json.dumps(text)}{"i" * in_any_case}'
-    assert fits_quoted("lark", lark, json.dumps("<" + text, ensure_ascii=False))
-
-
 @pytest.mark.parametrize(("syntax", "definition"), REFUSED)
 def test_refused(syntax: str, definition: str) -> None:
     with pytest.raises(grammar_in_json.BadSource):

@@ -43,7 +43,6 @@ TOKENIZER = Tokenizer(TINY / "tokenizer.json")
 GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041, 2039))
 
 HERMES = families.find(DIALECTS["hermes"], TOKENIZER.added, "", tools=True)
-NO_THINKING = families.find(DIALECTS["hermes"], ["<tool_call>", "</tool_call>"], "", tools=True)
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
@@ -132,20 +131,6 @@ def fits(
 @pytest.mark.parametrize(("spec", "answer", "expected"), ANSWERS)
 def test_answers(spec: Must, answer: str, expected: bool) -> None:
     assert fits(answer, spec, HERMES, "possible") == expected
-
-
-@pytest.mark.parametrize(("spec", "answer", "expected"), ANSWERS)
-def test_answers_behind_an_open_thought(spec: Must, answer: str, expected: bool) -> None:
-    """The template has begun the reasoning: what is demanded holds behind its end."""
-    rest = answer.removeprefix("<think>\n")
-    closed = rest if "</think>" in rest else "hm</think>\n" + rest
-    assert fits(closed, spec, HERMES, "open") == expected
-
-
-def test_no_thought_where_it_is_over() -> None:
-    assert not fits(THOUGHT + CALL, REQUIRED, HERMES, "over")
-    assert not fits(THOUGHT + CALL, REQUIRED, NO_THINKING, "possible")
-    assert fits(CALL, REQUIRED, NO_THINKING, "possible")
 
 
 HOME: Json = {
@@ -426,12 +411,10 @@ def test_a_schema_may_hold_itself() -> None:
 
 # --- through the server -------------------------------------------------------------------------------------
 
-TOOL: Any = {"type": "function", "name": "get_weather", "parameters": CITY}
 NESTED: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 
 
 HI: Any = {"role": "user", "content": "hi"}
-NAMED: Any = {"type": "function", "name": "get_weather"}
 NESTED_NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -439,40 +422,6 @@ NESTED_NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 def sdk() -> Iterator[Any]:
     with serve() as server, server.sdk() as client:
         yield client
-
-
-def test_json_schema_at_temperature_2(sdk: Any) -> None:
-    for seed in range(50):
-        answer = sdk.responses.create(
-            model="default",
-            input="Describe a person.",
-            temperature=2,
-            reasoning={"effort": "none"},
-            text={"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}},
-            extra_body={"seed": seed},
-        )
-        jsonschema.validate(json.loads(answer.output_text), PERSON)
-
-
-@pytest.mark.parametrize("choice", ["required", NAMED])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_when_told_to(sdk: Any, choice: Any, stream: bool) -> None:
-    """However hot, and though nothing in the question asks for it."""
-    for seed in range(5):
-        answer = sdk.responses.create(
-            model="default",
-            input="hi",
-            tools=[TOOL],
-            tool_choice=choice,
-            temperature=2,
-            reasoning={"effort": "none"},
-            parallel_tool_calls=False,
-            extra_body={"seed": seed},
-            stream=stream,
-        )
-        (call,) = (list(answer)[-1].response if stream else answer).output
-        assert (call.type, call.name) == ("function_call", "get_weather")
-        jsonschema.validate(json.loads(call.arguments), CITY)
 
 
 @pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NESTED_NAMED, "stop")])
@@ -540,13 +489,6 @@ def test_bad_grammar_is_a_400(sdk: Any) -> None:
             "tools[0].custom.format.grammar.definition",
             "invalid_value",
         )
-
-
-def test_bad_schema_is_a_400(sdk: Any) -> None:
-    bad = {"type": "json_schema", "name": "x", "schema": {"type": "objec"}}
-    with pytest.raises(openai.BadRequestError) as caught:
-        sdk.responses.create(model="default", input="hi", text={"format": bad})
-    assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "text.format.schema")
 
 
 @pytest.mark.parametrize(
