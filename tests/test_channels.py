@@ -679,7 +679,7 @@ def test_a_marker_that_is_a_token_is_not_found_in_text(name: str) -> None:
 
 @pytest.mark.parametrize("dialects", [TOKENS, SPELLED])
 @pytest.mark.parametrize("name", DIALECTS)
-def test_an_added_token_that_is_no_marker_is_text(name: str, dialects: dict[str, Dialect]) -> None:
+def test_an_added_token_that_is_not_a_marker_is_text(name: str, dialects: dict[str, Dialect]) -> None:
     """Arguments in Mistral's dialect and in harmony went without it, but where a marker was looked for."""
     added = "<|fim_prefix|>"
     form = "".join((DIALECTS[name].forms.calls[0], DIALECTS[name].forms.call, DIALECTS[name].forms.calls[1]))
@@ -694,7 +694,7 @@ def test_an_added_token_that_is_no_marker_is_text(name: str, dialects: dict[str,
     assert parse([Piece("a"), Piece(added, added)], parser(dialects[name])) == [["final", f"a{added}"]]
 
 
-def test_an_added_token_that_is_no_marker_is_text_outside_of_strings() -> None:
+def test_an_added_token_that_is_not_a_marker_is_text_outside_of_strings() -> None:
     """Harmony's arguments leave as they are written, whatever they are."""
     tokens = ["<|channel|>", "commentary to=functions.f", "<|message|>", "1"]
     pieces = [Piece(text, text if text.startswith("<|") else "") for text in tokens]

@@ -97,7 +97,7 @@ def test_nothing_stays_of_a_sequence_however_its_reader_leaves(
 # ---- Who runs when -----------------------------------------------------------------------------------------
 
 
-def test_a_step_beside_who_decodes_takes_no_longer_than_it_may(
+def test_a_step_with_decoding_sequences_takes_no_longer_than_it_may(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock on which a row takes 5 ms, and a step 20 ms more: 12 rows in 80 ms."""
@@ -130,7 +130,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_works(
     assert together(tiny_engine, watch, jobs) == expected
 
 
-def test_a_step_that_fails_spares_who_is_not_in_it(tiny_engine: Engine, watch: Watch) -> None:
+def test_a_step_that_fails_spares_the_sequences_outside_of_it(tiny_engine: Engine, watch: Watch) -> None:
     """Two chunks fill the step, so the third prompt and the fourth have to wait, and only for that."""
     jobs = [endless(n, 3, first=n) for n in (CHUNK, CHUNK, CHUNK + 1, 7)]
     watch.fail_at = 1
@@ -176,7 +176,7 @@ def test_a_request_that_does_not_fit(what: str, asked: Sequence, message: str, t
     assert alone(tiny_engine, job("Say OK")).finish == "stop"
 
 
-def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
+def test_logits_that_are_not_numbers_fail_their_request_alone() -> None:
     """A token whose embedding is NaN: all that were in the step failed, which any client could repeat."""
     embed = tiny().weights.embed.copy()
     poison = 77
@@ -355,7 +355,7 @@ def test_tokens_are_emitted_in_the_context_of_their_request(tiny_engine: Engine)
     assert seen == ["req_1"] * 3
 
 
-def test_nobody_waits_twice_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_rarely_wait_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask can take 0.2 s: each step would wait for it in vain, and all streams with it."""
     waits: list[float] = []
 
@@ -409,7 +409,7 @@ class CannotBeWaitedFor:
     def close(self) -> None: ...
 
 
-def test_what_nobody_foresaw_fails_all_and_hangs_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unforeseen_exception_fails_all_and_hangs_none(caplog: pytest.LogCaptureFixture) -> None:
     """The engine's thread died, and everybody waited for ever."""
     asked = Sequence([5, 6, 7, 8] * 20, 30, frozenset(), GREEDY, CannotBeWaitedFor())
     with started(watch := Watch(), speculate=4) as engine:
@@ -419,7 +419,7 @@ def test_what_nobody_foresaw_fails_all_and_hangs_none(caplog: pytest.LogCaptureF
     assert "a fault made on purpose" in caplog.text
 
 
-def test_close_fails_who_runs_and_who_waits(tiny_engine: Engine, watch: Watch) -> None:
+def test_close_fails_what_runs_and_what_waits(tiny_engine: Engine, watch: Watch) -> None:
     async def main() -> list[Answer]:
         async with watch.paused(tiny_engine):
             readers = [

@@ -1,7 +1,7 @@
 """model.py: the laws of the forward pass, and sampling from distributions made by hand.
 
-The checkpoints are those of parity.py, and tests/checkpoint/test_parity.py compares their logits with those of
-transformers. A law that promises the same bits allows no rounding.
+The checkpoints are those of parity.py; tests/checkpoint/test_parity.py compares their logits with those that
+transformers computes. A law that promises the same bits allows no rounding.
 """
 
 import tempfile
@@ -153,7 +153,7 @@ def test_memory_that_was_never_written_is_never_read(name: str) -> None:
     assert np.isnan(model.ops._kv[1, :, :, 80 - PAGE :]).all()
 
 
-def test_untouched_pages_are_no_memory() -> None:
+def test_untouched_pages_take_no_memory() -> None:
     """Bug: a huge page of memory is given as a whole when a byte of it is written, and a token has its place
     in every layer and head: 377 MB for the first token of a request. All of a page lies together."""
     model = ours("llama-2")

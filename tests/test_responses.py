@@ -119,7 +119,7 @@ def test_a_logprob_is_encoded_once() -> None:
     assert got == UNLIKELY
 
 
-def test_a_first_logprob_that_is_no_number_opens_no_item() -> None:
+def test_a_first_logprob_that_is_not_a_number_opens_no_item() -> None:
     """Bug: the item was closed at the end, and had never been announced."""
     b = builder()
     b.start()

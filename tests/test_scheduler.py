@@ -106,7 +106,9 @@ def test_prompts_share_the_budget() -> None:
 
 
 @pytest.mark.parametrize(("max_rows", "n_rows"), [(1000, 2 * CHUNK), (50, 49), (20, 19), (1, MIN_ROWS)])
-def test_beside_who_decodes_a_prompt_has_the_rows_that_there_is_time_for(max_rows: int, n_rows: int) -> None:
+def test_beside_decoding_sequences_a_prompt_has_the_rows_that_there_is_time_for(
+    max_rows: int, n_rows: int
+) -> None:
     s, a, b = scheduler(), sequence(300), sequence(5, first=900)
     s.add(b)
     finish(s, s.schedule(max_rows=max_rows))
@@ -157,7 +159,7 @@ def test_owners_are_admitted_in_turn() -> None:
     assert admitted == "ABC" + 7 * "A"
 
 
-def test_an_owner_who_runs_nothing_takes_a_place_of_one_who_runs_many() -> None:
+def test_an_owner_that_runs_nothing_takes_a_slot_of_one_that_runs_many() -> None:
     """Its one token waited for the long answers of another: 53 s behind three requests with n = 16."""
     s = scheduler(max_batch=4)
     added(s, *owned("A", 6))
@@ -171,7 +173,7 @@ def test_an_owner_who_runs_nothing_takes_a_place_of_one_who_runs_many() -> None:
     assert owners(s.running) == "AAAB"  # who runs one waits for the next like all others
 
 
-def test_who_runs_one_keeps_it_whoever_comes() -> None:
+def test_an_owner_that_runs_one_keeps_it() -> None:
     s = scheduler(max_batch=2)
     added(s, *owned("A", 1), *owned("B", 1))
     step(s)
@@ -180,7 +182,7 @@ def test_who_runs_one_keeps_it_whoever_comes() -> None:
     assert owners(s.running) == "AB"
 
 
-def test_nobody_is_preempted_for_who_would_not_fit_all_the_same() -> None:
+def test_none_is_preempted_for_a_sequence_that_would_still_not_fit() -> None:
     s = scheduler(n_pages=8, max_batch=4)
     added(s, *owned("A", 4))
     step(s)
@@ -190,7 +192,7 @@ def test_nobody_is_preempted_for_who_would_not_fit_all_the_same() -> None:
     assert s.counts["preemptions"] == 0
 
 
-def test_when_pages_run_out_who_has_most_gives_way() -> None:
+def test_when_pages_run_out_the_owner_with_most_gives_way() -> None:
     """B is the youngest: A, whose answers fill the pool, drove it out."""
     s = scheduler(n_pages=7)
     old, young = owned("A", 2, PAGE + PAGE // 2)
@@ -258,7 +260,7 @@ def test_a_sequence_waits_for_the_page_that_another_is_computing() -> None:
 # --- admission and preemption -------------------------------------------------------------------------------
 
 
-def test_who_needs_more_pages_than_are_free_waits_and_nobody_overtakes() -> None:
+def test_a_sequence_that_needs_more_pages_than_are_free_waits_and_none_overtakes() -> None:
     s = scheduler(n_pages=6)
     a, b, c = sequence(3 * PAGE), sequence(3 * PAGE, first=1000), sequence(1, first=2000)
     added(s, a, b, c)
@@ -306,7 +308,7 @@ def test_what_is_found_again_after_a_preemption_is_not_counted_as_cached() -> No
     assert (young.n_cached, s.counts["cached_tokens"]) == (0, 0)
 
 
-def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+def test_none_is_preempted_while_a_step_is_in_flight() -> None:
     """That step may end a sequence."""
     s = scheduler(n_pages=3)
     old, young = sequence(PAGE - 1), sequence(PAGE - 1, first=1000)
@@ -339,7 +341,7 @@ def test_a_span_is_chained_to_a_token_that_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
-def test_logits_that_are_no_numbers_end_their_sequence_alone(drafts: int) -> None:
+def test_logits_that_are_not_numbers_end_their_sequence_alone(drafts: int) -> None:
     """All that were in the step failed."""
     s = scheduler(speculate=drafts)
     a, b = with_first_token(s, repeating()), sequence(5, first=1000)
@@ -433,7 +435,7 @@ class Only:
         raise NotImplementedError
 
 
-def test_a_sequence_whose_mask_is_late_holds_up_nobody() -> None:
+def test_a_sequence_whose_mask_is_late_holds_up_no_other() -> None:
     """A grammar can take 0.2 s a token: all others waited for it, in every step."""
     slow = Only(3, 4, 5)
     s, a, b = scheduler(), sequence(100, constraint=slow), sequence(5, first=1000)

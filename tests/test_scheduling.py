@@ -179,7 +179,7 @@ def test_cached_is_cold(n: int) -> None:
         assert engine.counts()["cached_tokens"] == n_cached
 
 
-# ---- Fewer pages than tokens ------------------------------------------------------------------------------------
+# ---- Pages that run out ------------------------------------------------------------------------------------
 
 
 def test_the_pool_bounds_the_context() -> None:
@@ -210,7 +210,7 @@ def test_steps_are_launched_before_those_before_them_are_read() -> None:
 # ---- Drafts ------------------------------------------------------------------------------------------------
 
 
-def test_drafts_are_accepted_where_the_text_repeats() -> None:
+def test_drafts_are_accepted_when_the_text_repeats() -> None:
     watch = Watch()
     with started(watch) as engine:
         asked = replace(endless(20, 200), prompt=TEXTS[2][:200])

@@ -210,7 +210,7 @@ def test_tool_choice_none_changes_nothing_before_the_answer(engine: Engine, name
 
 
 @pytest.mark.parametrize("name", [name for name in DIALECTS if name != "harmony"])
-def test_no_call_where_tool_choice_is_none(engine: Engine, name: str) -> None:
+def test_no_call_if_tool_choice_is_none(engine: Engine, name: str) -> None:
     """Though the model would write one: the token that begins it, where it has one, is forbidden."""
     worker = local(engine, name)
     begin = worker.tokenizer.added["<tool_call>"]

@@ -45,7 +45,7 @@ def test_there_are_so_many_nodes_in_all_schemas() -> None:
         {"properties": {"a": {"anyOf": [{"type": "string"}, 5]}}},
     ],
 )
-def test_what_is_no_schema_is_refused(schema: Json) -> None:
+def test_what_is_not_a_schema_is_refused(schema: Json) -> None:
     """Where parameters are in XML it is read before llguidance has seen it."""
     demanded = StructuredOutput("required", (("f", {"type": "object"} | schema),))
     with pytest.raises(BadGrammar) as caught:

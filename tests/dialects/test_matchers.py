@@ -188,7 +188,7 @@ def test_masks_may_be_asked_for_again(grammars: Grammars) -> None:
         assert constraint.masks([token_id], []) is not first
 
 
-def test_a_vocabulary_that_cannot_be_read_is_no_fault_of_the_grammar() -> None:
+def test_a_vocabulary_that_cannot_be_read_is_not_held_against_the_grammar() -> None:
     grammars = Grammars(TINY / "config.json", 2048, (2041,))
     with pytest.raises(RuntimeError, match="has ended"):
         asyncio.run(grammars.check(of({"type": "integer"}), ""))
@@ -216,7 +216,7 @@ def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
     assert asyncio.run(main()) == ["known", "known", *["costly"] * N_CHECKS, "new"]
 
 
-def test_one_check_is_enough_for_all_who_wait_for_it(
+def test_one_check_is_enough_for_all_requests_that_wait_for_it(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 64 requests at once with the same tools, each compiled them again, and half were refused."""
@@ -294,7 +294,7 @@ def test_no_process_outlives_the_server(server: Server, number: signal.Signals) 
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all have ended")
 
 
-def test_costly_grammars_hold_up_nobody(server: Server) -> None:
+def test_costly_grammars_hold_up_no_other_client(server: Server) -> None:
     """Seven of them held all threads: no request was answered, and SIGTERM was ignored for 25 s."""
     grammar = {"type": "grammar", "syntax": "lark", "definition": AMBIGUOUS}
     tool = {"type": "custom", "name": "p", "format": grammar}

@@ -507,7 +507,7 @@ def test_who_sends_a_bad_pattern_is_told_what_is_wrong_with_it(sdk: Any, pattern
     assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "text.format.schema")
 
 
-def test_a_schema_that_goes_round_hangs_nobody(sdk: Any) -> None:
+def test_a_schema_that_goes_round_hangs_no_other_request(sdk: Any) -> None:
     """Bug: the grammar was followed for ever in the engine's thread, and all requests waited with it."""
     for schema in ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": ROUND}):
         text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
