@@ -129,16 +129,22 @@ class ItemKind(NamedTuple):
     part: str    # type of its one content part, "" if it has none
     events: str  # name of its text's events: "….delta" adds to the text, "….done" says all of it
     field: str   # member of the done event, the part and the item that holds the text
+    members: dict[str, Any]  # of the item when it is announced, beside its id, type and status
 
 
-#   open                item                id     part              events                        field
+MESSAGE: dict[str, Any] = {"role": "assistant", "content": []}
+REASONING: dict[str, Any] = {"summary": [], "content": []}
+
+#   open                item         id     part              events                     field
 KINDS = {
-    "analysis":   ItemKind("reasoning",        "rs",  "reasoning_text", "response.reasoning_text",    "text"),
-    "commentary": ItemKind("message",          "msg", "output_text",    "response.output_text",       "text"),
-    "final":      ItemKind("message",          "msg", "output_text",    "response.output_text",       "text"),
-    "refusal":    ItemKind("message",          "msg", "refusal",        "response.refusal",        "refusal"),
-    "call":       ItemKind("function_call",    "fc",  "", "response.function_call_arguments", "arguments"),
-    "custom":     ItemKind("custom_tool_call", "ctc", "", "response.custom_tool_call_input",      "input"),
+    "analysis":   ItemKind("reasoning", "rs", "reasoning_text", "response.reasoning_text", "text", REASONING),
+    "commentary": ItemKind("message",   "msg", "output_text",    "response.output_text",    "text", MESSAGE),
+    "final":      ItemKind("message",   "msg", "output_text",    "response.output_text",    "text", MESSAGE),
+    "refusal":    ItemKind("message",   "msg", "refusal",        "response.refusal",     "refusal", MESSAGE),
+    "call":       ItemKind("function_call",    "fc",  "", "response.function_call_arguments",
+                           "arguments", {"arguments": ""}),
+    "custom":     ItemKind("custom_tool_call", "ctc", "", "response.custom_tool_call_input",
+                           "input",     {"input": ""}),
 }
 
 #   --reasoning-events   two authorities, two names: github.com/openresponses/openresponses/pull/42
@@ -192,16 +198,14 @@ class _Item:
 
     key: str  # of KINDS: the channel of its text, or which kind of call it is
     kind: ItemKind
-    id: str
+    announced: dict[str, Any]  # the item as its first event has it: empty, and in progress
     output_index: int
-    call: dict[str, str]  # call_id, name and namespace, if it is a call
-    seal: Callable[[str], str] | None  # what makes encrypted_content of a reasoning item: see Builder
     texts: list[str] = field(default_factory=list)
     logprobs: list[EncodedLogprob] = field(default_factory=list)  # one a token
 
     def __post_init__(self) -> None:
         # The members that say where in the output an event belongs.
-        self.place: dict[str, Any] = {"item_id": self.id, "output_index": self.output_index}
+        self.place: dict[str, Any] = {"item_id": self.announced["id"], "output_index": self.output_index}
         if self.kind.part:
             # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
             self.place["content_index"] = 0
@@ -224,7 +228,7 @@ class _Item:
         if self.kind.part == "output_text":  # it must carry `logprobs`, be it empty; no other event has them
             whole["logprobs"] = [of_event for of_event, _ in self.logprobs]
         if self.kind.item == "function_call":
-            whole["name"] = self.call["name"]  # required by openai-openapi, absent from the SDK's type
+            whole["name"] = self.announced["name"]  # required by openai-openapi, absent from the SDK's type
         return whole
 
     def part(self) -> dict[str, Any]:
@@ -234,20 +238,15 @@ class _Item:
             part |= {"annotations": [], "logprobs": [of_part for _, of_part in self.logprobs]}
         return part
 
-    def snapshot(self, status: str) -> dict[str, Any]:
-        """Return the item as it stands; in_progress means announced and still empty."""
-        item: dict[str, Any] = {"id": self.id, "type": self.kind.item, "status": status}
+    def closed(self, status: str, seal: Callable[[str], str] | None) -> dict[str, Any]:
+        """Return the item as it ends."""
+        item = self.announced | {"status": status}
         if not self.kind.part:
-            return item | self.call | {self.kind.field: self.text()}
-        content: list[dict[str, Any]] = []
-        if status != "in_progress":
-            content = [self.part()]
-        if self.kind.item == "message":
-            return item | {"role": "assistant", "content": content}
-        reasoning = item | {"summary": [], "content": content}
-        if self.seal and content:
-            reasoning["encrypted_content"] = self.seal(self.text())
-        return reasoning
+            return item | {self.kind.field: self.text()}
+        item["content"] = [self.part()]
+        if seal and self.kind.item == "reasoning":
+            item["encrypted_content"] = seal(self.text())
+        return item
 
 
 class Builder:
@@ -294,8 +293,7 @@ class Builder:
             match event:
                 case {"type": "response.output_item.added", "item": item, "output_index": index}:
                     key = next(key for key, kind in KINDS.items() if kind.item == item["type"])
-                    call = {name: item[name] for name in ("call_id", "name", "namespace") if name in item}
-                    self._item = _Item(key, self._kinds[key], item["id"], index, call, self._seal)
+                    self._item = _Item(key, self._kinds[key], item, index)
                 case {"type": "response.content_part.added", "part": {"type": "refusal"}} if self._item:
                     self._item.kind = self._kinds["refusal"]
                 case {"delta": text} if self._item:
@@ -312,7 +310,7 @@ class Builder:
                 events: list[Event] = []
                 encoded = [*map(_logprob, logprobs)]  # raises before anything has changed
                 if self._item is None or self._item.key != channel:
-                    events = [*self._close("completed"), *self._open(channel, call={})]
+                    events = self._open(channel, call={})
                 return events + self._grow(text, encoded)
             case Accepted():
                 return self.start()
@@ -322,14 +320,11 @@ class Builder:
                 call = {"call_id": self._new_id("call"), "name": name}
                 if namespace:
                     call["namespace"] = namespace
-                key = "custom" if custom else "call"
-                return [*self._close("completed"), *self._open(key, call)]
+                return self._open("custom" if custom else "call", call)
             case Arguments(text):
                 return self._grow(text)
             case Close(is_cut):
-                if is_cut:
-                    return self._close("incomplete")
-                return self._close("completed")
+                return self._close("incomplete" if is_cut else "completed")
 
     def finish(self, finish: Finish, now: int) -> list[Event]:
         """Return the events of the end, of whatever kind; `now` is when (Unix seconds)."""
@@ -356,12 +351,15 @@ class Builder:
         return event
 
     def _open(self, key: str, call: dict[str, str]) -> list[Event]:
-        """Announce an item, and its content part if it has one."""
+        """Close the open item; announce another one, and its content part if it has one."""
+        events = self._close("completed")
         kind = self._kinds[key]
+        fields = {"id": self._new_id(kind.prefix), "type": kind.item, "status": "in_progress"}
+        announced = {**fields, **call, **kind.members}
         index = len(self.output)
-        item = _Item(key, kind, self._new_id(kind.prefix), index, call, self._seal)
-        announced = item.snapshot("in_progress")
-        events = [self._event("response.output_item.added", {"output_index": index, "item": announced})]
+        item = _Item(key, kind, announced, index)
+        added = {"output_index": index, "item": dict(announced)}
+        events.append(self._event("response.output_item.added", added))
         if kind.part:
             events.append(self._event("response.content_part.added", {**item.place, "part": item.part()}))
         self._item = item
@@ -393,10 +391,10 @@ class Builder:
         events = [self._event(item.kind.events + ".done", item.whole())]
         if item.kind.part:
             events.append(self._event("response.content_part.done", {**item.place, "part": item.part()}))
-        closed = item.snapshot(status)
+        closed = item.closed(status, self._seal)
         done = {"output_index": item.output_index, "item": closed}
         events.append(self._event("response.output_item.done", done))
-        self.output.append(item.snapshot(status))  # another copy: rule 5
+        self.output.append(dict(closed))  # another copy: rule 5
         self._item = None
         return events
 
