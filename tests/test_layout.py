@@ -186,7 +186,7 @@ CAPS = {
     "checkpoint": 10_950,
     "devices":    19_100,
     "dialects":   10_500,
-    "gateway":    11_250,
+    "gateway":    11_350,
     "request":    16_350,
     "service":    11_450,
 }
