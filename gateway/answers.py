@@ -47,6 +47,7 @@ Rules of this file:
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -204,6 +205,13 @@ def document(text: str) -> Chunk:
     if not isinstance(value, dict):
         raise Unreadable(f"expected a JSON object, got {shown(text)}")
     return value
+
+
+def object_in(body: bytes) -> Chunk:
+    """Return the JSON object that a body is, {} for any other body."""
+    with suppress(Unreadable):
+        return document(body.decode("utf-8-sig", "replace"))
+    return {}
 
 
 # --- values -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ Rules of this file:
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from channels import UNLIKELY, Arguments, Call, Channel, Delta, Finish, Output, TokenLogprob, Usage
@@ -104,9 +105,7 @@ class Outputs:
         logprob = entry.get("logprob")
         if not isinstance(logprob, int | float) or abs(logprob) > MAX_LOGPROB:
             logprob = UNLIKELY
-        token_bytes = token.encode()
-        if are_bytes(entry.get("bytes")):  # some servers send none
-            token_bytes = bytes(entry["bytes"])
+        token_bytes = bytes_of(entry.get("bytes"), token)
         alternatives = objects(entry.get("top_logprobs"))[: self._n_top_logprobs]
         return TokenLogprob(token, float(logprob), token_bytes, tuple(map(self._logprob, alternatives)))
 
@@ -140,11 +139,12 @@ class Outputs:
         self._n_sent = len(call.fragments)
 
 
-def are_bytes(value: Any) -> bool:
-    """Return whether these may be the bytes of a token. bytes(300000000) would be as many zeros."""
-    if not isinstance(value, list) or len(value) > MAX_TOKEN_BYTES:
-        return False
-    return all(type(byte) is int and 0 <= byte <= 255 for byte in value)
+def bytes_of(value: Any, token: str) -> bytes:
+    """Return the bytes of a token; some servers send none. bytes(300000000) would be as many zeros."""
+    if isinstance(value, list) and len(value) <= MAX_TOKEN_BYTES:
+        with suppress(TypeError, ValueError):
+            return bytes(value)
+    return token.encode()
 
 
 def spelling(text: str, logprobs: Sequence[TokenLogprob], and_rest: bool) -> list[TokenLogprob]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 
 from completions import Chunk
-from gateway.answers import Unreadable, document, error_of
+from gateway.answers import error_of, object_in
 from request.refusals import BadInput
 
 # fmt: off
@@ -72,11 +72,7 @@ class Refused(BadInput):
 
 def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
     """Read an answer with another status than 200, of which not all may have come."""
-    try:
-        error = error_of(document(body.decode("utf-8-sig", "replace")))
-    except Unreadable:
-        error = None
-    refused = refusal(status, error or {})
+    refused = refusal(status, error_of(object_in(body)) or {})
     retry_after = headers.get("retry-after", "")
     if RETRY_AFTER.fullmatch(retry_after):
         refused.retry_after = retry_after

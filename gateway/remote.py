@@ -12,6 +12,7 @@ Rules of this file:
 """
 
 import asyncio
+import copy
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -48,9 +49,8 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
     """Return the request as the body of a chat completion, without its messages."""
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     stops = {name: getattr(request, name) for name in ("stop", "stop_token_ids", "ignore_eos")}
-    for name, value in (request.sampling | stops).items():
-        if name in request.explicit:  # rule 2
-            body[name] = value
+    preset = request.sampling | stops
+    body |= {name: preset[name] for name in preset if name in request.explicit}  # rule 2
     # fmt: off
     others = {
         "max_tokens":           request.max_tokens,  # fewer servers know max_completion_tokens
@@ -93,12 +93,11 @@ def marked(tools: list[dict[str, Any]], request: Request) -> list[dict[str, Any]
     spec = request.structured_output
     if spec and spec.calls == "required":
         strict = {name for name, _ in spec.functions}
-    copies = []
-    for tool in tools:
-        function = tool.get("function")
-        if function and function["name"] in strict:
-            tool = tool | {"function": function | {"strict": True}}
-        copies.append(tool)
+    copies = copy.deepcopy(tools)
+    for tool in copies:
+        function = tool.get("function") or {}
+        if function.get("name") in strict:
+            function["strict"] = True
     return copies
 
 
@@ -113,13 +112,11 @@ def response_format(request: Request) -> dict[str, Any] | None:
 
 def chat_message(message: Message) -> Message:
     """Return a message with its calls' arguments as JSON text; chat templates want them as an object."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return message | {"tool_calls": calls}
+    message = copy.deepcopy(message)
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return message
 
 
 def responses_param(param: str) -> str:

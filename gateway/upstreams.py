@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Self
 import httpx2 as httpx
 
 from completions import Chunk
-from gateway.answers import Answer, Asked, Unreadable, document, objects
+from gateway.answers import Answer, Asked, object_in, objects
 from gateway.metering import Meter
 from gateway.refused import RETRYABLE, Refused, no_answer, read_refusal, reason, refusal_in
 
@@ -344,10 +344,7 @@ class Upstreams:
                 response = await self._send(upstream, method, url, body)
         except UNREACHABLE as error:
             raise no_answer(error) from error
-        answer = await read_beginning(response, MAX_OBJECT_BYTES, seconds)
-        with contextlib.suppress(Unreadable):
-            return document(answer.decode("utf-8-sig", "replace"))
-        return {}
+        return object_in(await read_beginning(response, MAX_OBJECT_BYTES, seconds))
 
     async def _send(
         self, upstream: Upstream, method: str, url: str, body: Mapping[str, Any] | None
@@ -385,7 +382,7 @@ class Upstreams:
         except ValueError as error:  # Refused too, and what httpx says of a key that no header can hold
             hint = ""
             if isinstance(error, Refused) and error.status == 404 and not upstream.url.endswith("/v1"):
-                hint = " Most servers have it under /v1."
+                hint = "; most servers have it under /v1"
             upstream.failed(f"GET {url}: {error}{hint}")
             return
         named = [model for model in objects(models) if isinstance(model.get("id"), str)]

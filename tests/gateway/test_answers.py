@@ -390,7 +390,6 @@ ENTRIES = [
     ({"bytes": 300_000_000},                                  TokenLogprob("a", -0.5, b"a")),
     ({"bytes": [97] * 2000},                                  TokenLogprob("a", -0.5, b"a")),
     ({"bytes": [300]},                                        TokenLogprob("a", -0.5, b"a")),
-    ({"bytes": [True]},                                       TokenLogprob("a", -0.5, b"a")),
     ({"bytes": None},                                         TokenLogprob("a", -0.5, b"a")),
     ({"bytes": [195]},                                        TokenLogprob("a", -0.5, b"\xc3")),
     ({"logprob": None},                                       TokenLogprob("a", -9999.0, b"a")),

@@ -766,9 +766,13 @@ def test_the_least_busy_is_asked() -> None:
 
 # fmt: off
 FALLS = {
+    # what the first upstream says, or None if it is gone
     "no connection":   None,
     "no answer":       says(b""),
     "head, no byte":   says(head()),
+    "a comment":       says(head() + b": hi\n\n"),
+    "a role":          says(head() + delta(role="assistant", content="")),
+    "empty deltas":    says(head() + delta(content="") + delta() + event({"choices": []})),
     "500":             says(json_answer({"error": {"message": "No."}}, "500 Internal Server Error")),
     "503":             says(json_answer({}, "503 Service Unavailable")),
     "429":             says(json_answer({}, "429 Too Many Requests")),
@@ -777,8 +781,11 @@ FALLS = {
 # fmt: on
 
 
+@pytest.mark.bug("M06")
 @pytest.mark.parametrize("name", FALLS)
-def test_another_is_asked_before_the_first_byte(name: str) -> None:
+def test_until_something_is_said_another_is_asked(name: str) -> None:
+    """Elsewhere the first byte, or the role, was the end of all failover."""
+
     async def run(a: Upstream, b: Upstream) -> None:
         async with workers(a.url, b.url) as worker:
             if FALLS[name] is None:
@@ -788,6 +795,17 @@ def test_another_is_asked_before_the_first_byte(name: str) -> None:
 
     with upstream(FALLS[name] or says(b"")) as a, upstream(names("b")) as b:
         asyncio.run(run(a, b))
+
+
+@pytest.mark.bug("M06")
+def test_after_something_is_said_no_other_is_asked() -> None:
+    async def run(*urls: str) -> None:
+        async with workers(*urls) as worker:
+            assert await outcome(worker, STREAMED) == "error"
+
+    with upstream(says(head() + delta(content="half"))) as a, upstream(names("b")) as b:
+        asyncio.run(run(a.url, b.url))
+        assert len(b.exchanges) == 0
 
 
 def test_no_other_is_asked_where_the_request_is_at_fault() -> None:
