@@ -63,7 +63,7 @@ def kernel_folder() -> Path:
     return cache_folder() / "kernels" / digest[:16]
 
 
-def can_cache():
+def can_cache() -> bool:
     """Is there a folder where Numba can keep what it has compiled? Without one each start compiles."""
     try:
         if not numba_config.CACHE_DIR:  # $NUMBA_CACHE_DIR
@@ -76,18 +76,13 @@ def can_cache():
     return True
 
 
-CACHE = can_cache()
+# The error model: a check of each divisor would keep a loop from becoming vector code.
+OPTIONS: dict[str, Any] = {"nogil": True, "cache": can_cache(), "error_model": "numpy"}
+kernel = njit(fastmath=LIBERTIES, **OPTIONS)
+row_kernel = njit(fastmath=ROW_LIBERTIES, **OPTIONS)
 
 
-def kernel(function=None, liberties: set[str] = LIBERTIES, parallel: bool = False):
-    if function is None:
-        return lambda function: kernel(function, liberties, parallel)
-    # The error model: a check of each divisor would keep a loop from becoming vector code.
-    options = {"cache": CACHE, "fastmath": liberties, "error_model": "numpy", "parallel": parallel}
-    return njit(nogil=True, **options)(function)
-
-
-def shared(one):
+def shared(one: Any) -> Any:
     """A kernel with prange, compiled once more, for all threads; the other is for one.
 
     It needs a name of its own: the key of Numba's cache leaves out `parallel`, so for one function compiled
@@ -96,8 +91,7 @@ def shared(one):
     function = one.py_func
     copy = FunctionType(function.__code__, function.__globals__, f"shared_{function.__name__}")
     copy.__qualname__ = copy.__name__
-    copy.__doc__ = function.__doc__
-    return kernel(copy, one.targetoptions["fastmath"], parallel=True)
+    return njit(parallel=True, fastmath=one.targetoptions["fastmath"], **OPTIONS)(copy)
 
 
 add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; mypy sees the generator
@@ -210,7 +204,7 @@ def store_rows(x, y):
         store_row(x[r], y[r])
 
 
-@kernel(liberties=ROW_LIBERTIES)
+@row_kernel
 def rms_norm(x, w, eps, y):
     """y = x / sqrt(mean(x^2) + eps) * w for each row; w (n,), y in any form of store_row()."""
     for r in prange(len(x)):
@@ -224,7 +218,7 @@ def rms_norm(x, w, eps, y):
         store_row(normed, y[r])
 
 
-@kernel(liberties=ROW_LIBERTIES)
+@row_kernel
 def silu_product(gate_up, y):
     """y = silu(gate) * up for each row; gate_up (n_rows, 2 n), y in any form of store_row()."""
     n = gate_up.shape[1] // 2
@@ -300,7 +294,7 @@ def write_cache(key, value, offset, keys, values):
 
 
 @kernel
-def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary: bool):
+def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary):
     """Rotate queries and keys in place, and write keys and values to the KV cache.
 
     heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), kv as of attention()
@@ -343,7 +337,7 @@ LEAST = np.float32(-1e38)
 LEAST_BITS = np.int32(-(2**31))
 
 
-@kernel(liberties=ROW_LIBERTIES)
+@row_kernel
 def exponentials(s, maximum):
     """s = e^(s - maximum) in place; return their sum."""
     total = np.float32(0)
