@@ -175,15 +175,12 @@ def tokenizer_json(metadata: Metadata) -> str:
     if len(token_types) != len(tokens):
         raise UnsupportedModel(f"{len(tokens)} tokens and {len(token_types)} entries of token_type")
     vocabulary: dict[str, int] = {}
-    special: list[AddedToken] = []
     added: list[AddedToken] = []
     for number, (token, token_type) in enumerate(zip(tokens, token_types, strict=True)):
         if token_type != UNUSED:
             vocabulary[token] = number
-        if token_type == CONTROL:
-            special.append(AddedToken(token, special=True, normalized=False))
-        elif token_type == USER_DEFINED:
-            added.append(AddedToken(token, special=False, normalized=False))
+        if token_type in (CONTROL, USER_DEFINED):
+            added.append(AddedToken(token, special=token_type == CONTROL, normalized=False))
     merges = [tuple(merge.split(" ")) for merge in entry(metadata, "tokenizer.ggml.merges", list)]
     if any(len(merge) != 2 for merge in merges):
         raise UnsupportedModel("tokenizer.ggml.merges: supported: two texts with a space between them")
@@ -195,7 +192,6 @@ def tokenizer_json(metadata: Metadata) -> str:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(added)
     return tokenizer.to_str()
 
