@@ -183,8 +183,8 @@ CAPS = {
     "":           36_450,  # the root, bench.py too
     "audit":      23_360,
     "benches":    11_050,
-    "checkpoint": 10_950,
-    "devices":    19_100,
+    "checkpoint": 10_620,
+    "devices":    18_720,
     "dialects":   10_500,
     "gateway":    11_350,
     "request":    16_350,
