@@ -321,7 +321,7 @@ class Model:
     frames: list[bytes] = field(default_factory=list)  # as its first reader gets them, in all processes
     followers: list[tuple[int, asyncio.Task[list[bytes]]]] = field(default_factory=list)  # after which number
     script: asyncio.Queue[Said | Exception | None] = field(default_factory=asyncio.Queue)
-    leave: Callable[[], object] = field(init=False)  # what a client does that leaves
+    task: asyncio.Task[None] = field(init=False)  # which a client cancels that leaves
     watching: asyncio.Task[None] = field(init=False)
 
     @property
@@ -409,7 +409,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
         async def start() -> None:
             job = await self._registry.start(new, builder_of(new), model.run)
-            model.leave = job.task.cancel
+            model.task = job.task
             model.watching = asyncio.create_task(model.watch(job.log))
 
         self._do(start())
@@ -440,7 +440,7 @@ class RegistryMachine(RuleBasedStateMachine):
         if model.row.background:
             self._do(self._registry.cancel(model.row))
         else:
-            model.leave()
+            model.task.cancel()
 
     @has("in_progress")
     @rule(i=INDEX, n_yields=st.integers(0, 40))
@@ -485,7 +485,7 @@ class RegistryMachine(RuleBasedStateMachine):
         for model in self.models:
             model.followers = []
             if model.status == "in_progress" and not model.row.background:
-                model.leave()
+                model.task.cancel()
                 model.end("cancelled")
             elif model.status == "in_progress":
                 model.end("failed", INTERRUPTED if is_killed else SHUT_DOWN)
@@ -534,6 +534,7 @@ class RegistryMachine(RuleBasedStateMachine):
         assert (response["error"] or {}).get("message") == model.error
         assert events[-1]["response"] == response
         assert model.watching.done()
+        assert model.task.cancelled() or model.task.exception() is None
         for after, follower in model.followers:
             assert follower.result() == model.frames[after + 1 :]
         if model.row.background:
@@ -542,7 +543,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for model in self.models:
             if not model.row.background:
-                model.leave()
+                model.task.cancel()
         self._do(self._registry.close(persistent=False))
         self._loop.run_until_complete(self._die())
         self._loop.close()
