@@ -254,9 +254,14 @@ class Registry:
         *others, last = job.builder.finish(finish, int(time.time()))
         job.log.extend(others)
         if job.row.kept and not job.row.background:
-            # It is stored even if the client leaves now. The event gets its number after that: meanwhile a
-            # WebSocket may have been told something.
-            is_stored = await asyncio.shield(self._write(job.row, 0, [encode_event(0, last)]))
+            number = len(job.log.events)
+            entry = encode_event(number, last)
+            # It is stored even if the client leaves now.
+            is_stored = await asyncio.shield(self._write(job.row, 0, [entry]))
+            if is_stored and number == len(job.log.events):
+                job.log.append(last, entry)
+                return
+            # It is another event now; a WebSocket may have been told something meanwhile.
             last["response"]["store"] = is_stored
         job.log.extend([last])
 

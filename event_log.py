@@ -7,8 +7,8 @@ Authority: https://platform.openai.com/docs/guides/background for what a reader 
 
 Rules of this file:
 1. An event gets its number where it is appended, and nowhere else: 0, 1, 2, ... without a gap.
-2. An event is encoded then and there, together with the response object in it. Readers, the store and GET
-   share those bytes, and nothing can change them.
+2. An event is encoded once, then and there, together with the response object in it. Readers, the store
+   and GET share those bytes, and nothing can change them.
 3. An event that is to be stored is shown when it is written, so no restart takes back what was seen. One
    write takes all events that came during the last one: tokens do not wait for the disk. If a write fails,
    its events are shown all the same, and it is tried again.
@@ -83,16 +83,19 @@ class EventLog:
         return self.status in TERMINAL
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Append events, in their order, to be written and shown."""
+        """Append events, in their order."""
         for event in events:
-            entry = self._encode(len(self._entries), event)
-            self.events.append(event)
-            self._entries.append(entry)
-            self.status = entry.status or self.status
-            if self._write is None or self._n_shown > self._n_written:
-                self._show(len(self._entries))
-            elif self._writing is None:
-                self._writing = asyncio.create_task(self._write_all(self._write))
+            self.append(event, self._encode(len(self._entries), event))
+
+    def append(self, event: Event, entry: Entry) -> None:
+        """Append an event, to be written and shown; its entry has the number that comes next."""
+        self.events.append(event)
+        self._entries.append(entry)
+        self.status = entry.status or self.status
+        if self._write is None or self._n_shown > self._n_written:
+            self._show(len(self._entries))
+        elif self._writing is None:
+            self._writing = asyncio.create_task(self._write_all(self._write))
 
     async def _write_all(self, write: Write) -> None:
         """Write until all entries are written: rule 3."""
