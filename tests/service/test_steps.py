@@ -126,11 +126,6 @@ def test_logprobs_are_there_where_they_were_asked_for(server: Server) -> None:
 # --- who may see it -----------------------------------------------------------------------------------------
 
 
-def test_off_it_is_not_there() -> None:
-    with serve() as server:
-        assert server.get("/debug/steps").status == 404
-
-
 def test_without_a_model_of_this_machine_there_is_nothing_to_see() -> None:
     ended = run("server.py", "--upstream", "http://127.0.0.1:9/v1", "--debug-steps")
     assert (ended.returncode, ended.stdout) == (2, "")

@@ -57,18 +57,26 @@ def browser() -> Iterator["Browser"]:
             yield launched
 
 
+@contextmanager
+def opened(
+    browser: "Browser", server: Server, path: str = "/", may_complain: str = "", **context: Any
+) -> Iterator["Page"]:
+    """The page, opened; in the end the browser must have complained of nothing, such as the policy."""
+    with browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context) as made:
+        page, complaints = made.new_page(), list[str]()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.set_default_timeout(20_000)
+        page.goto(server.url + path)
+        yield page
+        assert [text for text in complaints if not (may_complain and may_complain in text)] == []
+
+
 @pytest.fixture
 def page(browser: "Browser", server: Server) -> Iterator["Page"]:
-    """The page, opened; in the end the browser must have complained of nothing."""
-    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
-        opened, complaints = context.new_page(), list[str]()
-        opened.on("console", lambda message: complaints.append(message.text))  # of the policy, above all
-        opened.on("pageerror", lambda error: complaints.append(str(error)))
-        opened.set_default_timeout(20_000)
-        opened.goto(server.url)
-        opened.wait_for_selector("#model option", state="attached")
-        yield opened
-        assert [text for text in complaints if "responded with a status of 400" not in text] == []
+    with opened(browser, server, may_complain="responded with a status of 400") as page:
+        page.wait_for_selector("#model option", state="attached")
+        yield page
 
 
 def send(page: "Page", prompt: str, background: bool = False, more: str = "", tools: Any = None) -> None:
@@ -143,15 +151,6 @@ def test_a_turn_over_a_websocket(page: "Page", server: Server) -> None:
     assert "/v1/responses: 101" not in server.log()  # it is the same connection
 
 
-def test_a_websocket_that_is_left_ends_its_turn(page: "Page", server: Server) -> None:
-    page.get_by_label("Over").select_option("WebSocket")
-    send(page, STORY, more=ENDLESS_STORY)
-    wait_for_events(page, 10)
-    page.get_by_role("button", name="Cancel").click()
-    said(page, "we have left, so the server stops")
-    until(lambda: server.health()["running"] == 0, "it has ended")
-
-
 def test_an_event_shows_the_response_as_it_was_then(page: "Page") -> None:
     send(page, STORY)
     said(page, "completed")
@@ -186,30 +185,6 @@ def test_the_class_plays_the_tool(page: "Page") -> None:
     page.get_by_role("button", name="Answer the call").click()
     page.locator("article[data-channel=text]").wait_for()
     assert "completed" in said(page, "events in")
-
-
-def test_an_event_and_its_buttons_stand_where_they_are_seen(page: "Page") -> None:
-    """On a screen of 900 pixels: it was below the edge, and nobody found it."""
-    send(page, STORY)
-    page.locator("#options").evaluate("details => { details.open = false }")
-    said(page, "completed")
-    for index in (4, 30):
-        page.locator("#events button").nth(index).click()
-        for part in ("#shown", "#resume", "#close", f"#events li:nth-child({index + 1})"):
-            box = page.locator(part).bounding_box()
-            assert box
-            assert 0 < box["y"] < box["y"] + box["height"] <= 900, part
-
-
-def test_copy_as_curl_is_the_request(page: "Page", server: Server) -> None:
-    page.get_by_label("Prompt", exact=True).fill("it's")
-    page.get_by_role("button", name="Copy as curl").click()
-    page.locator("#shown").wait_for()
-    command = page.locator("#shown").inner_text()
-    assert command == (
-        f"curl -N '{server.url}/v1/responses' \\\n  -H 'Content-Type: application/json' \\\n"
-        """  -d '{"model":"tiny","input":"it'\\''s","stream":true}'"""
-    )
 
 
 # --- pause, resume, cancel ----------------------------------------------------------------------------------
@@ -257,38 +232,14 @@ def test_pause_in_the_foreground_is_to_read_no_further(page: "Page") -> None:
     assert numbers(page) == list(range(len(numbers(page))))
 
 
-def test_a_pause_is_not_counted_as_time_of_the_answer(page: "Page") -> None:
-    """Bug: a pause of ten seconds made the model ten times slower."""
-    page.evaluate(
-        """() => {
-            let now = 1000;
-            performance.now = () => now;
-            run = newRun({});
-            run.reading = new AbortController();
-            run.startedAt = now;
-            const usage = {output_tokens: 30, input_tokens_details: {}, output_tokens_details: {}};
-            const after = (ms, type, response) => record({type, sequence_number: now += ms, response});
-            after(50, "response.created", {output: [], status: "in_progress"});
-            after(50, "a.delta");
-            after(100, "b.delta");
-            pause();
-            now += 10_000;
-            unpause();
-            after(100, "c.delta");
-            after(100, "response.completed", {output: [], usage, status: "completed"});
-            draw();
-        }"""
-    )
-    shown = facts(page)
-    assert (shown["Time"], shown["Tokens a second"]) == ("0.40 s", "150.0")
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-def test_cancel(page: "Page", server: Server, background: bool) -> None:
-    send(page, STORY, background=background, more=ENDLESS_STORY)
+@pytest.mark.parametrize("way", ["foreground", "background", "WebSocket"])
+def test_cancel(page: "Page", server: Server, way: str) -> None:
+    if way == "WebSocket":
+        page.get_by_label("Over").select_option(way)
+    send(page, STORY, background=way == "background", more=ENDLESS_STORY)
     wait_for_events(page, 20)
     page.get_by_role("button", name="Cancel").click()
-    said(page, "cancelled: " if background else "Left at event")
+    said(page, "cancelled: " if way == "background" else "we have left, so the server stops")
     until(lambda: server.health()["running"] == 0, "the engine was told")
 
 
@@ -310,14 +261,6 @@ def test_what_a_model_says_stays_text(page: "Page") -> None:
     assert page.locator("#output img, #output script").count() == 0
 
 
-def test_and_the_browser_would_not_make_markup_of_it(browser: "Browser", server: Server) -> None:
-    with browser.new_context() as context:
-        page = context.new_page()
-        page.goto(server.url)
-        attempt = "text => { try { document.body.innerHTML = text } catch (error) { return error.message } }"
-        assert "TrustedHTML" in page.evaluate(attempt, HOSTILE)
-
-
 def test_a_refusal_is_shown_in_the_servers_words(page: "Page", server: Server) -> None:
     send(page, STORY, more='{"temperature": 3}')
     alert = page.get_by_role("alert")
@@ -327,65 +270,48 @@ def test_a_refusal_is_shown_in_the_servers_words(page: "Page", server: Server) -
     assert page.locator("#state").inner_text() == "No event came."  # it went on to say "Streaming."
 
 
+def test_the_browser_would_not_make_markup_of_it(browser: "Browser", server: Server) -> None:
+    with opened(browser, server, may_complain="TrustedHTML") as page:
+        attempt = "text => { try { document.body.innerHTML = text } catch (error) { return error.message } }"
+        assert "TrustedHTML" in page.evaluate(attempt, HOSTILE)
+
+
 def test_a_stream_that_breaks_off_says_so(browser: "Browser") -> None:
     """Bug: it said "Streaming." for ever."""
-    with serve(script=FAULTY) as server, browser.new_context() as context:
-        page = context.new_page()
-        page.goto(server.url)
+    with serve(script=FAULTY) as server, opened(browser, server, may_complain="ERR_") as page:
         page.wait_for_selector("#model option", state="attached")
         send(page, STORY, more=ENDLESS_STORY)
-        page.locator("#events li").nth(20).wait_for()
+        wait_for_events(page, 20)
         server.process.kill()
         page.get_by_role("alert").filter(has_text="network error").wait_for()
         assert page.locator("#state").inner_text().startswith("The stream broke off after event ")
 
 
-@pytest.mark.parametrize("tools", ["{", "[1]", '{"type": "function"}'])
-def test_tools_that_are_no_tools_are_not_sent(page: "Page", tools: str) -> None:
-    page.locator("#options summary").click()
-    page.get_by_label("Tools, a JSON list").fill(tools)
-    page.get_by_role("button", name="Send").click()
-    assert (
-        page.locator("#tools").evaluate("field => field.validationMessage")
-        == "Expected a JSON list of objects."
-    )
-    assert page.locator("#events li").count() == 0
-
-
 def test_the_key_is_asked_for(browser: "Browser") -> None:
-    with serve("--api-key", KEY) as guarded, browser.new_context() as context:
-        page = context.new_page()
-        page.goto(guarded.url)
+    """In both views, and it is not copied."""
+    with (
+        serve("--api-key", KEY, "--debug-steps") as guarded,
+        opened(browser, guarded, "/#engine", may_complain="status of 401") as page,
+    ):
         page.get_by_role("alert").filter(has_text="401").wait_for()
         page.keyboard.type(KEY)  # the field has the focus
         page.keyboard.press("Tab")
         page.wait_for_selector("#model option", state="attached")
-        page.get_by_role("button", name="Send").click()
-        assert "completed" in said(page, "events in")
+        page.get_by_label("Prompt", exact=True).fill("it's")
         page.get_by_role("button", name="Copy as curl").click()
-        assert KEY not in page.locator("#shown").inner_text()
+        page.locator("#shown").wait_for()
+        command = page.locator("#shown").inner_text()
+        assert KEY not in command
+        assert """-d '{"model":"tiny","input":"it'\\''s","stream":true}'""" in command
         page.get_by_label("Over").select_option("WebSocket")
-        send(page, "hi")
+        send(page, STORY)
         said(page, "completed")
         assert facts(page)["Over"] == "WebSocket"
+        page.get_by_role("link", name="Engine").click()
+        page.locator("#engine-state").filter(has_text="Connected").wait_for()
 
 
 # --- for everybody ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (320, "dark"), (768, "light"), (1280, "dark")])
-def test_nothing_is_cut_off_or_faint(browser: "Browser", server: Server, width: int, scheme: Any) -> None:
-    """No sideways scrolling, and contrast of at least 4.5 to 1: https://www.w3.org/TR/WCAG22/#contrast-minimum"""
-    with browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme) as context:
-        page = context.new_page()
-        page.goto(server.url)
-        page.wait_for_selector("#model option", state="attached")
-        send(page, STORY)
-        said(page, "completed")
-        page.locator("#events button").nth(5).click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        faint = page.evaluate(FAINT)
-        assert faint == []
 
 
 # Every text that is seen, with the contrast of its colour to the nearest background; those under the limit.
@@ -407,14 +333,30 @@ FAINT = """() => {
 }"""
 
 
-def test_every_control_has_a_name(page: "Page") -> None:
-    page.locator("#options summary").click()
-    for role in ("textbox", "checkbox", "combobox", "spinbutton", "button"):
-        controls = page.get_by_role(role).all()
-        assert controls
-        for control in controls:
+def check_what_is_seen(page: "Page", width: int) -> None:
+    """No sideways scrolling; contrast of at least 4.5 to 1, which is
+    https://www.w3.org/TR/WCAG22/#contrast-minimum; a name for each control.
+    """
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(FAINT) == []
+    for role in ("textbox", "checkbox", "combobox", "spinbutton", "button", "link", "slider"):
+        for control in page.get_by_role(role).all():
             named = control.evaluate("c => c.labels?.[0]?.innerText || c.ariaLabel || c.innerText")
             assert named.strip(), control
+
+
+SCREENS = pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (320, "dark"), (1280, "dark")])
+
+
+@SCREENS
+def test_nothing_is_cut_off_or_faint(browser: "Browser", server: Server, width: int, scheme: Any) -> None:
+    screen = {"width": width, "height": 800}
+    with opened(browser, server, viewport=screen, color_scheme=scheme) as page:
+        page.wait_for_selector("#model option", state="attached")
+        send(page, STORY)
+        said(page, "completed")
+        page.locator("#events button").nth(5).click()
+        check_what_is_seen(page, width)
 
 
 # --- the second view: the engine at work --------------------------------------------------------------------
@@ -426,35 +368,22 @@ def watched_server() -> Iterator[Server]:
         yield started
 
 
-@contextmanager
-def engine_view(browser: "Browser", server: Server, **context: Any) -> Iterator["Page"]:
-    """The second view, opened; in the end the browser must have complained of nothing."""
-    with browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context) as opened:
-        page, complaints = opened.new_page(), list[str]()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.set_default_timeout(20_000)
-        page.goto(server.url + "/#engine")
-        page.wait_for_selector("#model option", state="attached")
-        yield page
-        assert complaints == []
-
-
 @pytest.fixture(scope="module")
 def view(browser: "Browser", watched_server: Server) -> Iterator["Page"]:
     """The second view, when the four prompts have been answered."""
     with ExitStack() as stack:
-        page = stack.enter_context(engine_view(browser, watched_server))
+        page = stack.enter_context(opened(browser, watched_server, "/#engine"))
         send_four(page)
         if "was preempted" not in page.locator("#story").inner_text():
             # On a busy machine the first was done before the last had come: again, on a server that is new.
             vars(watched_server).update(vars(stack.enter_context(serve(*WATCHED))))
-            page = stack.enter_context(engine_view(browser, watched_server))
+            page = stack.enter_context(opened(browser, watched_server, "/#engine"))
             send_four(page)
         yield page
 
 
 def send_four(page: "Page") -> None:
+    page.wait_for_selector("#model option", state="attached")
     page.get_by_role("button", name="Send four prompts").click()
     page.locator("#fill:disabled").wait_for()
     page.locator("#fill:enabled").wait_for(timeout=60_000)
@@ -502,11 +431,6 @@ def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
     for sequence in preempted:
         assert f"{'ABCD'[sequence]} was preempted" in story
     assert "D repeats itself: " in story
-
-
-def test_the_manual_says_how_to_see_it() -> None:
-    command = f"    python server.py --model tests/models/tiny {' '.join(WATCHED)}\n"
-    assert command in (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
 
 
 def test_a_line_leads_to_its_step_and_the_step_says_what_was_done(view: "Page") -> None:
@@ -585,83 +509,49 @@ def test_a_token_shows_what_else_was_likely_and_the_event_it_became(
 def test_what_the_first_view_asked_for_is_seen_in_the_second(
     browser: "Browser", watched_server: Server
 ) -> None:
-    with engine_view(browser, watched_server) as page:
+    with opened(browser, watched_server, "/#engine") as page:
+        page.wait_for_selector("#model option", state="attached")
         page.get_by_role("link", name="Response").click()
         send(page, "What is 2+2?")
         said(page, "completed")
+        pieces = page.locator("#events .piece").all_inner_texts()
         page.get_by_role("link", name="Engine").click()
         page.locator("#names").get_by_text("What is 2+2?").wait_for()
-        page.locator("#shares .tokens button").last.click()
-        assert page.locator("#token-title").inner_text().startswith('Token "<|im_end|>"')
-        assert "none of its own" in page.locator("#token-facts").inner_text()
-        assert page.locator("#top-hint").is_visible()
-        newest = shown_step(page)
         became = dict[int, str]()  # number of an event: the piece that it is said to have become of
-        for step in range(newest - 12, newest):
+        for step in range(shown_step(page) - 12, shown_step(page)):
             page.get_by_label("All steps").fill(str(step))
             for token in page.locator("#shares .tokens button").all():
                 token.click()
-                _, _, piece, _ = page.locator("#token-facts dd").all_inner_texts()
-                event = page.locator("#token-facts dd").first.inner_text()
+                event, _, piece, _ = page.locator("#token-facts dd").all_inner_texts()
                 if event[0].isdigit():
                     became[int(event.split()[0])] = json.loads(piece)
-        page.get_by_role("link", name="Response").click()
-        pieces = page.locator("#events .piece").all_inner_texts()
         assert len(became) > 5
         for number, piece in became.items():
             assert json.loads(pieces[number]) == piece.strip("\n")  # which items are trimmed of
 
 
 def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", server: Server) -> None:
-    with browser.new_context() as context:
-        page = context.new_page()
-        page.goto(server.url + "/#engine")
+    with opened(browser, server, "/#engine", may_complain="status of 404") as page:
         page.locator("#engine-state").filter(has_text="start it with --debug-steps").wait_for()
         assert page.get_by_role("button", name="Send four prompts").is_disabled()
         command = page.locator("#command").inner_text()
         assert command == f"python server.py --model tests/models/tiny {' '.join(WATCHED)}"
+        assert f"    {command}\n" in (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
         assert page.get_by_role("heading").all_inner_texts() == ["llmref", "The engine at work"]
 
 
-def test_the_four_prompts_are_shown_before_they_are_sent(browser: "Browser", watched_server: Server) -> None:
-    with engine_view(browser, watched_server) as page:
-        shown = page.locator("#four li").all_inner_texts()
-        assert [line.split(":")[0] for line in shown] == [
-            "a question", "the same beginning", "a long one", "one that repeats"
-        ]  # fmt: skip
-        assert page.get_by_text("a 2 MB model: mind the steps, not the text").is_visible()
-        assert page.get_by_role("button", name="Send four prompts").is_enabled()
-
-
-def test_the_second_view_asks_for_the_key_too(browser: "Browser") -> None:
-    with serve("--api-key", KEY, "--debug-steps") as guarded, browser.new_context() as context:
-        page = context.new_page()
-        page.goto(guarded.url + "/#engine")
-        page.get_by_role("alert").filter(has_text="401").wait_for()
-        page.keyboard.type(KEY)  # the field has the focus
-        page.keyboard.press("Tab")
-        page.wait_for_selector("#model option", state="attached")
-        page.get_by_role("link", name="Engine").click()
-        page.locator("#engine-state").filter(has_text="Connected").wait_for()
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (320, "dark"), (1280, "dark")])
+@SCREENS
 def test_nothing_of_the_second_view_is_cut_off_or_faint(
-    browser: "Browser", watched_server: Server, width: int, scheme: Any
+    browser: "Browser", watched_server: Server, view: "Page", width: int, scheme: Any
 ) -> None:
-    with engine_view(
-        browser, watched_server, viewport={"width": width, "height": 800}, color_scheme=scheme
-    ) as page:
-        send_four(page)
+    screen = {"width": width, "height": 800}
+    with opened(browser, watched_server, "/#engine", viewport=screen, color_scheme=scheme) as page:
+        page.wait_for_selector("#steps button")
         steps = steps_of_server(watched_server)
         numbers = [step["step"] for step in steps if any(share["n_tokens"] for share in step["sequences"])]
         page.get_by_label("All steps").fill(str(numbers[-1]))  # the last step may have chosen no token
         page.locator(".tokens button").first.click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate(FAINT) == []
-        for role in ("button", "link", "slider"):
-            for control in page.get_by_role(role).all():
-                assert control.evaluate("c => c.ariaLabel || c.innerText").strip(), control
+        check_what_is_seen(page, width)
 
 
 # --- the headers, which need no browser ---------------------------------------------------------------------
