@@ -193,7 +193,7 @@ def announce(
     remote: RemoteWorker | None,
     listener: socket.socket,
 ) -> None:
-    """Say on stdout what is served and where, with a first request to try; tell systemd."""
+    """Say on stdout what is served, at which address, and a first request to try; tell systemd."""
     facts = loading.facts(args, local) if local else {}
     if remote:
         models = ", ".join(remote.upstreams.models()) or "no model yet"
@@ -215,7 +215,7 @@ def announce(
     try:
         # What print() buffers, and cannot write, Python would try to write again at its exit.
         os.write(sys.stdout.fileno(), "".join(lines).encode())
-    except OSError as error:  # a pipe that nobody reads any more, a full disk
+    except OSError as error:  # a pipe whose reader has gone, a full disk
         log.warning("the start could not be told on stdout: %s", error)
 
 

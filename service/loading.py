@@ -65,14 +65,17 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     weights = read_weights(directory, config, *packs(ops_class, config, args.weights))
     runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
     engine = Engine(runner, args.speculate)
-    names = args.served_model_name or [default_name(directory, args.model)]
+    name = directory.name
+    if args.model and not Path(args.model).exists():  # an id on the Hub
+        name = args.model
+    names = args.served_model_name or [name]
     return LocalWorker(
         engine, tokenizer, template, grammars, args.dialect, names, defaults, args.max_output_tokens
     )
 
 
 def context_length(config: Config, option: int | None) -> int:
-    """The longest context in tokens, prompt and answer; raises UnsupportedModel for one out of range."""
+    """Return the longest context in tokens, prompt and answer; raises UnsupportedModel."""
     length = option or config.max_seq_len
     if not 2 <= length <= config.max_seq_len:
         limit = f"expected 2 to {config.max_seq_len}, the model's own limit"
@@ -84,15 +87,8 @@ def context_length(config: Config, option: int | None) -> int:
     return length
 
 
-def default_name(directory: Path, model: str | None) -> str:
-    """The name of the model in requests: its id where it came from the Hub, else that of its directory."""
-    if model and not Path(model).exists():
-        return model
-    return directory.name
-
-
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that generation_config.json presets; raises BadInput for a value out of range."""
+    """Return the parameters that generation_config.json presets; raises BadInput for a value out of range."""
     presets = {}
     for name in GENERATION_DEFAULTS:
         value = generation.get(name)
@@ -119,7 +115,7 @@ def ops_of(device: str) -> type[NumpyOps] | type[cuda.CudaOps]:
 
 
 def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
-    """How read_weights() packs the matrices of the layers, and the outer ones, for --weights."""
+    """Return how read_weights() packs the matrices of the layers, and the outer ones, for --weights."""
     if weights is None:
         return [ops_class.pack]
     if not hasattr(ops_class, "pack_as"):
@@ -136,7 +132,7 @@ def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
 
 @cache
 def cpu_ops() -> type[NumpyOps]:
-    """The fastest ops that are installed."""
+    """Return the fastest ops that are installed."""
     try:
         from devices.cpu import FastOps
     except ImportError as error:
@@ -146,7 +142,7 @@ def cpu_ops() -> type[NumpyOps]:
 
 
 def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | None, room: int) -> int:
-    """The number of pages in the pool of the KV cache: --kv-memory, else what `room` bytes hold.
+    """Return the number of pages in the pool of the KV cache: --kv-memory, else what `room` bytes hold.
 
     Without the option it is no more than a full batch of the longest contexts can use.
     """
@@ -161,15 +157,15 @@ def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | Non
 
 def free_memory() -> int:
     """Return the free memory in bytes: what Linux says is available, also in a container; elsewhere 4 GiB."""
-    available = re.findall(r"MemAvailable: +(\d+) kB", text_of(Path("/proc/meminfo")))
-    container_limit = re.findall(r"\d+", text_of(Path("/sys/fs/cgroup/memory.max")))  # "max" if there is none
-    limits = [int(kb) * 1024 for kb in available] + [int(n_bytes) for n_bytes in container_limit]
+    limits = [n_kb * 1024 for n_kb in numbers_in("/proc/meminfo", r"MemAvailable: +(\d+) kB")]
+    limits += numbers_in("/sys/fs/cgroup/memory.max", r"\d+")  # it holds "max" if there is no limit
     return min(limits, default=4 * 2**30)
 
 
-def text_of(path: Path) -> str:
-    """Return the text of a file, "" if there is none."""
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+def numbers_in(file: str, pattern: str) -> list[int]:
+    path = Path(file)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [int(number) for number in re.findall(pattern, text)]
 
 
 # --- what the server says of it -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import re
 import tomllib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,51 +38,38 @@ PROJECT = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def matching(pattern: str, expected: str) -> Callable[[str], str]:
-    """A text of this form; blanks around it are dropped."""
-
-    def check(text: str) -> str:
-        text = text.strip()
-        if not re.fullmatch(pattern, text, re.ASCII):
-            raise ArgumentTypeError(f"expected {expected}, got {text or 'nothing'}")
-        return text
-
-    return check
+def matching(pattern: str, expected: str, text: str) -> str:
+    """Return a text of this form, without blanks around it."""
+    text = text.strip()
+    if not re.fullmatch(pattern, text, re.ASCII):
+        raise ArgumentTypeError(f"expected {expected}, got {text or 'nothing'}")
+    return text
 
 
-def number(kind: Callable[[str], T], low: float, high: float = MAX_NUMBER) -> Callable[[str], T]:
-    """A number from `low` to `high`; NaN and the infinities are none."""
-
-    def check(text: str) -> T:
-        try:
-            value = kind(text)
-            if low <= value <= high:
-                return value
-        except ValueError:
-            pass
-        raise ArgumentTypeError(f"expected {low} or more, at most {high:g}, got {text}")
-
-    return check
+def number(kind: Callable[[str], T], low: float, text: str, high: float = MAX_NUMBER) -> T:
+    """Return a number from `low` to `high`, which NaN and the infinities are not."""
+    try:
+        value = kind(text)
+        if low <= value <= high:
+            return value
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"expected {low} or more, at most {high:g}, got {text}")
 
 
-def named(names: Collection[str], number: Callable[[str], T]) -> Callable[[str], tuple[str, T]]:
-    """NAME=NUMBER, one of the names and a number for it."""
-
-    def check(text: str) -> tuple[str, T]:
-        name, _, value = text.partition("=")
-        if name not in names:
-            expected = f"expected NAME=NUMBER with NAME one of {', '.join(names)}"
-            raise ArgumentTypeError(f"{expected}; got {text}")
-        return name, number(value)
-
-    return check
+def named(names: Collection[str], number: Callable[[str], T], text: str) -> tuple[str, T]:
+    """Return NAME=NUMBER as one of the names and its number."""
+    name, _, value = text.partition("=")
+    if name not in names:
+        raise ArgumentTypeError(f"expected NAME=NUMBER with NAME one of {', '.join(names)}; got {text}")
+    return name, number(value)
 
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def size(text: str) -> int:
-    """Bytes, with a unit: 512M, 1.5G"""
+    """Return the bytes that a text such as 512M or 1.5G says."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text, re.ASCII | re.IGNORECASE)
     n_bytes = float(match[1]) * UNITS[match[2].upper()] if match else 0
     if not 1 <= n_bytes <= MAX_NUMBER:
@@ -90,7 +78,7 @@ def size(text: str) -> int:
 
 
 def key(text: str) -> str:
-    """A secret; what is wrong with one is said without it."""
+    """Return a secret. A refusal does not show it."""
     if not re.fullmatch("[ -~]+", text.strip()):
         raise ArgumentTypeError("expected a key of printable ASCII, for it travels in a header")
     return text.strip()
@@ -109,13 +97,14 @@ TIMEOUTS = {
 PRICES = ("token", *TokenCounts._fields, "coefficient")
 DEFAULT_PRICES = Prices()
 
-natural = number(int, 0)
-positive = number(int, 1)
-seconds = number(float, 0.001)
-text = matching("(?s).+", "a text")
-host_name = matching(r"\*|[\w-]+(\.[\w-]+)*", "a name without port, such as example.org, or '*'")
-origin = matching(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+", "https://HOST, https://HOST:PORT or '*'")
-base_url = matching(
+natural = partial(number, int, 0)
+positive = partial(number, int, 1)
+seconds = partial(number, float, 0.001)
+text = partial(matching, "(?s).+", "a text")
+host_name = partial(matching, r"\*|[\w-]+(\.[\w-]+)*", "a name without port, such as example.org, or '*'")
+origin = partial(matching, r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+", "https://HOST, https://HOST:PORT or '*'")
+base_url = partial(
+    matching,
     r"(?i)https?://([^@/?#\s]*@)?([^@:/?#\s]+|\[[^]\s]+\])(:\d{1,5})?(/[^?#\s]*)?",
     "http://HOST:PORT/v1 or the like",
 )
@@ -150,7 +139,7 @@ OPTIONS: dict[str, list[Any]] = {
         ("--kv-memory BYTES",       size, None,
          "memory for the KV cache, such as 2G (default: a quarter of what is free)"),
         ("--max-batch N",           positive, 16, "sequences that run at once"),
-        ("--speculate N",           number(int, 0, MAX_DRAFTS), 0,
+        ("--speculate N",           partial(number, int, 0, high=MAX_DRAFTS), 0,
          f"draft up to N tokens per step by prompt lookup, at most {MAX_DRAFTS}; 0 turns it off"),
     ],
     "network and keys": [
@@ -175,7 +164,7 @@ OPTIONS: dict[str, list[Any]] = {
          "seconds before a client that has stopped reading is dropped"),
         ("--websocket-max-age SECONDS", seconds, 3600.0,
          "seconds after which a WebSocket takes no more turns, and is closed"),
-        ("--shutdown-grace SECONDS", number(float, 0), 5.0,
+        ("--shutdown-grace SECONDS", partial(number, float, 0), 5.0,
          "seconds that running requests get to finish at a stop"),
     ],
     "answers": [
@@ -208,13 +197,13 @@ OPTIONS: dict[str, list[Any]] = {
         ("--upstream-api-key-file FILE", Path, None,
          "a file of such keys: the key, or for several upstreams a line 'URL KEY' for each; "
          "LLMREF_UPSTREAM_API_KEY in the environment may hold the same"),
-        ("--upstream-timeout NAME=SECONDS", named(TIMEOUTS, seconds), [],
+        ("--upstream-timeout NAME=SECONDS", partial(named, TIMEOUTS, seconds), [],
          "seconds that an upstream gets: connect; first-byte, until its answer begins; idle, between two "
          "chunks of it; answer, for all of it; probe, between two looks at its models, and for one "
          f"(default: connect={DEFAULT_TIMEOUTS.connect_s:g}, first-byte={DEFAULT_TIMEOUTS.first_byte_s:g}, "
          f"idle={DEFAULT_TIMEOUTS.idle_s:g}, answer={DEFAULT_TIMEOUTS.answer_s:g}, "
          f"probe={DEFAULT_TIMEOUTS.probe_s:g}); repeatable"),
-        ("--price NAME=NUMBER",     named(PRICES, natural), [],
+        ("--price NAME=NUMBER",     partial(named, PRICES, natural), [],
          "give the usage of upstreams its cost, in integers: token, the price of one; prompt, cached, "
          "completion and reasoning, the weights of these tokens in ten-thousandths "
          f"(default: {DEFAULT_PRICES.multipliers.prompt}); coefficient, the weight of all in thousandths "

@@ -101,16 +101,16 @@ def my_response(request: pytest.FixtureRequest, server: Server) -> Iterator[str]
 
 @pytest.mark.parametrize("what", ASKED)
 def test_to_another_key_a_response_does_not_exist(server: Server, my_response: str, what: str) -> None:
-    """The reply is the one that an id gets which nobody has: not even that there is one can be learnt."""
+    """It gets the reply that an unknown id gets: not even that there is one can be learnt."""
     unknown = "resp_" + "0" * 48
-    theirs, nobodys = ask(server, what, my_response, YOURS), ask(server, what, unknown, YOURS)
-    assert theirs.status == nobodys.status in (400, 404)
-    assert theirs.body.replace(my_response.encode(), b"") == nobodys.body.replace(unknown.encode(), b"")
+    theirs, unknowns = ask(server, what, my_response, YOURS), ask(server, what, unknown, YOURS)
+    assert theirs.status == unknowns.status in (400, 404)
+    assert theirs.body.replace(my_response.encode(), b"") == unknowns.body.replace(unknown.encode(), b"")
     assert server.get(f"{RESPONSES}/{my_response}", **MINE).status == 200  # nothing has happened to it
 
 
 def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
-    """Neither where it is stored here, nor where its client keeps it for us."""
+    """Neither one that is stored here, nor one that its client keeps for us."""
     compacted = server.post(RESPONSES + "/compact", HI, **MINE).json["output"][-1]
     stored = {"type": "item_reference", "id": server.post(RESPONSES, HI, **MINE).json["output"][-1]["id"]}
     for item, status in ((compacted, 400), (stored, 404)):
@@ -214,7 +214,7 @@ def test_cors(server: Server) -> None:
 
 def assert_noted(server: Server, reply: Reply) -> None:
     """A line of the log has the reply's id."""
-    until(lambda: f"[{reply.headers['x-request-id']}]" in server.log(), "it is noted, behind its reply")
+    until(lambda: f"[{reply.headers['x-request-id']}]" in server.log(), "it is noted, after its reply")
 
 
 TEXT, FORM, JSON = "text/plain", "application/x-www-form-urlencoded", "Application/JSON; charset=utf-8"
@@ -248,7 +248,7 @@ def test_pages_of_other_sites(
 
 
 def test_a_cancel_has_no_body_to_be_of_a_type(server: Server) -> None:
-    """The official client for Node sends no type where it sends no body, from whichever origin it runs."""
+    """The official client for Node sends no type if it sends no body, from any origin."""
     reply = server.request("POST", f"{RESPONSES}/resp_none/cancel", b"", Origin=ELSEWHERE, **MINE)
     assert reply.status == 404
 
@@ -301,7 +301,7 @@ def test_health_without_a_key_counts_nothing(server: Server) -> None:
     assert server.get("/health", **MINE).json.keys() > {"status", "running", "background"}
 
 
-# --- what is no HTTP request --------------------------------------------------------------------------------
+# --- what is not an HTTP request ---------------------------------------------------------------------------
 
 POST = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer mine\r\n"
 GET = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -312,8 +312,8 @@ POST_1_0 = POST.replace(b"1.1", b"1.0")
 
 # fmt: off
 #  what is wrong                    what is sent                                          why, as it is told
-NO_HTTP = {
-    "a length that is no number":  (POST + b"Content-Length: x\r\n\r\n",                  "Content-Length"),
+NOT_HTTP = {
+    "a length of letters":  (POST + b"Content-Length: x\r\n\r\n",                  "Content-Length"),
     "a length with a sign":        (POST + b"Content-Length: +0\r\n\r\n",                 "Content-Length"),
     "two lengths":                 (POST + LENGTH + LENGTH + b"\r\nabc",                  "Content-Length"),
     "a length, then chunks":       (POST + LENGTH + CHUNKED + EMPTY + GET,                "Content-Length"),
@@ -338,12 +338,12 @@ NO_HTTP = {
 # fmt: on
 
 
-@pytest.mark.parametrize(("data", "why"), NO_HTTP.values(), ids=NO_HTTP)
-def test_what_is_no_http_gets_an_error_like_any_other(server: Server, data: bytes, why: str) -> None:
+@pytest.mark.parametrize(("data", "why"), NOT_HTTP.values(), ids=NOT_HTTP)
+def test_what_is_not_http_gets_an_error_like_any_other(server: Server, data: bytes, why: str) -> None:
     """And one answer: what a proxy and we could read as different requests is none (RFC 9112, section 11.2).
 
     Bug: uvicorn's own "Invalid HTTP request received.", as text and without an id; and a body with a length
-    and in chunks was served, and then what stood behind its chunks.
+    and in chunks was served, and then what followed its chunks.
     """
     with server.connect(data) as client:
         whole = HTTPResponse(client)
@@ -370,7 +370,7 @@ def test_what_is_no_http_gets_an_error_like_any_other(server: Server, data: byte
     ],
 )
 def test_a_websocket_is_told_to_use_http(server: Server, path: str, changed: dict[str, str]) -> None:
-    """Where there is none, and where the handshake is none; Codex falls back at this status alone."""
+    """If the path has none, and if the handshake is wrong; Codex falls back at this status alone."""
     handshake = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": "13"}
     handshake |= {"Sec_WebSocket_Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
     reply = server.get(path, **handshake | changed, **MINE)
@@ -438,7 +438,7 @@ def protocol(reader_timeout: float) -> type[Protocol]:
 async def connected(
     app: Any, kind: Any, **settings: Any
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to an application behind a protocol of this kind, in this process."""
+    """A connection to an application in this process, over a protocol of this kind."""
     config, state = uvicorn.Config(app, log_config=None, lifespan="off", **settings), ServerState()
     config.load()
     loop = asyncio.get_running_loop()
@@ -451,18 +451,18 @@ async def connected(
 WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 UNREAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
 DAWDLERS = [
-    # what comes at once   behind the answer      then, one by one      n of answers
+    # what comes at once   after the answer       then, one by one      n of answers
     (b"",                  b"",                   b"",                  0),
     (b"GET /hea",          b"",                   b"",                  0),
     (b"GET /",             b"",                   b"a",                 0),
     (WHOLE,                b"GET /hea",           b"a",                 1),
     (WHOLE,                b"",                   b"\r\n",              1),
-    (UNREAD,               b"",                   b"a",                 1),  # a body that nobody reads
+    (UNREAD,               b"",                   b"a",                 1),  # a body that is not read
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("begun", "behind", "drop", "n_answers"), DAWDLERS)
-def test_a_head_that_does_not_come(begun: bytes, behind: bytes, drop: bytes, n_answers: int) -> None:
+@pytest.mark.parametrize(("begun", "then", "drop", "n_answers"), DAWDLERS)
+def test_a_head_that_does_not_come(begun: bytes, then: bytes, drop: bytes, n_answers: int) -> None:
     """Bug: half a head held its connection for ever, however slowly it came, and nothing counted it."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -475,7 +475,7 @@ def test_a_head_that_does_not_come(begun: bytes, behind: bytes, drop: bytes, n_a
             writer.write(begun)
             if n_answers:
                 read += await reader.readuntil(b"\r\n\r\n")
-            writer.write(behind)
+            writer.write(then)
             try:
                 while True:
                     with suppress(TimeoutError):

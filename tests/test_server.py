@@ -606,7 +606,7 @@ def drafting() -> Iterator[Server]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [RESPONSES, CHAT])
 def test_drafts_change_nothing(server: Server, drafting: Server, path: str, stream: bool, more: Json) -> None:
-    """Bugs: tokens lost, doubled, charged and not delivered where a step brings more than one: group D, such
+    """Bugs: tokens lost, doubled, charged and not delivered when a step brings more than one: group D, such
     as https://github.com/vllm-project/vllm/pull/37071 and https://github.com/ikawrakow/ik_llama.cpp/pull/2358
     """
     usage = {"stream_options": {"include_usage": True}} if stream else {}
@@ -685,7 +685,7 @@ def is_left(server: Server) -> Iterator[int]:
 @pytest.mark.parametrize("n_frames", [1, 3, 12])
 @pytest.mark.parametrize("path", [RESPONSES, CHAT])
 def test_client_leaves_a_stream(server: Server, path: str, n_frames: int) -> None:
-    """Bug: nobody tells the engine, and it goes on to the length limit for each client that left.
+    """Bug: the engine is not told, and goes on to the length limit for each client that left.
 
     Invariant: the sequence is gone within a step. https://github.com/ggml-org/llama.cpp/issues/24496
     """
@@ -697,7 +697,7 @@ def test_client_leaves_a_stream(server: Server, path: str, n_frames: int) -> Non
 @pytest.mark.bug("I02")
 @pytest.mark.parametrize("path", [RESPONSES, CHAT])
 def test_client_leaves_before_a_whole_answer(server: Server, path: str) -> None:
-    """Bug: disconnects are seen only where something is sent. https://github.com/BerriAI/litellm/issues/37140"""
+    """Bug: disconnects are seen only when something is sent. https://github.com/BerriAI/litellm/issues/37140"""
     with is_left(server) as n_steps, server.connect(http_bytes(path, ENDLESS | says(path, STORY))):
         until(lambda: server.health()["steps"] > n_steps + 3, "the answer is being made")
 
@@ -898,7 +898,7 @@ COMPLAINTS = [
     (f"--model {TINY} --port 65536",                            "65536"),
     (f"--model {TINY} --port 0 --host a..b",                    "a..b"),
     # Bug: it was said when the model had been loaded, which may take minutes.
-    ("--model /not/looked/for --port 0 --host 192.0.2.1",       "192.0.2.1"),  # RFC 5737: nobody has it
+    ("--model /not/looked/for --port 0 --host 192.0.2.1",       "192.0.2.1"),  # RFC 5737
     ("--model /not/looked/for --port 0 --store /absent/at/all", "/absent/at/all"),
     ("--model /not/looked/for --port 0 --secret-file /absent",  "'/absent'"),  # Bug: a traceback
     ("--upstream http://127.0.0.1:1 --port 0 --debug-steps",    "--debug-steps: expected --model"),

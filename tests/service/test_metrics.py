@@ -90,7 +90,7 @@ def test_requests_and_tokens(server: Server) -> None:
 
 @pytest.mark.bug("I04")
 @pytest.mark.parametrize("background", [False, True])
-def test_what_was_computed_is_counted_also_where_the_client_leaves(server: Server, background: bool) -> None:
+def test_what_was_computed_is_counted_if_the_client_leaves(server: Server, background: bool) -> None:
     """The metrics counted no token of a stream that was left, or cancelled, and the log told of no output."""
     was = scrape(server)
     log = len(server.log())
@@ -147,7 +147,7 @@ def test_a_worker_without_pages_has_no_pages() -> None:
 # --- health -------------------------------------------------------------------------------------------------
 
 
-def test_systemd_is_told_though_nobody_reads_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemd_is_told_though_stdout_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a pipe that had gone left a traceback in the log, and no READY=1: systemd killed the server."""
     path = tmp_path / "notify"
     monkeypatch.setenv("NOTIFY_SOCKET", str(path))
@@ -181,7 +181,7 @@ def test_each_line_of_json_knows_its_request() -> None:
         replies = [server.post(RESPONSES, HI | more) for more in ({}, {"background": True}, {"seed": RAISES})]
         until(lambda: server.health()["background"] == 0, "it has ended")
         refused = server.post("/v1/ba%0Anana", {})
-        until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, behind its reply")
+        until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, after its reply")
         lines: list[dict[str, Any]] = [json.loads(line) for line in server.log().splitlines()]
     for reply in (*replies, refused):
         own = [line for line in lines if line["request_id"] == reply.headers["x-request-id"]]
@@ -200,7 +200,7 @@ def test_a_record_is_one_line_whatever_a_client_says(server: Server) -> None:
     was = len(server.log())
     server.post(RESPONSES, HI | {"tools": [{"type": forged}]})
     refused = server.post("/v1/x%0A2026-01-01", {})
-    until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, behind its reply")
+    until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, after its reply")
     line = r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \w+( \[req_\w+\])?: .+"
     lines = server.log()[was:].splitlines()
     assert len(lines) >= 2
