@@ -395,9 +395,14 @@ def request(values: dict[str, Any], tools: list[Tool], choice: ToolChoice) -> Re
     must = structured_output(
         tools, choice, values["response_format"], values["schema_path"], values["parallel_tool_calls"]
     )
-    not_run = dict.fromkeys(values["not_run"])
+    not_run = [*dict.fromkeys(values["not_run"])][:MAX_NOT_RUN]
+    effort = values["reasoning_effort"]
+    thinking = {}  # what the chat templates of reasoning models take
+    if effort is not None:
+        thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
     meant = {
-        "not_run": tuple(_spoken(name) for name in [*not_run][:MAX_NOT_RUN]),
+        # As much of each name as a header may repeat: printable ASCII without quotes.
+        "not_run": tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in not_run),
         "tools": [tool.definition() for tool in tools],
         "called": {} if choice.calls == "none" else {tool.qualified_name: tool for tool in tools},
         "structured_output": must,
@@ -406,19 +411,7 @@ def request(values: dict[str, Any], tools: list[Tool], choice: ToolChoice) -> Re
         "sampling": {name: values[name] for name in SAMPLING},
         "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
         "store": bool(values["store"]),
-        "template_kwargs": thinking_kwargs(values["reasoning_effort"]) | values["chat_template_kwargs"],
+        "template_kwargs": thinking | values["chat_template_kwargs"],
     }
     known = values | meant
     return Request(**{field.name: known[field.name] for field in fields(Request) if field.name in known})
-
-
-def _spoken(name: str) -> str:
-    """Return as much of a name as a header may repeat: printable ASCII without quotes."""
-    return re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME])
-
-
-def thinking_kwargs(effort: str | None) -> dict[str, Any]:
-    """Return what the chat templates of reasoning models take; {} leaves it to the template."""
-    if effort is None:
-        return {}
-    return {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}

@@ -25,7 +25,7 @@ Rules of this file:
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from request.messages import Message
@@ -45,7 +45,7 @@ class SpecialTokens:
     def __init__(self, added: Iterable[str]) -> None:
         tokens = [token for token in added if len(token) > 1 and token.strip(BLANKS)]
         self._first_characters = {token[0] for token in tokens}
-        self._pattern = re.compile(longest_of(tokens) or "(?!)")
+        self._pattern = re.compile(longest_of(tokens) if tokens else "(?!)")
         self._max_length = max(map(len, tokens), default=0)
         # What a string of the request can say of a token that the template has begun: how it ends, or a part.
         self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
@@ -108,22 +108,21 @@ class SpecialTokens:
         return texts
 
 
-def longest_of(words: Collection[str], between: str = "") -> str:
+def longest_of(words: Iterable[str]) -> str:
     """Return a pattern for the longest of the words that stands at a place, with any marks inside.
 
     Words that begin alike share that beginning (a trie): a thousand words cost no more than one.
-    `between` is what may stand before the first character.
     """
-    rests: dict[str, list[str]] = defaultdict(list)  # of the words, by first character
+    endings: dict[str, list[str]] = defaultdict(list)  # of the words, by first character
     for word in words:
-        if word:
-            rests[word[0]].append(word[1:])
+        endings[word[0]].append(word[1:])
     branches = []
-    for character, rests_of_character in rests.items():
-        branches.append(between + re.escape(character) + longest_of(rests_of_character, f"{MARK}*"))
-    pattern = "|".join(branches)
-    if len(branches) > 1:
-        pattern = f"(?:{pattern})"
-    if branches and "" in words:  # one of the words ends here
-        pattern = f"(?:{pattern})?"
-    return pattern
+    for character, endings_of_character in endings.items():
+        branch = re.escape(character)
+        longer = list(filter(None, endings_of_character))
+        if longer:
+            branch += f"(?:{MARK}*{longest_of(longer)})"
+        if longer and "" in endings_of_character:  # one of the words ends here
+            branch += "?"
+        branches.append(branch)
+    return "(?:" + "|".join(branches) + ")"
