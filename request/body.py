@@ -16,6 +16,7 @@ Rules of this file:
 """
 
 import asyncio
+import sys
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -147,17 +148,10 @@ def check_depth(value: Any, max_depth: int) -> None:
 # --- encodings ----------------------------------------------------------------------------------------------
 
 
-def zstd() -> Any:
-    """Return the module that reads zstd, of Python 3.14 or of a package; None if there is none."""
-    for name in ("compression.zstd", "backports.zstd"):
-        try:
-            return import_module(name)
-        except ImportError:
-            continue
-    return None
-
-
-ZSTD = zstd()
+try:
+    ZSTD: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+except ImportError:
+    ZSTD = None
 ZLIB_READER = partial(zlib.decompressobj, GZIP_OR_ZLIB)
 # Each has decompress(), eof and unused_data.
 READERS: dict[str, Any] = {

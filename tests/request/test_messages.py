@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +93,7 @@ HELLO = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": 
 ANSWER = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [HELLO]}
 DEVELOPER = {"role": "developer", "content": "d"}
 TEXT = {"type": "input_text", "text": "t"}
-REFUSAL = {"type": "refusal", "refusal": "No."}
 IMAGE = {"type": "input_image", "image_url": "data:"}
-FILE = {"type": "input_file", "file_id": "file-1"}
 
 
 def says(role: str, content: Any) -> dict[str, Any]:
@@ -188,20 +188,6 @@ BAD_RESPONSES: list[tuple[Any, str, str]] = [
 # fmt: on
 
 
-@pytest.mark.bug("K05")
-@pytest.mark.parametrize(("why", "input", "instructions", "expected"), RESPONSES)
-def test_responses_input(why: str, input: Any, instructions: str | None, expected: list[Message]) -> None:
-    assert from_responses(input, instructions) == numbered(expected)
-
-
-@pytest.mark.parametrize(("input", "param", "code"), BAD_RESPONSES)
-def test_bad_responses_input(input: Any, param: str, code: str) -> None:
-    with pytest.raises(BadInput) as error:
-        from_responses(input, None)
-    assert (error.value.param, error.value.code) == (param, code)
-    assert error.value.message == str(error.value) != ""
-
-
 def test_what_becomes_one_message_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a turn with 4,000 texts, 4 GB were copied."""
     joined: list[int] = []
@@ -285,15 +271,29 @@ BAD_CHAT: list[tuple[Any, str, str]] = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("why", "messages", "expected"), CHAT)
-def test_chat_messages(why: str, messages: list[Any], expected: list[Message]) -> None:
-    assert from_chat(messages) == numbered(expected)
+READ: list[tuple[Callable[[], list[Message]], list[Message]]] = [
+    *(
+        (partial(from_responses, items, instructions), expected)
+        for _, items, instructions, expected in RESPONSES
+    ),
+    *((partial(from_chat, messages), expected) for _, messages, expected in CHAT),
+]
+REFUSED_INPUT = [
+    *((partial(from_responses, items, None), param, code) for items, param, code in BAD_RESPONSES),
+    *((partial(from_chat, messages), param, code) for messages, param, code in BAD_CHAT),
+]
 
 
-@pytest.mark.parametrize(("messages", "param", "code"), BAD_CHAT)
-def test_bad_chat_messages(messages: Any, param: str, code: str) -> None:
+@pytest.mark.bug("K05")
+@pytest.mark.parametrize(("read", "expected"), READ, ids=[str(why) for why, *_ in [*RESPONSES, *CHAT]])
+def test_a_conversation(read: Callable[[], list[Message]], expected: list[Message]) -> None:
+    assert read() == numbered(expected)
+
+
+@pytest.mark.parametrize(("read", "param", "code"), REFUSED_INPUT)
+def test_a_bad_conversation(read: Callable[[], list[Message]], param: str, code: str) -> None:
     with pytest.raises(BadInput) as error:
-        from_chat(messages)
+        read()
     assert (error.value.param, error.value.code) == (param, code)
 
 
