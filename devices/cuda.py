@@ -238,10 +238,6 @@ class DecodingStep(NamedTuple):
     batch: DeviceStep
     expected: Expected
 
-    def next(self) -> "DecodingStep":
-        """The same rows one token later."""
-        return self._replace(rows=[(slot, position + 1, n) for slot, position, n in self.rows])
-
 
 class CudaOps:
     """NumpyOps on a device."""
@@ -383,10 +379,11 @@ class CudaOps:
         """
         if self._decoding is None or any(span.token_ids is not None for span in spans):
             return None
-        step = self._decoding.next()
-        if [(span.slot, span.start, n_splits(span, self._split_keys)) for span in spans] != step.rows:
+        step = self._decoding
+        rows = [(span.slot, span.start, n_splits(span, self._split_keys)) for span in spans]
+        if rows != [(slot, position + 1, n) for slot, position, n in step.rows]:
             return None
-        self._decoding = step
+        self._decoding = step._replace(rows=rows)
         host = self._free_host_memory(step.memory)
         host.expected = step.expected
         for span in spans:
