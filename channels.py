@@ -22,7 +22,7 @@ ids (tokenizer.py), item and call ids (responses.py), when generation stops (wor
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -294,12 +294,12 @@ class Finder:
 #                          +--> trimming --> stop strings --> trimming ------> Delta
 #
 # channel       Where the output stands (State): in the reasoning, in an answer, in a call, in a header, at
-#               its end. Markers alone move it, by the dialect's table of transitions. Those that are no token
-#               of the vocabulary are found in the text by a Finder.
+#               its end. Markers alone move it, by the dialect's table of transitions. Those that are not
+#               tokens of the vocabulary are found in the text by a Finder.
 # call body     The text between the markers of a call (CallBody). A call that has been announced cannot be
 #               taken back, so the text is held back until a name has been read; from then on it leaves as
-#               arguments. Where it can be no call (a model may write about <tool_call>) it becomes text, the
-#               markers too, of the channel that it interrupted.
+#               arguments. If it is not a call (a model may write about <tool_call>), it becomes text of the
+#               channel that it interrupted, with its markers.
 # trimming      The newlines beside markers (Trimming). Those after a marker are dropped as they come. Those
 #               that may stand before one are held back: a marker takes them along, other text releases them.
 # stop strings  A Finder on the text of all channels but the reasoning. It stands between the two halves of
@@ -387,9 +387,9 @@ class Trimming:
 class Parser:
     """Pieces of one response to what they mean.
 
-    `state` and `after_marker` come from dialects.families.opening(). `schemas` are those of the functions on
-    offer. `one_call` ends the response after the first call (parallel_tool_calls=false). `stopped` turns
-    True when a stop string, the one call or the turn is complete: what is fed afterwards is dropped.
+    `state` and `after_marker` come from dialects.families.opening(), `schemas` from the functions on offer.
+    `one_call` ends the response after a call (parallel_tool_calls=false). `stopped` turns True when a stop
+    string, the one call or the turn is complete: what is fed afterwards is dropped.
     """
 
     def __init__(
@@ -468,20 +468,21 @@ class Parser:
         self._outputs = []
         return outputs
 
-    def _emit(self, output: Output) -> None:
-        """Return it from feed() or close(), unless the response has ended before it."""
-        if self.stopped:
-            return
-        self._outputs.append(output)
-        match output:
-            case Delta():
-                self._open_item = "text"
-            case Close():
-                self.stopped = self._one_call and self._open_item == "call"
-                self._open_item = ""
-            case _:
-                self._open_item = "call"
-                self._trimming.release()  # the newlines before the call's marker go with it
+    def _emit(self, outputs: Iterable[Output]) -> None:
+        """Return them from feed() or close(), up to the one with which the response ends, if it does."""
+        for output in outputs:
+            if self.stopped:
+                return
+            self._outputs.append(output)
+            match output:
+                case Delta():
+                    self._open_item = "text"
+                case Close():
+                    self.stopped = self._one_call and self._open_item == "call"
+                    self._open_item = ""
+                case _:
+                    self._open_item = "call"
+                    self._trimming.release()  # the newlines before the call's marker go with it
 
     def _flush_markers(self) -> None:
         for piece in self._markers.flush():
@@ -520,7 +521,7 @@ class Parser:
         # What follows a marker of a call may turn out to be text of the open item: it stays open until then.
         if is_after_a_call or not opens_call:
             if self._open_item:
-                self._emit(Close())
+                self._emit([Close()])
             self._trimming.marker()
         if leads_to == "content":
             self._end_header(complete=True)
@@ -560,19 +561,15 @@ class Parser:
             else:
                 self._show_up_to_stop(trimmed)
 
-    # --- call body ------------------------------------------------------------------------------------------
-
     def _to_call(self, piece: Piece) -> None:
         if not self._call.reader.called:
             self._call.held_pieces.append(piece)
-        for output in self._call.reader.feed(piece):
-            self._emit(output)
+        self._emit(self._call.reader.feed(piece))
         if self._call.reader.malformed:
             self._not_a_call()
 
     def _end_call(self) -> None:
-        for output in self._call.reader.end():
-            self._emit(output)
+        self._emit(self._call.reader.end())
         if not self._call.reader.called:
             self._not_a_call()
 
@@ -599,5 +596,5 @@ class Parser:
             self._show(self._trimming.without_trailing(piece))
 
     def _show(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            self._emit(Delta(cast(Channel, self.state), piece.text, piece.logprobs))
+        channel = cast(Channel, self.state)
+        self._emit(Delta(channel, piece.text, piece.logprobs) for piece in pieces)

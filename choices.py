@@ -30,7 +30,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
     accepted = False
     finish: Finish | None = None  # emitted when the run is over
 
-    def pass_on(output: Accepted | Output | Finish) -> None:
+    def emit_restored(output: Accepted | Output | Finish) -> None:
         nonlocal accepted, finish
         if isinstance(output, Accepted):
             accepted = True
@@ -46,7 +46,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
 
     end = Finish("cancelled")  # for metrics and log, if it is cancelled before another one is set
     try:
-        await prompt.run(pass_on, choice)
+        await prompt.run(emit_restored, choice)
         end = finish or Finish("failed", message="The worker ended without finishing.")
     except asyncio.CancelledError:
         end = finish or end

@@ -12,9 +12,9 @@ Each class is a CallReader (channels.py), one for each way of writing a call:
 Authority: the chat templates of the models that the rows name.
 
 Rules of this file:
-1. What has been said is never taken back: nothing is completed or repaired, and what cannot be a call says so
-   (`malformed`) before anything has left: https://github.com/vllm-project/vllm/issues/10395
-2. Arguments leave as they come. Where they are no JSON (XML), they leave as JSON: each value by its schema.
+1. What has been said is never taken back: nothing is completed or repaired, and a text that cannot be a call
+   is `malformed` before anything has left: https://github.com/vllm-project/vllm/issues/10395
+2. Arguments leave as they come. Those in XML leave as JSON: each value by its schema.
 3. A character is looked at once, however the text was cut.
 
 Not here: the markers (families.py), what a malformed call becomes (channels.py).
@@ -22,7 +22,6 @@ Not here: the markers (families.py), what a malformed call becomes (channels.py)
 
 import json
 import re
-from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator
 from typing import TypeVar
 
@@ -85,7 +84,7 @@ KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}  # 
 
 
 class Strings:
-    """Follows where the strings of a JSON text begin and end."""
+    """Follows the strings of a JSON text."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -255,8 +254,8 @@ class AsWritten:
             outputs.append(Call(self._name))
         if piece.text and (self.in_string or not piece.special):  # a marker outside of strings is a stray one
             self._is_blank = self._is_blank and piece.text.isspace()
-            deque(self._strings.lexemes(piece.text), maxlen=0)
-            self.in_string = self._strings.is_open
+            for _ in self._strings.lexemes(piece.text):
+                self.in_string = self._strings.is_open
             outputs.append(Arguments(piece.text))
         return outputs
 

@@ -31,7 +31,7 @@ LLAMA: Transitions = {
     ("any",       "<think>"):          "analysis",
     ("any",       "</think>"):         "call",      # the answer begins, which may be a bare call
     ("any",       "<|python_tag|>"):   "call",
-    ("any",       "<|eom_id|>"):       "end",       # behind a call: the model waits for its result
+    ("any",       "<|eom_id|>"):       "end",       # after a call: the model waits for its result
     ("any",       "<|eot_id|>"):       "end",
 }
 MISTRAL: Transitions = {
@@ -63,8 +63,8 @@ CHANNELS: dict[str, State] = {"analysis": "analysis", "commentary": "commentary"
 class HarmonyHeader:
     """The header of a message, whose words say what the message is.
 
-    It is read in three states. `between` two messages none has begun, and words that come there may be stray
-    text; in `role` <|start|> has begun one, in `header` another marker has; <|message|> ends it (`content`).
+    It is read in three states. `between` two messages words may be stray text. In `role` <|start|> has begun
+    a message, in `header` another marker has. <|message|> ends the header (`content`).
 
         <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
                  role               header                                  content: a call     end
@@ -77,10 +77,10 @@ class HarmonyHeader:
         self._words.append(piece)
 
     def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
-        """What the header says (channels.Header).
+        """Return what the header says, as channels.Header has it.
 
-        A message that has begun is what its header says even if its content is missing: a recipient is called
-        without arguments.
+        A message that has begun is what its header says even if its content is missing: then a recipient is
+        called without arguments.
         """
         pieces = self._words
         self._words = []
@@ -93,7 +93,7 @@ class HarmonyHeader:
 
 
 def meaning_of(header: str) -> tuple[State, CallReader | None]:
-    """What a message with this header is: a recipient, wherever it stands, makes it a call; else its channel.
+    """Return what a message with this header is: a call if it has a recipient anywhere, else its channel.
 
     A message on an unknown channel, or on none, is the answer. Every other word, such as the type of the
     content, says nothing: https://github.com/openai/harmony/issues/38
@@ -210,7 +210,7 @@ DIALECTS = {
 
 
 def recognised(template: str, takes_tools: bool) -> str:
-    """The name of the first dialect whose signs are all in the chat template.
+    """Return the name of the first dialect whose signs are all in the chat template.
 
     A template that takes no tools has not taught the model to call: tools are then described as Hermes does
     (request/messages.py), and so the model will call.
@@ -223,10 +223,10 @@ def recognised(template: str, takes_tools: bool) -> str:
 
 
 def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Dialect:
-    """The dialect as this model may write it in this response.
+    """Return the dialect as this model may write it in this response.
 
-    Markers of reasoning are left out that neither the vocabulary (its `added` tokens) nor the template has;
-    markers of calls are left out where no tools are offered.
+    It has no markers of reasoning that neither the vocabulary (its `added` tokens) nor the template has, and
+    no markers of calls unless tools are offered.
     """
     unused = {marker for marker in row.reasoning_markers if marker not in added and marker not in template}
     if not tools:
@@ -237,18 +237,17 @@ def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Di
 
 
 def tokens_of_calls(row: Dialect, added: Mapping[str, int]) -> frozenset[int]:
-    """The tokens without which nothing can be written that the parser takes for a call.
+    """Return the tokens without which the model cannot write what the parser takes for a call.
 
-    Where they are forbidden, and find() is told of no tools, no call leaves, and it costs nothing: no mask is
-    computed. What this cannot forbid is what only looks like a call, and is text to the parser then: bare
-    JSON (llama), and markers that are spelled, for they are no tokens of the vocabulary. Harmony has no such
-    token, for the header of any message may name a recipient: its answers need a grammar.
+    To forbid them costs nothing, for no mask is computed. What only looks like a call is text to a parser
+    that knows of no tools: bare JSON (llama), and markers that are not tokens of the vocabulary. Harmony has
+    no such token, because the header of any message may name a recipient: its answers need a grammar.
     """
     return frozenset(added[marker] for marker in row.call_markers if marker in added)
 
 
 def opening(prompt: str, dialect: Dialect) -> tuple[State, bool]:
-    """The state in which generation begins, and whether the prompt ends with a marker.
+    """Return the state in which generation begins, and whether the prompt ends with a marker.
 
     Some templates open the reasoning themselves, or end it. The prompt's tail decides, never text further up:
     https://github.com/vllm-project/vllm/pull/34779

@@ -56,7 +56,7 @@ class BadPart(Exception):
 
 
 def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
-    """The root: fork for each connection that comes, until the server's end is closed."""
+    """Be the root: fork for each connection that comes, until the server's end is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the server, whose streams have a grace
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets forks that have ended
@@ -86,7 +86,7 @@ def fork() -> int:
 
 
 def follow(tokens: LLTokenizer, connection: Connection) -> None:
-    """A fork: answer for one grammar until the other end is closed."""
+    """Answer for one grammar, in a fork, until the other end is closed."""
     limit_process()
     try:
         max_compile_s, lark, parts, output, drafts = connection.recv()  # from matchers.Grammars.start()
@@ -123,7 +123,7 @@ def limit_process() -> None:
 
 
 def limit_work(max_s: float) -> None:
-    """So many seconds of a processor from here on end this process."""
+    """Let the system end this process after so many more seconds of computing."""
     signal.setitimer(signal.ITIMER_PROF, max_s)
 
 
@@ -173,7 +173,7 @@ def masks(matcher: LLMatcher, token_ids: list[int], drafts: list[int]) -> Iterat
 
 
 def one_line(message: object) -> str:
-    """The first line, and for a regular expression that which says what is wrong with it."""
+    """Return the first line; for a regular expression also the line that says what is wrong with it."""
     first, *others = str(message).splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     return " ".join([first, *reasons[-1:]])[:MAX_ERROR]

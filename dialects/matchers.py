@@ -48,7 +48,8 @@ from dialects.structured_output import NO_PARTS, AnswerGrammar, BadGrammar
 from request.refusals import BadInput
 from request.room import Turns
 
-N_CHECKS = max(1, (os.cpu_count() or 1) // 2)  # at once: half of the machine is left to the engine
+# Checks at once: half of the machine is left to the engine, and threads of the event loop to others.
+N_CHECKS = max(1, min(16, (os.cpu_count() or 1) // 2))
 MAX_WAITING = 32  # checks of one owner that wait for its turn; each may take MAX_COMPILE_S
 MAX_ANSWER_S = 10.0  # by the clock: a process that is swapped out uses no processor
 MAX_REMEMBERED = 1024  # outcomes of checks: an agent sends the same tools with every turn

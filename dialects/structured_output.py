@@ -48,9 +48,9 @@ class BadGrammar(ValueError):
 
 MAX_LARK = 2**20  # characters of the grammar of an answer, and of what a client has sent for it
 MAX_CALLS = 16  # of one answer: a small model that must call goes on until its context is full
-NEWLINES = r"/\n{0,2}/"  # behind the reasoning; models were trained on two
+NEWLINES = r"/\n{0,2}/"  # after the reasoning; models were trained on two
 
-# The separators of JSON are fixed: where they are free, a model at a high temperature writes blanks for ever.
+# The separators of JSON are fixed: free ones let a model at a high temperature write blanks for ever.
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 # The reasoning: the prompt has begun it, the model may begin it, the prompt has ended it.
@@ -205,7 +205,7 @@ def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: G
 
 # --- arguments in XML ---------------------------------------------------------------------------------------
 
-# The keywords of JSON schema that are enforced where strings are not quoted; all others are refused.
+# The keywords of JSON schema that are enforced on values in XML, whose strings are bare; others are refused.
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$schema", "$comment"}
 OF_OBJECTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 OF_STRINGS = ANNOTATIONS | {"type", "minLength", "maxLength"}

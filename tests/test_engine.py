@@ -397,16 +397,11 @@ def test_it_is_busy_from_the_moment_it_is_asked() -> None:
         assert play(main(engine), "a token")
 
 
-class CannotBeWaitedFor:
-    """A constraint that fails where none is expected to."""
-
-    def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
-        return None
+class CannotBeWaitedFor(NeverReady):
+    """A constraint that fails where it should not."""
 
     def fileno(self) -> int:
         raise MemoryError("a fault made on purpose")
-
-    def close(self) -> None: ...
 
 
 def test_an_unforeseen_exception_fails_all_and_hangs_none(caplog: pytest.LogCaptureFixture) -> None:

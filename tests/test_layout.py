@@ -185,13 +185,13 @@ CAPS = {
     "benches":    11_050,
     "checkpoint": 10_620,
     "devices":    18_720,
-    "dialects":   10_500,
+    "dialects":    9_950,
     "gateway":    11_350,
     "request":    16_350,
     "service":    11_450,
 }
 # fmt: on
-MAX_MODULE = 620  # lines of a module of the root, theory included
+MAX_MODULE = 600  # lines of a module of the root, theory included
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER}  # fmt: skip
 
