@@ -30,6 +30,7 @@ class BadSource(ValueError):
 
 
 MAX_WRITTEN = 2**18  # characters
+MAX_ATOMS = 2000
 
 # --- one character ------------------------------------------------------------------------------------------
 
@@ -49,26 +50,15 @@ def _literal(character: str, flags: str = "") -> str:
     return in_lark
 
 
-class _Atoms:
-    """What regular expressions have for one character, each a rule: a class, an escape, a dot."""
-
-    def __init__(self) -> None:
-        self.rules = ""  # Lark
-        self._names: dict[tuple[str, str], str] = {}  # (atom, flags) -> name of its rule
-
-    def name(self, atom: str, flags: str) -> str:
-        """Return the name of the atom's rule, which is written the first time."""
-        key = (atom, flags)
-        if key not in self._names:
-            self._names[key] = f"character-{len(self._names)}"
-            self.rules += f"\n{self._names[key]}: {_atom(atom, flags)}"
-            _check_size(self.rules)
-        return self._names[key]
+# What regular expressions have for one character: (class, escape or dot; flags) -> the name of its rule.
+_Atoms = dict[tuple[str, str], str]
 
 
-def _check_size(rules: str) -> None:
-    if len(rules) > MAX_WRITTEN:
-        raise BadSource(f"expected a grammar that takes at most {MAX_WRITTEN} characters inside JSON")
+def _name(atoms: _Atoms, atom: str, flags: str) -> str:
+    """Return the name of the atom's rule."""
+    if len(atoms) > MAX_ATOMS:
+        raise BadSource(f"expected at most {MAX_ATOMS} different classes, escapes and dots")
+    return atoms.setdefault((atom, flags), f"character-{len(atoms)}")
 
 
 def _atom(atom: str, flags: str) -> str:
@@ -130,11 +120,11 @@ def _regex(source: str, atoms: _Atoms, flags: str = "") -> str:
             case "refused":
                 raise BadSource(f"expected no {piece} here: {source[: lexeme.end()]}")
             case "character" if piece == ".":
-                done.append(atoms.name(DOT["s" in groups[-1]], groups[-1]))
+                done.append(_name(atoms, DOT["s" in groups[-1]], groups[-1]))
             case "character":
                 done.append(_literal(piece, groups[-1]))
             case _:
-                done.append(atoms.name(piece, groups[-1]))
+                done.append(_name(atoms, piece, groups[-1]))
     return " ".join([*done, ")"])
 
 
@@ -204,7 +194,7 @@ def _lark(source: str, atoms: _Atoms) -> str:
                 piece = ""
             case "range":
                 low, high = re.escape(_text(lexeme["low"])), re.escape(_text(lexeme["high"]))
-                piece = atoms.name(f"[{low}-{high}]", "")
+                piece = _name(atoms, f"[{low}-{high}]", "")
             case "string":
                 flags = piece.rpartition('"')[2]
                 literals = [_literal(character, flags) for character in _text(piece)]
@@ -259,8 +249,10 @@ def _spelled_out(name: str) -> str:
 
 def grammar(syntax: str, definition: str) -> str:
     """Return Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadSource."""
-    atoms = _Atoms()
+    atoms: _Atoms = {}
     rules = _lark(definition, atoms) if syntax == "lark" else f"start: {_regex(definition, atoms)}"
-    rules += atoms.rules
-    _check_size(rules)
+    for (atom, flags), name in atoms.items():
+        rules += f"\n{name}: {_atom(atom, flags)}"
+    if len(rules) > MAX_WRITTEN:
+        raise BadSource(f"expected a grammar that takes at most {MAX_WRITTEN} characters inside JSON")
     return rules

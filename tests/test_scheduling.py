@@ -59,14 +59,13 @@ class Asked(NamedTuple):
     stop: frozenset[int] = frozenset()
     constrained: bool = False
     leaves: int | None = None
-    id: str = ""
 
     def job(self) -> Sequence:
         sampling: Any = {k: dict(v) if k == "logit_bias" else v for k, v in self.sampling}
         prompt = TEXTS[self.text][: self.n_prompt]
         constraint = array_of_words() if self.constrained else None
         stop = self.stop | {2041} if self.constrained else self.stop
-        return Sequence(prompt, self.max_tokens, stop, Sampling(**sampling), constraint, "", self.id)
+        return Sequence(prompt, self.max_tokens, stop, Sampling(**sampling), constraint)
 
 
 GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041,))

@@ -150,9 +150,10 @@ def test_what_comes_often_is_written_once() -> None:
     """65,000 dots were 90 characters each: 20 s and 2 GB to compile."""
     one = grammar_in_json.grammar("regex", ".")
     assert len(grammar_in_json.grammar("regex", "." * 1000)) < len(one) + 1000 * len(" character-0")
-    for definition in ("." * 65_000, "".join(f"[{chr(0x4E00 + i)}]" for i in range(20_000))):
-        with pytest.raises(grammar_in_json.BadSource, match="at most 262144 characters inside JSON"):
-            grammar_in_json.grammar("regex", definition)
+    with pytest.raises(grammar_in_json.BadSource, match="at most 262144 characters inside JSON"):
+        grammar_in_json.grammar("regex", "." * 65_000)
+    with pytest.raises(grammar_in_json.BadSource, match="at most 2000 different classes"):
+        grammar_in_json.grammar("regex", "".join(f"[{chr(0x4E00 + i)}]" for i in range(20_000)))
 
 
 @pytest.mark.parametrize("unit", ['"\\', "(?<a", "[", "(?", "/\\", "<a", "{1", "\\p{", '"a".."', "(?s)"])

@@ -95,11 +95,6 @@ class WatchedScheduler:
             if seen != held:
                 self.violations.append(f"{name} after step {step.step}: {seen}, {held}")
 
-    def tokens_of(self, request_id: str) -> list[Choice]:
-        """All that the steps have chosen for a request."""
-        rows = [row for step in self.steps for row in step.sequences if row.request_id == request_id]
-        return [token for row in rows for token in row.tokens]
-
 
 class Watch:
     """The engine's thread, seen from inside."""
