@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from audit import report, session
 from audit.peer import BUDGET_S, Peer
-from audit.rules import NoReply
+from audit.rules import NoReply, NotApplicable
 
 EXAMPLES = """\
 a server:
@@ -97,7 +97,7 @@ def main() -> int:
         sys.stdout.buffer.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-    except (OSError, ValueError, NoReply, AssertionError) as error:  # before the first rule
+    except (OSError, ValueError, NotApplicable, NoReply, AssertionError) as error:
         print("error:", *str(error).split(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -286,25 +286,17 @@ def judged(rule: Rule, peer: Peer) -> None:
     reasons: list[NotApplicable | NoReply] = []  # why streams did not come
     for name in names:
         try:
-            judge_stream(peer, name, rule)
+            capture = read(peer.recorded(name).body)
         except (NotApplicable, NoReply) as reason:
+            if rule.name == "whole-frames" and isinstance(reason.__cause__, AssertionError):
+                raise reason.__cause__ from None
             reasons.append(reason)
+            continue
+        found = violations(capture, [rule.name])
+        if found:
+            frames = {frame.number: frame.raw.decode("utf-8", "backslashreplace") for frame in capture.frames}
+            peer.shown = shortened(frames.get(found[0].event, "(the end of the stream)").strip(), 300)
+            more = f", and {len(found) - 1} more" if found[1:] else ""
+            raise AssertionError(f"{name}: event {found[0].event}: {found[0].message}{more}")
     if len(reasons) == len(names):
         raise reasons[0]
-
-
-def judge_stream(peer: Peer, name: str, rule: Rule) -> None:
-    try:
-        capture = read(peer.recorded(name).body)
-    except NotApplicable as reason:
-        if rule.name == "whole-frames" and isinstance(reason.__cause__, AssertionError):
-            raise reason.__cause__ from None
-        raise
-    except ValueError as error:
-        raise NotApplicable(f"no events came: {error}") from error
-    found = violations(capture, [rule.name])
-    if found:
-        frames = {frame.number: frame.raw.decode("utf-8", "backslashreplace") for frame in capture.frames}
-        peer.shown = shortened(frames.get(found[0].event, "(the end of the stream)").strip(), 300)
-        more = f", and {len(found) - 1} more" if found[1:] else ""
-        raise AssertionError(f"{name}: event {found[0].event}: {found[0].message}{more}")

@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from audit.rules import RULES
+from audit.rules import RULES, NotApplicable
 from audit.schema import printable, shortened
 from audit.session import VERDICTS, Result
 from audit.stream import Violation, frames_of, read, violations
@@ -221,7 +221,7 @@ def show_frames(stream: bytes, as_json: bool) -> tuple[list[str], int]:
     """Return the lines to print, and the exit status."""
     all_frames = list(frames_of([stream]))
     if not all_frames:
-        raise ValueError("expected server-sent events, got none")
+        raise NotApplicable("expected server-sent events, got none")
     fault = all_frames[-1].fault
     shown = [frame for frame in all_frames if frame.data is not None]
     if as_json:

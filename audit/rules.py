@@ -82,7 +82,7 @@ def rules_of(group: str, of_group: str) -> list[Callable[..., Check]]:
 
 
 class NotApplicable(Exception):
-    """The server lacks what the rule is about, and may."""
+    """There is nothing to judge: the server lacks what the rule is about, and may."""
 
 
 class NoReply(Exception):

@@ -182,7 +182,7 @@ def foreground_as_stream(peer: Peer) -> None:
 
 must, should, _ = rules_of("background", "stateful")
 ENDED = {"completed", "incomplete", "failed", "cancelled"}
-POLL_S, MAX_POLL_S = 0.02, 1.0  # between two looks at a response that runs: the first pause, the longest
+POLL_S = 0.1  # between two looks at a response that runs
 
 
 def begun(peer: Peer, **asked: object) -> Kept:
@@ -191,14 +191,12 @@ def begun(peer: Peer, **asked: object) -> Kept:
 
 def ended(made: Kept) -> Json:
     """Return a background response when it is terminal; a slow one uses up the rule's budget."""
-    pause_s = POLL_S
     while True:
         reply = made.ask("GET")
         assert reply.status == 200, "expected status 200 of a background response"
         if reply.json.get("status") in ENDED:
             return reply.json
-        time.sleep(min(pause_s, made.peer.seconds_left()))
-        pause_s = min(2 * pause_s, MAX_POLL_S)
+        time.sleep(min(POLL_S, made.peer.seconds_left()))
 
 
 @must

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from audit.rules import OF_STREAMS, RULES
+from audit.rules import OF_STREAMS, RULES, NotApplicable
 from audit.schema import Faults, Json, printable, shortened, typed, without
 
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
@@ -100,12 +100,12 @@ def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
 
 
 def read(stream: bytes) -> Capture:
-    """Read a recorded stream; raises ValueError if it is of neither kind."""
+    """Read a recorded stream; raises NotApplicable if it is of neither kind."""
     return captured(events_of([stream]), stream)
 
 
 def captured(raw: Iterable[Json], stream: bytes = b"") -> Capture:
-    """Make a capture of events, and of their bytes if these are known; raises ValueError."""
+    """Make a capture of events, and of their bytes if these are known; raises NotApplicable."""
     events = list(raw)
     kind = next(filter(None, map(kind_of, events)), "")
     if not kind:
@@ -113,7 +113,7 @@ def captured(raw: Iterable[Json], stream: bytes = b"") -> Capture:
         beginning = printable(stream[:400].decode(errors="replace"))
         expected = "server-sent events of a Responses stream or of chat completion chunks"
         got = f"{len(events)} events of neither: {beginning or 'nothing'}"
-        raise ValueError(f"expected {expected}, got {got}")
+        raise NotApplicable(f"expected {expected}, got {got}")
     return Capture(kind, [*frames_of([stream])], events, [typed(event, EVENTS[kind], []) for event in events])
 
 

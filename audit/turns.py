@@ -195,7 +195,7 @@ def ws_events(socket: WebSocket) -> None:
     events = socket.turn()
     id_of(events)
     named = {"numbers"}  # by ws-numbers, and what the stream over HTTP breaks too
-    with contextlib.suppress(NotApplicable, ValueError):
+    with contextlib.suppress(NotApplicable):
         named |= {violation.rule for violation in violations(socket.peer.recorded("text").events)}
     musts = {name for name, rule in RULES.items() if rule.strength == "must"}
     found = [f"{each.rule}: event {each.event}: {each.message}" for each in violations(events, musts - named)]

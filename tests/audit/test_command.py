@@ -243,9 +243,10 @@ def test_what_does_not_apply_stands_by_its_reason() -> None:
 
 
 def test_a_reader_may_leave() -> None:
-    """As `| head -1` does."""
+    """As `| head -1` does; the pipe holds less than the list, so the audit waits for its reader."""
     command = [sys.executable, "-m", "audit", "--list"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as listing:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, pipesize=4096) as listing:
         assert listing.stdout
         assert listing.stderr
         listing.stdout.readline()

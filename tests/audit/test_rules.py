@@ -20,7 +20,7 @@ import sse
 from api import encode_chunk
 from audit import schema
 from audit import stream as streams
-from audit.rules import OF_STREAMS, RULES
+from audit.rules import OF_STREAMS, RULES, NotApplicable
 from audit.session import MODULES
 from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from event_log import encode_event
@@ -206,7 +206,7 @@ def test_no_damage_makes_it_raise(data: st.DataObject) -> None:
 @given(st.binary(max_size=60))
 def test_bytes_are_judged_or_refused(stream: bytes) -> None:
     lint(b'data: {"choices":[]}\n\n' + stream)
-    with pytest.raises(ValueError, match="expected server-sent events"):
+    with pytest.raises(NotApplicable, match="expected server-sent events"):
         lint(stream)
 
 
