@@ -16,6 +16,7 @@ Rules of this file:
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sse
@@ -33,34 +34,27 @@ CALL_MEMBERS = {
 # fmt: on
 
 
+@dataclass
 class Chunks:
-    """Makes the chunks of one request, for all its choices.
+    """Makes the chunks of one request, for all its choices."""
 
-    `head` holds what every chunk repeats: id, created, model, system_fingerprint. `new_id(prefix)` draws an
-    id. `n` is the number of choices. `named_call`: tool_choice names the function to call, and "finish_reason
-    will be 'stop'" then: https://platform.openai.com/docs/guides/function-calling
-    """
+    head: dict[str, Any]  # what every chunk repeats: id, created, model, system_fingerprint
+    new_id: Callable[[str], str]  # draws an id with this prefix
+    n: int  # choices
+    include_usage: bool
+    # tool_choice names the function to call: "finish_reason will be 'stop'" then, says
+    # https://platform.openai.com/docs/guides/function-calling
+    named_call: bool = False
 
-    def __init__(
-        self,
-        head: Mapping[str, Any],
-        new_id: Callable[[str], str],
-        n: int,
-        include_usage: bool,
-        named_call: bool = False,
-    ) -> None:
-        self._head = dict(head)
-        self._new_id = new_id
-        self._include_usage = include_usage
-        self._named_call = named_call
-        self._n_calls = [0] * n  # by choice: how many calls it has made so far
-        self._newest = [CALL_MEMBERS[False]] * n  # by choice: the row of its newest call
+    def __post_init__(self) -> None:
+        self._n_calls = [0] * self.n  # by choice: how many calls it has made so far
+        self._newest = [CALL_MEMBERS[False]] * self.n  # by choice: the row of its newest call
         self._usages: list[Usage] = []  # of the choices that have ended
         self._failed = False  # a choice has failed: no choice says anything after the error
 
     def start(self) -> list[Chunk]:
         """Return the role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
-        return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self._n_calls))]
+        return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(self.n)]
 
     def feed(self, index: int, output: Output) -> list[Chunk]:
         """Return what one choice says."""
@@ -78,7 +72,7 @@ class Chunks:
             case Call(name, is_custom):
                 self._n_calls[index] += 1
                 type_, member = self._newest[index] = CALL_MEMBERS[is_custom]
-                call = {"id": self._new_id("call"), "type": type_, type_: {"name": name, member: ""}}
+                call = {"id": self.new_id("call"), "type": type_, type_: {"name": name, member: ""}}
                 delta = self._call(index, call)
             case Arguments(text):
                 type_, member = self._newest[index]
@@ -97,16 +91,16 @@ class Chunks:
         if finish.usage:
             self._usages.append(finish.usage)
         finish_reason: str = finish.reason
-        if finish_reason == "stop" and self._n_calls[index] and not self._named_call:
+        if finish_reason == "stop" and self._n_calls[index] and not self.named_call:
             finish_reason = "tool_calls"
         return [self._chunk(index, {}, finish_reason=finish_reason)]
 
     def end(self) -> list[Chunk]:
         """Return the end of the request: its usage, summed over the choices, which share one prompt."""
-        if self._failed or not self._include_usage:
+        if self._failed or not self.include_usage:
             return []
         usage = _usage(self._usages)
-        return [self._head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}]
+        return [self.head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}]
 
     def _call(self, index: int, call: Mapping[str, Any]) -> Chunk:
         return {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]}
@@ -121,8 +115,8 @@ class Chunks:
         choice = {"index": index, "delta": dict(delta), "logprobs": None, "finish_reason": finish_reason}
         if logprobs:
             choice["logprobs"] = {"content": [_logprob(p) for p in logprobs], "refusal": None}
-        chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
-        if self._include_usage:
+        chunk = self.head | {"object": "chat.completion.chunk", "choices": [choice]}
+        if self.include_usage:
             chunk["usage"] = None
         return chunk
 

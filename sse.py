@@ -19,6 +19,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 # "a CRLF pair, a single LF not preceded by CR, and a single CR not followed by LF being the ways in which a
@@ -149,7 +150,7 @@ DONE = b"data: [DONE]\n\n"  # the last frame of a Chat Completions stream
 ESCAPED = re.compile("[\u0085\u2028\u2029\ud800-\udfff]")
 
 MARK = "\udfff"  # stands for an Encoded; no text of a request or a model holds it: loads() refuses it
-GAP = "\0"  # stands for an Encoded; JSON escapes it, so it is nowhere else
+GAP = '"\\udfff"'  # a MARK in JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +182,8 @@ def dumps(obj: Any) -> str:
         return _escaped(ENCODER.encode(obj))
     except TypeError:  # there is an Encoded in it
         json_text = json.dumps(obj, default=mark, **FORM)
-    first, *others = _escaped(json_text.replace(f'"{MARK}"', GAP)).split(GAP)
-    parts = [first]
-    for text, other in zip(texts, others, strict=True):
-        parts += (text, other)
-    return "".join(parts)
+    gaps = _escaped(json_text).split(GAP)
+    return "".join(chain.from_iterable(zip_longest(gaps, texts, fillvalue="")))
 
 
 def _escaped(json_text: str) -> str:

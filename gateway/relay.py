@@ -17,6 +17,7 @@ Rules of this file:
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -129,22 +130,22 @@ def whole(chunks: Iterable[Chunk]) -> str:
     return sse.dumps(completion)
 
 
+@dataclass(eq=False)
 class RelayedChat(Response):
     """Answers with one chat completion of an upstream, for as long as the client is there."""
 
-    def __init__(self, asking: Asking, n_choices: int, is_stream: bool) -> None:
-        self.n_choices = n_choices
-        self._asking = asking
-        self._is_stream = is_stream
+    asking: Asking
+    n_choices: int
+    is_stream: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientDisconnect):
             await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._asking as opening:
+        async with self.asking as opening:
             headers = forwarded(opening.result().headers) if opening.done() else []
-            if self._is_stream:
+            if self.is_stream:
                 await send_stream(opening, headers, send)
                 return
             chunks = [chunk async for read in opening.result() for chunk in read]
