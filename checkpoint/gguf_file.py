@@ -70,7 +70,7 @@ def choice(metadata: Metadata, name: str, supported: Collection[str], is_optiona
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a model_type has the same name
 
-# config.json                GGUF metadata, behind the architecture
+# config.json                GGUF metadata, after the architecture
 CONFIG_FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",

@@ -43,7 +43,7 @@ def find(model: str | None, revision: str | None = None) -> Path:
 
 
 def from_hub(model: str, revision: str | None) -> Path:
-    """Return the directory of the Hub's files, downloaded where its client does not have them cached."""
+    """Return the directory of the Hub's files, downloaded if its client does not have them cached."""
     from huggingface_hub import constants, snapshot_download  # here, for it takes 0.2 s
 
     try:

@@ -101,7 +101,7 @@ def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
 
 
 def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
-    """Mix the frequencies: where `kept` is 1 as trained, where it is 0 stretched by the whole factor."""
+    """Mix the frequencies: as trained if `kept` is 1, stretched by the whole factor if it is 0."""
     kept = np.clip(kept, 0, 1)
     return freq * kept + freq / factor * (1 - kept)
 

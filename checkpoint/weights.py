@@ -10,11 +10,12 @@ Rules of this file:
   * The tensors of a layer are one table for all families.
   * config.json and the tensors must agree in every name and shape; else UnsupportedModel is raised. Nothing
     is guessed, skipped or left random.
-  * Each tensor is copied once: from the memory map into its rows of a matrix. A matrix of bfloat16 stays
-    that, seen as uint16, for `pack` of the ops, and so do MXFP4, the 4 bits of gpt-oss's experts (class
-    Mxfp4), and the blocks of a GGUF file. Everything else is widened to float32.
+  * A matrix of bfloat16 stays that, seen as uint16, for `pack` of the ops, and so do MXFP4, the 4 bits of
+    gpt-oss's experts (class Mxfp4), and the blocks of a GGUF file. Everything else is widened to float32. One
+    matrix at a time is copied from the memory map.
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
-    becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication.
+    becomes row (pair, half): a head of q or k, seen as complex numbers, is rotated by one multiplication. In
+    llama.cpp's files of the Llama architecture they are adjacent already (Config.pairs_adjacent).
 """
 
 import math

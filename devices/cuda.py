@@ -204,7 +204,7 @@ def room(config: Config, max_seq_len: int, max_batch: int, cp: Any = None) -> in
 
 
 def missing() -> str | None:
-    """Why there is no GPU to compute on; None if there is one."""
+    """Say why no GPU can compute here; None if one can."""
     try:
         cupy = importlib.import_module("cupy")
         n_devices = cupy.cuda.runtime.getDeviceCount()

@@ -18,7 +18,7 @@ What a format stores, what x must look like for it (cpu.py rounds x), and what i
     Q4_1        32 of 4 bits                               sum = fma(sum of x, minimum, sum) if there is one
     MXFP4       32 of 4 bits
 
-Two instructions do twice the products of `vfmadd` where a processor has them. `vpdpwssd` (AVX512-VNNI)
+Two instructions do twice the products of `vfmadd`, if a processor has them. `vpdpwssd` (AVX512-VNNI)
 multiplies 32 pairs of 16-bit integers and adds them to 16 sums; x has 16 bits rather than the usual 8,
 because rounding x to 8 bits costs more than rounding the weights. A processor without it gets the same bits
 by other instructions (portable_dot). `vdpbf16ps` (AVX512-BF16) multiplies pairs of bfloat16 and adds them to
