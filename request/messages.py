@@ -35,11 +35,11 @@ from request.ids import PREFIXES
 from request.refusals import BadInput, no_images
 from request.tool_items import CALL_IDS, IMAGE_MEMBERS, IMAGE_TEXT, MAY_LACK_RESULT, TOOL_ITEMS, TYPE_SUFFIX
 from request.tools import CLIENT_TOOLS, as_arguments, as_json, flat, qualified_name
-from request.validation import Place, list_of, one_of, place, text, text_or_array
+from request.validation import Object, Place, list_of, one_of, place, text, text_or_array
 
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
 
-Message = dict[str, Any]  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
+Message = Object  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
 
 
 # --- the assembler ------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def add_item(conversation: Conversation, item: Place) -> None:
 def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
     """Add an item with a row in TOOL_ITEMS as a call of a function, as its result, or as both."""
 
-    def given(names: str) -> dict[str, Any]:
+    def given(names: str) -> Object:
         return {name: item.members[name] for name in names.split() if item.members.get(name) is not None}
 
     arguments_of, result_of = TOOL_ITEMS[type_]  # names of members
@@ -234,7 +234,7 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
         call_id = item.need(name, text)
         break
     if arguments_of:
-        arguments: dict[str, Any] = {}
+        arguments: Object = {}
         for name, value in given(arguments_of).items():
             arguments |= value if isinstance(value, dict) else {name: value}
         may_lack_result = item.members.get("status") == "incomplete" or type_ in MAY_LACK_RESULT
@@ -249,7 +249,7 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
         conversation.add_result(call_id, result, f"{item.path}.call_id")
 
 
-Items = Sequence[dict[str, Any]]
+Items = Sequence[Object]
 
 
 def from_responses(items: Items, instructions: str | None, chain: Items = ()) -> list[Message]:

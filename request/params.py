@@ -43,6 +43,7 @@ from request.tools import (
 )
 from request.validation import (
     Check,
+    Object,
     anything,
     boolean,
     hint,
@@ -59,6 +60,8 @@ from request.validation import (
     text_or_array,
 )
 
+Defaults = Mapping[str, Any]  # of a model's parameters, by their names (generation_config.json)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -69,7 +72,7 @@ class Request:
     explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
     not_run: tuple[str, ...]  # unknown parameters and hosted tools: accepted, and without any effect
     messages: list[messages.Message]
-    tools: list[dict[str, Any]]  # as chat templates take them, even if tool_choice is none
+    tools: list[Object]  # as chat templates take them, even if tool_choice is none
     called: dict[str, Tool]  # those that calls may mean, by their names in `tools`; {}: tool_choice is none
     structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
@@ -77,15 +80,15 @@ class Request:
     include_usage: bool  # chat: one more chunk with the usage
     n: int  # choices
     max_tokens: int | None  # None: as far as the context reaches
-    sampling: dict[str, Any]  # a value for each name in SAMPLING; seed None: another one each time
+    sampling: Object  # a value for each name in SAMPLING; seed None: another one each time
     n_top_logprobs: int | None  # None: no logprobs
     stop: tuple[str, ...]
     stop_token_ids: list[int]
     ignore_eos: bool  # go on after the model's own end
     store: bool  # Responses: keep the response, so that it can be retrieved and continued
     parallel_tool_calls: bool
-    template_kwargs: dict[str, Any]  # variables of the chat template, such as enable_thinking
-    echo: dict[str, Any]  # Responses: the members of the response object that repeat the request
+    template_kwargs: Object  # variables of the chat template, such as enable_thinking
+    echo: Object  # Responses: the members of the response object that repeat the request
     truncate: bool = False  # drop the oldest messages rather than refuse a prompt that is too long
     seal_reasoning: bool = False  # Responses: reasoning items carry `encrypted_content`
     background: bool = False  # Responses: the run does not end with the HTTP request
@@ -119,9 +122,9 @@ def input_items(value: Any, path: str) -> Any:
     return list_of(mapping, messages.MAX_ITEMS)(value, path)
 
 
-def template_kwargs(value: Any, path: str) -> dict[str, Any]:
+def template_kwargs(value: Any, path: str) -> Object:
     """Accept what the template may know, but for what begins another turn than the assistant's."""
-    kwargs: dict[str, Any] = mapping(value, path)
+    kwargs: Object = mapping(value, path)
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in kwargs:
             raise unsupported(f"{path}.{name}", "The answer always begins a new turn of the assistant.")
@@ -293,7 +296,7 @@ def model_name(body: Any) -> str:
     return str(COMMON["model"].check(body.get("model"), "model"))
 
 
-def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def read(body: Any, rows: Mapping[str, Parameter], defaults: Defaults) -> Object:
     """Return the value of every parameter in the table, each checked by itself; raises BadInput.
 
     `defaults` are the model's own (generation_config.json).
@@ -309,7 +312,7 @@ def read(body: Any, rows: Mapping[str, Parameter], defaults: Mapping[str, Any]) 
     return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run}
 
 
-def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def read_responses(body: Any, defaults: Defaults) -> Object:
     """Return the parameters of a body of POST /v1/responses: all that can be checked without its chain."""
     if isinstance(body, dict) and body.get("conversation") and body.get("previous_response_id"):
         message = "'conversation' and 'previous_response_id' cannot both be set."
@@ -317,15 +320,13 @@ def read_responses(body: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return read(body, RESPONSES, defaults)
 
 
-def from_responses(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Request:
+def from_responses(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/responses that refers to nothing; raises BadInput."""
     values = read_responses(body, defaults)
     return responses_request(values, (), values["input"], owner)
 
 
-def responses_request(
-    values: dict[str, Any], chain: Sequence[dict[str, Any]], input: Any, owner: str = ""
-) -> Request:
+def responses_request(values: Object, chain: Sequence[Object], input: Any, owner: str = "") -> Request:
     """Return the Request of what read_responses() has read and items.resolve() has resolved.
 
     Raises BadInput.
@@ -378,7 +379,7 @@ def _offered(declared: Iterable[DeclaredTool], brought: Iterable[DeclaredTool]) 
     return offered + [tool for name, tool in loaded.items() if name not in own]
 
 
-def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Request:
+def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/chat/completions; raises BadInput."""
     values = read(body, CHAT, defaults) | {"owner": owner, "echo": {}}
     if values["top_logprobs"] and not values["logprobs"]:
@@ -390,7 +391,7 @@ def from_chat(body: Any, defaults: Mapping[str, Any], owner: str = "") -> Reques
     return request(values, tools, tool_choice(tools, values["tool_choice"]))
 
 
-def request(values: dict[str, Any], tools: list[Tool], choice: ToolChoice) -> Request:
+def request(values: Object, tools: list[Tool], choice: ToolChoice) -> Request:
     """Return the Request of parameters that have chat's names."""
     must = structured_output(
         tools, choice, values["response_format"], values["schema_path"], values["parallel_tool_calls"]

@@ -32,8 +32,9 @@ from request.messages import Message, paragraphs, split_system
 from request.refusals import BadInput
 from request.special_tokens import without_marks
 from request.tools import as_json
+from request.validation import Object
 
-Tools = list[dict[str, Any]] | None  # None: none are offered
+Tools = list[Object] | None  # None: none are offered
 MAX_REASON = 300  # characters of what a template raises: it may quote the messages
 
 
@@ -195,7 +196,7 @@ class ChatTemplate:
         """Return the template of the model in the directory; raises BadTemplate."""
         config_file = directory / "tokenizer_config.json"
         template_file = directory / "chat_template.jinja"
-        config: dict[str, Any] = {}
+        config: Object = {}
         try:
             if config_file.exists():
                 config |= json.loads(config_file.read_text(encoding="utf-8"))
@@ -227,7 +228,7 @@ class ChatTemplate:
             messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
         return self._fill(messages, tools, now, kwargs)
 
-    def _fill(self, messages: list[Message], tools: Tools, now: datetime, kwargs: dict[str, Any]) -> str:
+    def _fill(self, messages: list[Message], tools: Tools, now: datetime, kwargs: Object) -> str:
         template = self._tool_template if tools else self._template
         variables = {
             **self._tokens,
@@ -254,7 +255,7 @@ class ChatTemplate:
         return all(word in prompt for word in words)
 
 
-def _with_description(tool: dict[str, Any]) -> dict[str, Any]:
+def _with_description(tool: Object) -> Object:
     """Some templates take it for granted that a function has a description."""
     function = tool["function"]
     return tool | {"function": function | {"description": function.get("description", "")}}
@@ -267,7 +268,7 @@ def _with_thinking(message: Message) -> Message:
     return message | {"thinking": message["reasoning_content"]}
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(config: Object) -> dict[str, str]:
     """Each is a string, an object that holds it, or null; add_bos_token is a boolean, and no token."""
     tokens = {}
     for name, value in config.items():

@@ -29,9 +29,20 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from request.refusals import BadInput, shown, unsupported, wrong_value
-from request.validation import Place, boolean, list_of, mapping, members, one_of, place, refused, string, text
+from request.validation import (
+    Object,
+    Place,
+    boolean,
+    list_of,
+    mapping,
+    members,
+    one_of,
+    place,
+    refused,
+    string,
+    text,
+)
 
-Object = dict[str, Any]
 Schema = Object  # a JSON schema
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from request.refusals import unsupported, wrong_type, wrong_value
 
+Object = dict[str, Any]  # one of JSON
 Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it; raises BadInput
 
 
@@ -100,7 +101,7 @@ def list_of(check_item: Check, max_items: int = 1024, min_items: int = 0) -> Che
 def members(**checks: Check) -> Check:
     """Accept an object; members that are null, or not named here, are dropped."""
 
-    def check(value: Any, path: str) -> dict[str, Any]:
+    def check(value: Any, path: str) -> Object:
         given = mapping(value, path)
         present = [name for name in checks if given.get(name) is not None]
         return {name: checks[name](given[name], f"{path}.{name}") for name in present}
@@ -123,7 +124,7 @@ def pairs_of(check_name: Check, check_value: Check, max_pairs: int) -> Check:
 class Place(NamedTuple):
     """An object in a request, and its path."""
 
-    members: dict[str, Any]
+    members: Object
     path: str
 
     def need(self, name: str, check: Check) -> Any:
