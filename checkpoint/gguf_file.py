@@ -209,6 +209,9 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 # --- the directory ------------------------------------------------------------------------------------------
 
 
+PREFIX = "llmref-gguf-"  # of the directory's name; the process id follows
+
+
 @cache
 def as_directory(file: Path, presets: str = "{}") -> Path:
     """Make a temporary directory, named as the file, that is removed when Python ends.
@@ -216,15 +219,15 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
     A process that was killed leaves its own, which the next one removes. `presets` is JSON: what a
     generation_config.json says besides.
     """
-    for left_over in Path(tempfile.gettempdir()).glob("gguf-*-*"):
-        process_id = int(left_over.name.split("-")[1])
+    for left_over in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        process_id = left_over.name.removeprefix(PREFIX).partition("-")[0]
         try:
-            os.kill(process_id, 0)  # sends nothing
+            os.kill(int(process_id), 0)  # sends nothing
         except ProcessLookupError:
             shutil.rmtree(left_over, ignore_errors=True)
-        except PermissionError:
-            pass  # it runs, as another user's
-    root = Path(tempfile.mkdtemp(prefix=f"gguf-{os.getpid()}-"))
+        except (PermissionError, ValueError, OverflowError):
+            pass  # it runs, as another user's; or the directory is not ours
+    root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     directory = root / file.stem
     directory.mkdir()

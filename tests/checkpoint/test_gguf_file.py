@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,6 +73,26 @@ def test_texts_of_a_file(folder: Path) -> None:
     moment = datetime(2026, 1, 1)
     assert template.render(messages, None, moment) == original.render(messages, None, moment)
     assert read_config(directory).eos_token_ids == (2041,)
+
+
+def test_only_what_a_killed_server_has_left_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a folder gguf-my-model in /tmp ended the start with an error, and gguf-2024-backup was removed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left_over = folder / f"llmref-gguf-{killed.pid}-a"
+    others = [
+        f"gguf-{killed.pid}-backup",
+        "gguf-my-model",
+        "llmref-gguf-my-model",
+        "llmref-gguf-9999999999-a",
+    ]
+    for name in (left_over.name, *others):
+        (folder / name).mkdir()
+    write_gguf(TINY, folder / "tiny.gguf")
+    assert find(str(folder / "tiny.gguf")).is_relative_to(folder)
+    assert not left_over.exists()
+    assert all((folder / name).exists() for name in others)
 
 
 # fmt: off
