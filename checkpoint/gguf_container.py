@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoint.blocks import Blocks, sizes
+from checkpoint.blocks import FLOATS, Blocks, sizes
 from checkpoint.config import UnsupportedModel
 
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
@@ -41,8 +41,7 @@ STRING, ARRAY = 8, 9
 NUMBERS = dict(enumerate(map(np.dtype, ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))))
 NUMBERS |= {10: U64, 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 
-# Formats of tensors: GGUF's name, and how the bytes are seen. bfloat16 is seen as uint16.
-FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+# Formats of tensors that are no floats
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 

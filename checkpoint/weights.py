@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from checkpoint import gguf_file
-from checkpoint.blocks import Blocks, decoded
+from checkpoint.blocks import FLOATS, Blocks, decoded
 from checkpoint.config import Config, Experts, FieldCheck, UnsupportedModel, check_fields, listing, read_json
 
 Array = NDArray[np.float32]
@@ -346,13 +346,7 @@ def bfloat16(w: NDArray[Any] | list[Blocks]) -> NDArray[np.uint16]:
 
 # ---- safetensors -------------------------------------------------------------------------------------------
 
-# NumPy has no bfloat16, so its bits are read as uint16. U8 is MXFP4.
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BF16": np.dtype("<u2"),
-    "F16": np.dtype("<f2"),
-    "F32": np.dtype("<f4"),
-    "U8": np.dtype("u1"),
-}
+DTYPES = FLOATS | {"U8": np.dtype("u1")}  # bytes: MXFP4
 
 FILE_NAMES = FieldCheck(
     "an object from the names of tensors to the names of files beside it",

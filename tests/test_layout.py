@@ -183,8 +183,8 @@ CAPS = {
     "":           36_450,  # the root, bench.py too
     "audit":      23_300,
     "benches":    11_050,
-    "checkpoint": 10_620,
-    "devices":    18_720,
+    "checkpoint": 10_600,
+    "devices":    18_700,
     "dialects":    9_950,
     "gateway":    11_350,
     "request":    16_350,

@@ -352,7 +352,7 @@ BROKEN: list[tuple[str, bytes | None, list[str]]] = [
     (CONFIG,  b'{"a":' * 10**5,                                       ["config.json is not JSON"]),
     (TENSORS, None,                                                   ["index.json", "found config.json"]),
     (TENSORS, b"<html>not found</html>",                              ["header too large"]),
-    (TENSORS, entry(dtype="F8_E4M3", shape=[16], data_offsets=[0, 16]), ["tensor x", "F8_E4M3", "BF16, F16"]),
+    (TENSORS, entry(dtype="F8_E4M3", shape=[16], data_offsets=[0, 16]), ["tensor x", "F8_E4M3", "F32, F16"]),
     (TENSORS, entry(dtype="F32", shape=[3], data_offsets=[0, 16]),    ["invalid shape, data type"]),
 ]
 # fmt: on
