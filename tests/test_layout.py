@@ -187,7 +187,7 @@ CAPS = {
     "devices":    18_700,
     "dialects":    9_950,
     "gateway":    11_350,
-    "request":    16_350,
+    "request":    15_950,
     "service":    11_450,
 }
 # fmt: on
