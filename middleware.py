@@ -41,7 +41,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from api import Api, Handler
-from gateway.refused import Refused
 from request.ids import REQUEST_ID, new_id
 from request.refusals import MAX_SHOWN, BadInput, shown
 from request.room import Rooms
@@ -244,7 +243,7 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
     match error:
         case BadInput():
             response = error_response(error.status, error.message, error.param, error.code or None)
-            if isinstance(error, Refused) and error.retry_after:
+            if error.retry_after:
                 response.headers["Retry-After"] = error.retry_after
             return response
         case HTTPException():

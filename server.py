@@ -177,10 +177,11 @@ def say_what_a_stop_waits_for(workers: list[Worker], rooms: Rooms) -> None:
     What is being prepared is in no worker yet. A worker whose engine has not seen its newest request counts
     none, and is busy.
     """
-    counts = [worker.counts() for worker in workers]
-    n_in_workers = sum(count["running"] + count["waiting"] for count in counts)
-    n_busy = sum(worker.busy() for worker in workers)
-    n_requests = max(n_in_workers, n_busy, len(rooms.unanswered))
+    n_in_workers = 0
+    for worker in workers:
+        counts = worker.counts()
+        n_in_workers += max(counts["running"] + counts["waiting"], worker.busy())
+    n_requests = max(n_in_workers, len(rooms.unanswered))
     if n_requests:
         noun = "request" if n_requests == 1 else "requests"
         log.warning("waiting for %d %s; again to stop at once", n_requests, noun)

@@ -19,6 +19,8 @@ MAX_MESSAGE = 1000  # characters: an id in it may be as long as the body
 class BadInput(ValueError):
     """The request cannot be served. `param` is the path of what is wrong, None: all of it."""
 
+    retry_after = ""  # seconds or a date, as an upstream wrote it
+
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         self.message = message[:MAX_MESSAGE]
         super().__init__(self.message)

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "choices":         {"channels", "request", "service", "worker"},
     "api":             {"background", "channels", "choices", "completions", "event_log", "gateway", "request",
                         "responses", "service", "sse", "store", "streaming", "worker"},
-    "middleware":      {"api", "gateway", "request", "service", "streaming"},
+    "middleware":      {"api", "request", "service", "streaming"},
     "bench":           set(),
     "server":          {"api", "background", "checkpoint", "gateway", "middleware", "request", "service",
                         "store", "worker"},
