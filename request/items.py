@@ -167,9 +167,7 @@ def _opened(item: Item, path: str, unseal: Unseal) -> Item:
     except ValueError as error:
         # Clients know it by its code: https://github.com/openai/codex/issues/8145
         raise BadInput(str(error), f"{path}.encrypted_content", "invalid_encrypted_content") from error
-    if is_sealed_thought:
-        return item | {"content": [{"type": "reasoning_text", "text": opened}]}
-    return item | {"summary": opened}
+    return item | {"content" if is_sealed_thought else "summary": opened}
 
 
 def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
