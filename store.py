@@ -66,6 +66,8 @@ LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
 
 COLUMNS = "id, owner, born_at, ended_at, kept, background, streamed, request, items, status, response"
 
+INSERT = f"INSERT INTO responses ({COLUMNS}, event_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
 # SQLite raises an error for a text that is not JSON, or not UTF-8: rule 7.
 GET = f"""
 SELECT {COLUMNS}, json_type(request) = 'object' AND json_type(items) = 'array'
@@ -213,9 +215,7 @@ class Store:
         events = [(row.id, number, frame) for number, frame in enumerate(frames, first_number)]
         with self._transaction():
             if first_number == 0:
-                values = (*row, n_bytes)
-                marks = ", ".join("?" * len(values))
-                self._db.execute(f"INSERT INTO responses ({COLUMNS}, event_bytes) VALUES ({marks})", values)
+                self._db.execute(INSERT, (*row, n_bytes))
             else:
                 newer = (n_bytes, row.ended_at, row.status, row.response_json, row.id)
                 if not self._db.execute(UPDATE, newer).rowcount:
