@@ -489,6 +489,10 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
     n_bytes = 0  # that have come since the last message or part
     n_small_frames = 0  # likewise, or since our own ping
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.close_timeout = LINGER_S  # for the client's answer to our close
+
     def data_received(self, data: bytes) -> None:
         self.n_bytes += len(data)
         for start in range(0, len(data), PIECE_BYTES):

@@ -181,11 +181,12 @@ class Connection:
                     await asyncio.wait({receiving, *self.turns}, return_when=FIRST_COMPLETED)
             finally:
                 await cancel(receiving, stop, *self.turns)
-            if self.ending is STOP:
-                await self.websocket.close(SERVICE_RESTART)
-            elif self.ending:
+            code = SERVICE_RESTART
+            if self.ending and self.ending is not STOP:
                 await self._refuse(self.ending)
-                await self.websocket.close(CLOSE_CODES[self.ending.code])
+                code = CLOSE_CODES[self.ending.code]
+            if self.ending and self.websocket.application_state is WebSocketState.CONNECTED:
+                await self.websocket.close(code)
 
     # --- what comes -----------------------------------------------------------------------------------------
 

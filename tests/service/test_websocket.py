@@ -672,7 +672,9 @@ async def accepted(received: list[Json], n_messages: int = 0) -> tuple[Any, Wire
     return connection, wire
 
 
-@pytest.mark.parametrize("opcode", [Opcode.PING, Opcode.PONG, Opcode.CONT])
+@pytest.mark.parametrize(
+    "opcode", [Opcode.PING, Opcode.PONG, Opcode.CONT], ids=lambda opcode: str(opcode.name)
+)
 def test_few_small_frames_come_between_two_messages(opcode: Opcode) -> None:
     """Bug: connections that sent nothing but pings lived, and were answered, for ever. And a message of empty
     fragments would grow for as long as it may take to come.
@@ -759,9 +761,12 @@ Start = Callable[..., Awaitable[Any]]
 
 
 class Client:
-    """Sends these messages, and then nothing, and remembers what it is sent; a deaf one reads nothing."""
+    """Sends these messages, and then nothing, and remembers what it is sent.
 
-    def __init__(self, *messages: Json | bytes, is_deaf: bool = False) -> None:
+    A deaf one reads nothing, one that has left cannot be written to.
+    """
+
+    def __init__(self, *messages: Json | bytes, is_deaf: bool = False, has_left: bool = False) -> None:
         self.coming: list[Json] = [{"type": "websocket.connect"}]
         for message in messages:
             if isinstance(message, bytes):
@@ -770,6 +775,7 @@ class Client:
         self.sent: list[Json] = []
         self.is_told = asyncio.Event()
         self.is_deaf = is_deaf
+        self.has_left = has_left
 
     async def receive(self) -> Any:
         if not self.coming:
@@ -780,15 +786,19 @@ class Client:
         self.sent.append(message)
         if message["type"] == "websocket.send":
             self.is_told.set()
+            if self.has_left:
+                raise OSError
             if self.is_deaf:
                 await asyncio.Event().wait()
 
 
-def running(client: Client, start: Start, rooms: Rooms) -> tuple[Connection, asyncio.Task[None]]:
+def running(
+    client: Client, start: Start, rooms: Rooms, stop: asyncio.Event | None = None
+) -> tuple[Connection, asyncio.Task[None]]:
     """A connection of this client."""
     websocket = WebSocket({"type": "websocket", "subprotocols": []}, client.receive, client.send)
     connection = Connection(websocket, Visit(rooms, ""), start, start, lambda status, seconds: None)
-    return connection, asyncio.create_task(connection.run(asyncio.Event().wait(), 60))
+    return connection, asyncio.create_task(connection.run((stop or asyncio.Event()).wait(), 60))
 
 
 async def never(*_: Any) -> Any:
@@ -827,6 +837,20 @@ def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
         await asyncio.wait_for(has_started.wait(), 30)
         first.cancel()
         second.cancel()
+
+    asyncio.run(talk())
+
+
+def test_a_stop_says_nothing_to_a_client_that_has_left() -> None:
+    """Bug: each of 500 left a traceback, when the server had met their end while it told of an error."""
+
+    async def talk() -> None:
+        client, stop = Client(b"{}", has_left=True), asyncio.Event()
+        _, task = running(client, never, Rooms(8), stop)
+        await client.is_told.wait()
+        stop.set()
+        await asyncio.wait_for(task, 30)
+        assert client.sent[-1]["type"] == "websocket.send"
 
     asyncio.run(talk())
 
