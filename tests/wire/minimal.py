@@ -63,21 +63,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: "Minimal"
 
     def do_GET(self) -> None:
-        self.handle_request(self.get)
-
-    def do_POST(self) -> None:
-        self.handle_request(self.post)
-
-    def do_DELETE(self) -> None:
-        self.handle_request(self.get)
-
-    def handle_request(self, answer: Any) -> None:
         try:
-            answer()
+            (self.post if self.command == "POST" else self.get)()
         except Refusal as refusal:
             self.send_json(refusal.status, {"error": refusal.error})
         except ConnectionError:
             pass  # the client has left
+
+    do_POST = do_DELETE = do_GET
+
+    def send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
 
     def get(self) -> None:
         if self.headers.get("Upgrade") == "websocket" and self.path == "/v1/responses":
@@ -94,11 +93,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refusal("A key is missing.", None, self.server.fault.get("status", 401))
         key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
         digest = hashlib.sha1(key.encode(), usedforsecurity=False).digest()
-        self.send_response(101)
-        self.send_header("Upgrade", "websocket")
-        self.send_header("Connection", "Upgrade")
-        self.send_header("Sec-WebSocket-Accept", base64.b64encode(digest).decode())
-        self.end_headers()
+        accept = base64.b64encode(digest).decode()
+        self.send_head(101, {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Accept": accept})
         self.close_connection = True
 
     def post(self) -> None:
@@ -117,12 +113,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not body.get("stream"):
             self.send_json(200, answer)
             return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-cache")
-        self.send_header("x-request-id", "req_1")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        kind = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "x-request-id": "req_1"}
+        self.send_head(200, kind | {"Transfer-Encoding": "chunked"})
         for frame in map(sse_frame, events):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(frame), frame))
             time.sleep(0.001)
@@ -133,11 +125,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def send_json(self, status: int, body: Json) -> None:
         raw = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(raw)))
-        self.send_header("x-request-id", "req_1")
-        self.end_headers()
+        kind = {"Content-Type": "application/json", "x-request-id": "req_1"}
+        self.send_head(status, kind | {"Content-Length": str(len(raw))})
         self.wfile.write(raw)
 
     def log_message(self, *_: object) -> None:
@@ -330,22 +319,11 @@ def usage_of(n_prompt: int, n_output: int) -> Json:
 
 
 def head_of(body: Json) -> Json:
-    return {
-        "id": f"resp_{next(IDS)}",
-        "object": "response",
-        "created_at": 1,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "metadata": body.get("metadata", {}),
-        "model": "minimal",
-        "parallel_tool_calls": True,
-        "temperature": 1.0,
-        "tool_choice": "auto",
-        "tools": [],
-        "top_p": 1.0,
-        "background": False,
-    }
+    told = {name: body.get(name, default) for name, default in (("instructions", None), ("metadata", {}))}
+    parameters = {"temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "tools": []}
+    parameters |= {"parallel_tool_calls": True, "background": False}
+    head = {"id": f"resp_{next(IDS)}", "object": "response", "created_at": 1, "model": "minimal"}
+    return head | {"error": None, "incomplete_details": None} | told | parameters
 
 
 def numbered(event: tuple[str, Json], number: int) -> Json:
