@@ -130,28 +130,25 @@ class Grammars:
         """
         digest = blake2b("\n".join((owner, grammar.parts, grammar.lark)).encode()).digest()
         if digest not in self._checks:
-            task = asyncio.create_task(self._problem(grammar, owner))
-            task.add_done_callback(lambda task: self._remember(digest, task))
-            self._checks[digest] = task
+            self._checks[digest] = asyncio.create_task(self._problem(digest, grammar, owner))
+            if len(self._checks) > MAX_REMEMBERED:
+                self._checks.popitem(last=False)
         self._checks.move_to_end(digest)
         problem = await asyncio.shield(self._checks[digest])
         if problem is not None:
             raise BadGrammar(*problem)
 
-    def _remember(self, digest: bytes, task: "asyncio.Task[Problem | None]") -> None:
-        """Forget a check that came to no outcome, and the oldest if there are too many."""
-        if task.cancelled() or task.exception():
-            del self._checks[digest]
-        elif len(self._checks) > MAX_REMEMBERED:
-            self._checks.popitem(last=False)
-
-    async def _problem(self, grammar: AnswerGrammar, owner: str) -> Problem | None:
+    async def _problem(self, digest: bytes, grammar: AnswerGrammar, owner: str) -> Problem | None:
         """Wait for the owner's turn and compile the grammar; return what is wrong with it."""
-        if self._turns.waiting[owner] >= MAX_WAITING:
-            message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
-            raise BadInput(message, None, "rate_limit_exceeded")
-        async with self._turns.turn(owner):
-            return await asyncio.to_thread(self._compile, grammar)
+        try:
+            if self._turns.waiting[owner] >= MAX_WAITING:
+                message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
+                raise BadInput(message, None, "rate_limit_exceeded")
+            async with self._turns.turn(owner):
+                return await asyncio.to_thread(self._compile, grammar)
+        except BaseException:  # it came to no outcome: the next request checks again
+            self._checks.pop(digest, None)
+            raise
 
     def _compile(self, grammar: AnswerGrammar) -> Problem | None:
         """Let a process compile the grammar, wait for it, return what is wrong with it."""

@@ -185,7 +185,7 @@ CAPS = {
     "benches":    11_050,
     "checkpoint": 10_600,
     "devices":    18_700,
-    "dialects":    9_950,
+    "dialects":    9_870,
     "gateway":    11_350,
     "request":    15_950,
     "service":    11_450,
