@@ -260,6 +260,7 @@ def test_marks_that_the_request_has_sent_hide_no_token() -> None:
     tokens = SpecialTokens(["<tool_call>"])
     marked = tokens.mark("<" + MARK * 999 + "tool_call>")
     assert all("<tool_call>" not in text for text in tokens.cut(marked))
+    assert tokens.cut(tokens.mark("a" + MARK)) == ["a\N{REPLACEMENT CHARACTER}"]
 
 
 def plainly_cut(prompt: str, tokens: list[str]) -> list[str]:
