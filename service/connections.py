@@ -403,8 +403,7 @@ class Protocol(Limited, HttpToolsProtocol):
         self.idle.pop(self, None)
         self.scope["method"] = "GET"
         self.handle_websocket_upgrade()
-        websocket = self.transport.get_protocol()
-        assert isinstance(websocket, WebSocketProtocol)
+        websocket: Any = self.transport.get_protocol()  # a WebSocketProtocol
         if websocket.handshake_initiated and len(self.held) <= MAX_FRAMES_BYTES:
             websocket.data_received(bytes(self.held))  # a client should wait: RFC 6455, section 4.1
         else:

@@ -88,7 +88,7 @@ class Steps:
     def __init__(self, engine: Engine, token_bytes: Callable[[int], bytes]) -> None:
         self._n_pages = engine.counts()["pages"]
         self._token_bytes = token_bytes
-        self._steps = deque[Step](maxlen=MAX_STEPS)
+        self.steps = deque[Step](maxlen=MAX_STEPS)
         self._known: dict[Sequence, Known] = {}  # those that wait or run
         self._ended = WeakSet[Sequence]()  # steps in flight may still hold them
         self._sequence_numbers = count()
@@ -134,7 +134,7 @@ class Steps:
         for sequence in self._known.keys() - here:
             del self._known[sequence]
             self._ended.add(sequence)
-        self._steps.append(step)
+        self.steps.append(step)
 
     def _row(
         self, sequence: Sequence, scheduled: Scheduled | None, choices: list[Choice], is_here: bool
@@ -168,9 +168,6 @@ class Steps:
             row = row._replace(page_table=[], ended=sequence.finish or "left")
         return row
 
-    def newest(self) -> Step | None:
-        return self._steps[-1] if self._steps else None
-
     def close(self) -> None:
         """End all streams."""
         self._is_closed = True
@@ -188,7 +185,7 @@ class Steps:
         n_read = 0
         silent_s = 0.0
         while not self._is_closed:
-            news = [step for step in list(self._steps) if step.step >= n_read]  # the engine's thread goes on
+            news = [step for step in list(self.steps) if step.step >= n_read]  # the engine's thread goes on
             for step in news:
                 yield sse.encode(sse.dumps(self._event(step, owner)))
                 n_read = step.step + 1

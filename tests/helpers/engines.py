@@ -69,10 +69,10 @@ class WatchedScheduler:
             engine = SimpleNamespace(counts=lambda: {"pages": scheduler.pool.n_pages})
             self._pictures = Steps(cast(Engine, engine), lambda _: b"")
         self._pictures.observe(scheduler, batch, choices, seconds)
-        newest = self._pictures.newest()
-        if newest and newest not in self.steps[-1:]:  # else nothing was computed, and none has left
-            self.steps.append(newest)
-            self._compare(scheduler, newest)
+        newest = list(self._pictures.steps)[-1:]
+        if newest != self.steps[-1:]:  # else nothing was computed, and none has left
+            self.steps += newest
+            self._compare(scheduler, *newest)
 
     def _compare(self, scheduler: Scheduler, step: Step) -> None:
         """The law: page tables, users of each page, prefix cache and queues are in each picture."""

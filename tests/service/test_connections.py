@@ -301,7 +301,7 @@ def test_a_stop_waits_for_no_half_request() -> None:
     """Bug: one byte of a small body held it up for 7 to 9 seconds, and each left a traceback."""
     whole = http_bytes(RESPONSES, HI)
     large = http_bytes(RESPONSES, HI | {"input": "x" * 100_000})
-    with serve(script=FAULTY) as server, ExitStack() as held:
+    with serve("--shutdown-grace", "100", script=FAULTY) as server, ExitStack() as held:
         for begun in [whole[:-1], whole[:20], http_bytes("/health/live", method="GET"), large[:50_000]] * 5:
             held.enter_context(server.connect(begun))
         assert server.get("/health/live").status == 200
