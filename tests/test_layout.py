@@ -186,7 +186,7 @@ CAPS = {
     "checkpoint": 10_600,
     "devices":    18_700,
     "dialects":    9_870,
-    "gateway":    11_350,
+    "gateway":    11_300,
     "request":    15_950,
     "service":    11_450,
 }
