@@ -63,7 +63,7 @@ log = logging.getLogger("connections")
 
 MAX_READ_BYTES = 64 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 6 ms
 MAX_FRAMES_BYTES = 4 * 1024  # of a WebSocket in one turn: 680 of the smallest frames, 2 ms
-PIECE_BYTES = 1024  # of those, after which we look at what has come
+PIECE_BYTES = 2048  # of those, after which we look at what has come
 PART_BYTES = 128 * 1024  # of a message, after which the application says when to read on
 MAX_LARGEST = 8  # times --max-body: a larger message may never end, and closes the connection
 SMALL_FRAME_BYTES = 128  # a turn reads few frames that are larger

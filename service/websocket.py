@@ -237,8 +237,7 @@ class Connection:
                 if message.get("type") == "response.steer":
                     lane, answer = self._steer(message, lane)
                 elif message.get("type") != IGNORED:
-                    body_of(message)
-                    self._begin_turn(lane, json_text)
+                    self._begin_turn(lane, json_text, body_of(message))
         except BadInput as refusal:
             if refusal.code in UNREADABLE:
                 raise
@@ -247,7 +246,7 @@ class Connection:
         if answer:
             await self._send(answer, lane)
 
-    def _begin_turn(self, name: str, json_text: bytes) -> None:
+    def _begin_turn(self, name: str, json_text: bytes, body: dict[str, Any]) -> None:
         """Begin a turn of a lane; raises BadInput if there is no room for it."""
         if self.ending:
             raise self.ending
@@ -262,7 +261,8 @@ class Connection:
             raise BadInput(message, "stream_id", "websocket_stream_limit_reached")
         lane = self.lanes.setdefault(name, Lane(name))
         self.n_turns += 1
-        turn = asyncio.create_task(self._take_turn(lane, self.n_turns, json_text))
+        bodies = [] if lane.turn.locked() else [body]  # rule 1
+        turn = asyncio.create_task(self._take_turn(lane, self.n_turns, json_text, bodies))
         self.turns.add(turn)
         turn.add_done_callback(self.turns.discard)
 
@@ -290,8 +290,13 @@ class Connection:
 
     # --- a turn ---------------------------------------------------------------------------------------------
 
-    async def _take_turn(self, lane: Lane, number: int, json_text: bytes) -> None:
-        """Run a turn after those before it in its lane; what goes wrong becomes a message."""
+    async def _take_turn(
+        self, lane: Lane, number: int, json_text: bytes, bodies: list[dict[str, Any]]
+    ) -> None:
+        """Run a turn after those before it in its lane; what goes wrong becomes a message.
+
+        `bodies` has its body, if it is parsed already.
+        """
         request_id = f"{REQUEST_ID.get()}.{number}"
         REQUEST_ID.set(request_id)
         rooms = self.visit.rooms
@@ -305,7 +310,12 @@ class Connection:
                     if self.ending:
                         raise self.ending
                     rooms.unanswered.add(request_id)
-                    await self._send_events(lane, await self._started(lane, json_text, visit))
+                    if not bodies:
+                        async with parsed(json_text, visit) as message:
+                            bodies.append(body_of(message))
+                            del message
+                    lane.parent_id = bodies[0].get("previous_response_id")
+                    await self._send_events(lane, await self.start(bodies.pop(), self._recall))
             status = 200
         except WebSocketDisconnect:
             pass  # _receive() is told, too
@@ -317,12 +327,6 @@ class Connection:
             rooms.unanswered.discard(request_id)
             lane.job = None
             self.record(status, time.perf_counter() - started_at)
-
-    async def _started(self, lane: Lane, json_text: bytes, visit: Visit) -> Job:
-        async with parsed(json_text, visit) as message:
-            body = body_of(message)
-        lane.parent_id = body.get("previous_response_id")
-        return await self.start(body, self._recall)
 
     async def _send_events(self, lane: Lane, job: Job) -> None:
         try:

@@ -841,6 +841,17 @@ def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
     asyncio.run(talk())
 
 
+def test_a_turn_ends_with_its_client() -> None:
+    """Also one that sends nothing, at which it would see that its client has left."""
+
+    async def talk() -> None:
+        connection, task = running(Client(TURN, {"type": "websocket.disconnect"}), never, Rooms(8))
+        await asyncio.wait_for(task, 30)
+        assert connection.turns == set()
+
+    asyncio.run(talk())
+
+
 def test_a_stop_says_nothing_to_a_client_that_has_left() -> None:
     """Bug: each of 500 left a traceback, when the server had met their end while it told of an error."""
 
