@@ -422,6 +422,16 @@ def test_finish_reason_of_a_call(sdk: Any, choice: Any, reason: str) -> None:
     assert answer.choices[0].message.tool_calls
 
 
+def test_json_schema_at_temperature_2(sdk: Any) -> None:
+    wanted = {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}
+    for seed in range(8):
+        answer = sdk.responses.create(
+            model="default", input="Describe a person.", temperature=2, text={"format": wanted},
+            reasoning={"effort": "none"}, extra_body={"seed": seed},
+        )  # fmt: skip
+        jsonschema.validate(json.loads(answer.output_text), PERSON)
+
+
 CUSTOM_TOOLS: dict[str, tuple[str, str]] = {
     "lark": (
         'start: "<" LETTER "\\n" END\nEND: /"[^a]{2}"/ | "\\t"\n%import common.LETTER',

@@ -159,6 +159,38 @@ def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) ->
     assert "context" in found["error"]["message"]
 
 
+@pytest.mark.bug("I03")
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_the_worker_is_idle_once_no_client_waits(server: Server, worker: Server, how: str) -> None:
+    """https://github.com/BerriAI/litellm/pull/30245"""
+    with streaming(server, LONG | (BACKGROUND if how == "cancel" else {})) as (id_, frames):
+        list(itertools.islice(frames, 9))
+        assert worker.health()["running"] == 1
+        if how == "cancel":
+            reply = server.post(f"{RESPONSES}/{id_}/cancel", {}).json
+            assert (reply["status"], reply["usage"]) == ("cancelled", None)
+    until(lambda: worker.health()["running"] == 0, "the worker is idle")
+    until(lambda: server.health()["running"] == 0, "the front is too")
+
+
+def test_a_stop_ends_what_an_upstream_still_says() -> None:
+    def answer(exchange: Exchange) -> None:
+        exchange.send(head() + delta(content="a"))
+        exchange.wait_closed()
+
+    with (
+        upstream(answer) as endless,
+        serve("--upstream", endless.url, "--shutdown-grace", "0.1", model=None) as front,
+        streaming(front, {"model": "m", "input": "hi"}) as (_, frames),
+        streaming(front, {"model": "m", "input": "hi"} | BACKGROUND) as (_, followed),
+    ):
+        next(frames), next(followed)
+        front.interrupt()
+        for rest in (frames, followed):
+            assert [parsed(frame) for frame in rest if frame != sse.DONE][-1]["type"] == "response.failed"
+        assert front.exit_status() == 0
+
+
 # --- what breaks --------------------------------------------------------------------------------------------
 
 
