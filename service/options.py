@@ -103,9 +103,10 @@ seconds = partial(number, float, 0.001)
 text = partial(matching, "(?s).+", "a text")
 host_name = partial(matching, r"\*|[\w-]+(\.[\w-]+)*", "a name without port, such as example.org, or '*'")
 origin = partial(matching, r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+", "https://HOST, https://HOST:PORT or '*'")
+PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 base_url = partial(
     matching,
-    r"(?i)https?://([^@/?#\s]*@)?([^@:/?#\s]+|\[[^]\s]+\])(:\d{1,5})?(/[^?#\s]*)?",
+    rf"(?i)https?://([^@/?#\s]*@)?([^@:/?#\s]+|\[[^]\s]+\])(:{PORT})?(/[^?#\s]*)?",
     "http://HOST:PORT/v1 or the like",
 )
 

@@ -23,7 +23,7 @@ WRONG = [
       for value in ("nan", "inf", "-inf", "1e999", "-5", "9" * 5000, "x")),
     *(("--cors-origin", value) for value in ("nonsense", "https://x/", "https://x/y", "x.org", "https://")),
     *(("--upstream", value) for value in ("nonsense", "ftp://x", "http://", "http://:80", "http://x:y",
-                                          "http://x?y", "http://x:123456", "http://[::1")),
+                                          "http://x?y", "http://x:65536", "http://x:123456", "http://[::1")),
     *(("--allowed-host", value) for value in ("x.org:80", "http://x.org", "*.x.org", "x..org")),
     *((name, value) for name in ("--api-key", "--upstream-api-key") for value in ("cl\u00e9", "a\nb")),
     ("--speculate", "17"),
