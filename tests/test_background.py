@@ -165,6 +165,11 @@ async def until_idle(registry: Registry) -> None:
         await asyncio.sleep(0)
 
 
+async def execute(registry: Registry, statement: str, *values: str) -> None:
+    """In the store's thread: SQLite may be at work."""
+    await registry._call("", registry._store._db.execute, statement, values)
+
+
 async def yields(n: int) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
@@ -702,7 +707,7 @@ async def test_what_could_not_be_stored_is_not_told_as_stored(
 ) -> None:
     """A foreground response was answered with `store: true` though its write had failed."""
     async with registry_of(path=str(tmp_path / "db")) as registry:
-        registry._store._db.execute(FULL)
+        await execute(registry, FULL)
         asked = row(background=False, kept=kept, request_json=TOO_MUCH)
         events = parsed(await read(await started(registry, asked, hello)))
         laws.check_response(events)
@@ -716,7 +721,7 @@ async def test_what_could_not_be_stored_is_not_told_as_stored(
 async def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Bug: 5,000 tracebacks in 25 s."""
     async with registry_of(path=str(tmp_path / "db")) as registry:
-        registry._store._db.execute(FULL)
+        await execute(registry, FULL)
         for _ in range(20):
             with pytest.raises(BadInput, match="could not be stored"):
                 await started(registry, row(request_json=TOO_MUCH), hello)
@@ -738,12 +743,12 @@ async def test_what_met_a_full_disk_is_written_once_there_is_room(
             yield DONE
 
         log = await started(registry, asked, waits)
-        registry._store._db.execute(FULL)
+        await execute(registry, FULL)
         go.set()
         frames = await read(log)
         assert (await ended(registry, asked)).status == "completed"
         assert registry.jobs
-        registry._store._db.execute("PRAGMA max_page_count = 1000000")
+        await execute(registry, "PRAGMA max_page_count = 1000000")
         await until_idle(registry)
         assert registry._store.frames(asked.id) == frames
         assert not registry._store.live()
@@ -769,8 +774,8 @@ def test_what_is_damaged_stops_nothing_else(tmp_path: Path, damage: str) -> None
         registry = Registry(Store(path, Retention()))
         for asked in (damaged, whole):
             await started(registry, asked, Held())
-        registry._store._db.execute(damage, (damaged.id,))
-        registry._store.close()
+        await execute(registry, damage, damaged.id)
+        await registry._call("", registry._store.close)
 
     @in_loop
     async def go_on() -> None:
