@@ -155,6 +155,16 @@ def served(owners: Sequence[str], n_places: int = 1, leave: Sequence[int] = ()) 
     return asyncio.run(asyncio.wait_for(main(), 10))
 
 
+def test_a_turn_is_given_back() -> None:
+    async def main() -> None:
+        turns = Turns(1)
+        for _ in range(2):
+            async with turns.turn("a"):
+                pass
+
+    asyncio.run(asyncio.wait_for(main(), 1))
+
+
 @given(st.lists(OWNERS, max_size=12))
 def test_owners_take_turns(owners: list[str]) -> None:
     """One who asks a hundred times kept all others out until all hundred were done."""
