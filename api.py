@@ -63,7 +63,7 @@ log = logging.getLogger("api")
 T = TypeVar("T")
 
 # fmt: off
-#  status        why such a response cannot be cancelled; to cancel one a second time is no error
+#  status        why such a response cannot be cancelled; to cancel one a second time is not an error
 CANNOT_CANCEL = {
     "completed":  "Cannot cancel a completed response.",
     "failed":     "Cannot cancel a failed response.",

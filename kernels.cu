@@ -68,7 +68,7 @@
 //   settings     (n_wanted, SETTINGS_WIDTH) float       struct Settings
 //   seeds        (n_wanted, SEEDS_WIDTH) u64            seed; choice; number of the output token
 //   masks        (n_wanted, MASK_WORDS) unsigned        a bit a token, 1: structured output allows it
-//   choices      (n_wanted, CHOICE_WIDTH) int           token, -1: the logits are no finite numbers; its
+//   choices      (n_wanted, CHOICE_WIDTH) int           token, -1: the logits are not finite; its
 //                                                       logprob; the MAX_TOP likeliest; their logprobs (float)
 //   counts       (max_batch, VOCAB_SIZE) unsigned       how often a token has come, see `count`
 //   biases       (max_batch, VOCAB_SIZE) float          logit_bias
@@ -599,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
   find_best(raw, best, blockIdx.x * BLOCK_ROWS, n_wanted, blockIdx.y * LOGITS_COLUMNS);
 }
 
-#if ONE_TILE  // what follows is no product, and is compiled for one shape alone
+#if ONE_TILE  // what follows is not a product, and is compiled for one shape alone
 
 // ---- Rows -------------------------------------------------------------------------------------------------
 
@@ -1348,7 +1348,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   int lane = threadIdx.x % 32, n_pairs = n_rows * N_CHOSEN;
   for (int row = threadIdx.x / 32; row < n_rows; row += PICK_THREADS / 32) {
     const float *score = scores + (size_t)row * N_EXPERTS;
-    // A score that is no number is the lowest, so that a row always has N_CHOSEN experts.
+    // A score that is not a number is the lowest, so that a row always has N_CHOSEN experts.
     auto finite = [&](int e) { return fminf(fmaxf(score[e], -MAX_FLOAT), MAX_FLOAT); };
     float top = 0, mine = 0, total = 0;  // lane i has the score of the expert that is chosen as i-th
     u64 last = NO_NUMBER;
@@ -1499,7 +1499,7 @@ __device__ __forceinline__ void expert_linear(const ExpertMatrices &w, size_t fi
   __syncthreads();
 }
 
-// All rows of a group: one tile where they are no more than 16, else four at a time
+// All rows of a group: one tile if they are 16 or fewer, else four at a time
 template <int MATRICES, class T, class Value>
 __device__ __forceinline__ void expert_group(const ExpertMatrices &w, const int *group, int size, int n_columns,
                                              const bf16 *x, T *y, Value value) {

@@ -147,7 +147,7 @@ class Tokenizer:
         if token is None:
             return b""
         if self.spelling.byte_level and token_id in self.added_by_id:
-            return token.encode()  # spelled as text: its "é" is no byte of GPT-2's alphabet
+            return token.encode()  # spelled as text: its "é" is not a byte of GPT-2's alphabet
         return self.spelling.to_bytes(token)
 
     def decoder(self) -> "Decoder":

@@ -181,7 +181,7 @@ def reused_call_ids(peer: Peer) -> None:
 
 @should
 def broken_arguments(peer: Peer) -> None:
-    """broken-arguments, chat-broken-arguments: a call in the history whose arguments are no JSON is taken
+    """broken-arguments, chat-broken-arguments: a call in the history whose arguments are not JSON is taken
     back too
 
     agents send back what a model has said; a refusal ends their session for good
@@ -191,7 +191,7 @@ def broken_arguments(peer: Peer) -> None:
         results(peer)
     said = history(peer, ("call_0", "{'city': Tokyo", "It rains."))
     reply = peer.reply(**BOTH_TOOLS | {"said": said})
-    assert reply.status == 200, "expected an answer after a call whose arguments are no JSON"
+    assert reply.status == 200, "expected an answer after a call whose arguments are not JSON"
 
 
 def expect_taken(peer: Peer, output: list[Json], **more: object) -> None:

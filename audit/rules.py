@@ -15,7 +15,7 @@ report of what happens without it. A function that is two rules may have two suc
 what must be refused has no more: after another blank line come its requests, see refusals.py.
 
 Rules of this file:
-1. A rule that flags correct behaviour is the worst defect: what only some clients need is no "must".
+1. A rule that flags correct behaviour is the worst defect: what only some clients need is not a "must".
 2. A fault is named by its rule alone: what a rule builds on, and another one is about, is `presumed`.
 
 Not here: the rules (frames.py, events.py, chunks.py, clients.py and so on), running them (session.py).

@@ -6,12 +6,12 @@
     n/a      the server lacks what it is about  error    it could not be asked, and the reason says why
     flaky    one time it was this, another time that
 
-Authority: xUnit's reports: an error is no failure.
+Authority: xUnit's reports: an error is not a failure.
 
 Rules of this file:
 1. A rule that raises is an error of that rule alone: each one has its verdict, whatever the server does.
 2. What is wrong before the first rule is told in one line, which names what failed: the name, the connection,
-   TLS, HTTP, the key or the model. It is no failure of a rule.
+   TLS, HTTP, the key or the model. It is not a failure of a rule.
 
 Not here: the rules, what is printed (report.py).
 """

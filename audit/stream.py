@@ -39,7 +39,7 @@ class Frame(NamedTuple):
     number: int  # of its event; a frame without one has the number of the next event
     raw: bytes
     type: str  # "message" if the frame names none
-    data: str | None  # None: it has no data, so it is no event
+    data: str | None  # None: without data it is not an event
     id: str  # the last one that the stream has set
     fault: str = ""  # of bytes that are no whole frame: they end the stream
 

@@ -107,7 +107,7 @@ def part_bytes(part: Part) -> int:
 
 
 def read_bytes(config: Config, n_rows: int) -> int:
-    """Bytes of the weights that a step of so many rows needs; an embedding that is no head counts nothing."""
+    """Bytes of the weights that a step of so many rows needs, without an embedding that is not the head."""
     total = expert_bytes(config, n_rows)
     for part in all_parts(config):
         is_read = part.field != "embed" or config.tied

@@ -39,7 +39,7 @@ def find(model: str | None, revision: str | None = None) -> Path:
         raise HubError(f"{path} is a file; a model is a GGUF file, or a directory with config.json")
     if HUB_ID.fullmatch(model):
         return from_hub(model, revision)
-    raise HubError(f"no directory {path.absolute()}, and {model} is no Hub id, such as Qwen/Qwen3-0.6B")
+    raise HubError(f"no directory {path.absolute()}, and {model} is not a Hub id like Qwen/Qwen3-0.6B")
 
 
 def from_hub(model: str, revision: str | None) -> Path:

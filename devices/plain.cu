@@ -293,7 +293,7 @@ __device__ float lowest_logit(const float *logits, u64 needed, Weight weight) {
 //   counts     (max_batch, VOCAB_SIZE) uint32    of each slot's tokens; a chosen token is counted
 //   biases     (max_batch, VOCAB_SIZE) float32   logit_bias
 //   chosen     (max_batch,) int32, written       the token that `embed` takes in the next step
-//   choices    (n, CHOICE_WIDTH) int32, written  token, -1: the logits are no finite numbers; its logprob;
+//   choices    (n, CHOICE_WIDTH) int32, written  token, -1: the logits are not finite; its logprob;
 //                                                the MAX_TOP likeliest tokens; their logprobs, as float32
 //   n: rows, a thread each
 extern "C" __global__ void __launch_bounds__(THREADS)

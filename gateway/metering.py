@@ -9,7 +9,7 @@ formula; https://platform.openai.com/docs/api-reference for the names in a usage
 Rules of this file:
 1. Usage that was not seen is unknown, which is not 0.
 2. A counter only grows: servers that send usage with every chunk are not counted twice.
-3. What is no count (a negative, a fraction, a word) is 0. Cached tokens are at most those of the prompt,
+3. What is not a count (a negative, a fraction, a word) is 0. Cached tokens are at most those of the prompt,
    reasoning tokens at most those of the completion.
 4. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger("remote")
 
 Document = dict[str, Any]  # a JSON object
 
-MAX_COUNT = 2**53  # larger ones are no counts, and no float holds them
+MAX_COUNT = 2**53  # larger ones are not counts, and no float holds them
 
 
 class TokenCounts(NamedTuple):

@@ -32,7 +32,7 @@ from request.refusals import shown
 
 MAX_TOKEN_BYTES = 1024  # of one token of the logprobs; the longest of known vocabularies have some 200
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
-MAX_LOGPROB = 10**6  # magnitude: what is larger is no logprob, and may be no float
+MAX_LOGPROB = 10**6  # magnitude: what is larger is not a logprob, and may not be a float
 
 
 class Outputs:

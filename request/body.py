@@ -34,7 +34,7 @@ from request.room import Visit
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
 MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
-MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is no text
+MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is not text
 SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
 MAX_BODY_S = 30  # from its first byte to its last, if it is small
 BODY_BYTES_A_S = 256 * 1024  # at least, after those: five times as many come over 200 ms, there and back

@@ -144,7 +144,7 @@ def cpu_ops() -> type[NumpyOps]:
 def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | None, room: int) -> int:
     """Return the number of pages in the pool of the KV cache: --kv-memory, else what `room` bytes hold.
 
-    Without the option it is no more than a full batch of the longest contexts can use.
+    Without the option it is at most what a full batch of the longest contexts can use.
     """
     if kv_memory:
         if kv_memory < page_bytes:
