@@ -76,6 +76,7 @@ PING_INTERVAL_S = 20  # of a WebSocket
 MAX_FRAMING_BYTES = 64 * 1024  # of a request, all but its body: head, chunk sizes, trailers
 MAX_HEADERS = 100  # of a request, as Apache has it
 KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it before we do
+MAX_PIPELINED = 16  # requests of a connection that wait for the answer to the one before
 LINGER_S = 2  # for what a client still sends when it has been told why its connection ends
 SEND_BUFFER_BYTES = 128 * 1024  # of a connection; Linux takes twice as many
 # Likewise, if the system allows as much, and it does not grow by itself any more: a client that is 100 ms
@@ -265,6 +266,7 @@ class Protocol(Limited, HttpToolsProtocol):
     start: Callable[[], None] | None = None  # starts the request that has begun to come
     n_body_left = 0  # bytes of its body that are still to come, if it has said how many
     n_framing_bytes = 0  # that the request had so far, without its body
+    n_pipelined = 0  # requests that have been answered since something has come
     is_deaf = False  # nothing more is parsed here
 
     # --- its beginning and its end --------------------------------------------------------------------------
@@ -299,6 +301,8 @@ class Protocol(Limited, HttpToolsProtocol):
         if self.is_deaf:
             return
         self.held += data
+        if data:
+            self.n_pipelined = 0
         while piece := self.next_piece():
             self.parse(piece)
         if len(self.held) > MAX_READ_BYTES:
@@ -344,6 +348,8 @@ class Protocol(Limited, HttpToolsProtocol):
         """Refuse what the parser lets through; raises BadHttp."""
         version = self.parser.get_http_version()
         names = [name for name, _ in self.headers]
+        if self.n_pipelined > MAX_PIPELINED:
+            raise BadHttp(f"more than {MAX_PIPELINED} requests have waited for an answer")
         if self.url.count(b"&") >= MAX_QUERY:
             raise BadHttp(f"the query has more than {MAX_QUERY} parameters")
         if version not in ("1.0", "1.1"):
@@ -430,6 +436,7 @@ class Protocol(Limited, HttpToolsProtocol):
         super().on_response_complete()
         if not self.transport.is_closing():
             self.idle[self] = None
+            self.n_pipelined += 1
             self.loop.call_soon(self.data_received, b"")
 
     def refuse(self, error: BaseException) -> None:

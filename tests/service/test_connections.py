@@ -148,6 +148,13 @@ def test_requests_come_in_order_wherever_they_are_cut(seed: int) -> None:
     assert wire.written.count(b"HTTP/1.1 400") == 1
 
 
+def test_few_requests_wait_in_a_connection() -> None:
+    get = ("/get", b"", "host")
+    told, wire = asyncio.run(answered([REQUESTS[get] * 10 * connections.MAX_PIPELINED]))
+    assert told == [get] * (1 + connections.MAX_PIPELINED)
+    assert wire.written.count(b"HTTP/1.1 400") == 1
+
+
 def test_a_request_starts_when_it_is_whole() -> None:
     """Bug: 1,100 half-sent bodies at once were 0.4 s of tasks, and as many refusals when they gave way."""
 
