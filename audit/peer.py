@@ -9,8 +9,8 @@ Rules of this file:
 1. What a server need not have (background, storage, tools, several choices) it may refuse with a 4xx or 501:
    then no rule is about it, and NotApplicable says why.
 2. A stream is asked for once, whatever number of rules judges it.
-3. A rule for both APIs is one function over Answers. What a model may do or leave is not judged: only what was
-   forced, forbidden or already said is.
+3. A rule for both APIs is one function over Answers. What a model may do or leave is not judged, only
+   what was forced, forbidden or already said.
 4. A rule has a budget of seconds, start() begins one: what a server does not answer within it is NoReply.
 
 Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an answer says (fold.py).

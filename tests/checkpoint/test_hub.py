@@ -55,12 +55,12 @@ def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # fmt: off
 #  model                  words of the one line that refuses it
 NOWHERE = {
-    "/no/such/directory": ["no directory /no/such/directory", "is no Hub id"],
-    "./models/absent":    ["no directory", "models/absent", "is no Hub id"],
-    "absent":             ["no directory", "absent is no Hub id", "Qwen/Qwen3-0.6B"],
-    "Org/Name/more":      ["no directory", "is no Hub id"],
-    "../Name":            ["no directory", "is no Hub id"],
-    "~no-such-user/x":    ["no directory", "~no-such-user/x is no Hub id"],
+    "/no/such/directory": ["no directory /no/such/directory", "is not a Hub id"],
+    "./models/absent":    ["no directory", "models/absent", "is not a Hub id"],
+    "absent":             ["no directory", "absent is not a Hub id", "Qwen/Qwen3-0.6B"],
+    "Org/Name/more":      ["no directory", "is not a Hub id"],
+    "../Name":            ["no directory", "is not a Hub id"],
+    "~no-such-user/x":    ["no directory", "~no-such-user/x is not a Hub id"],
     "model.bin":          ["model.bin is a file", "config.json"],
     "Org/Absent":         ["no model Org/Absent at main", "no directory", "hub-cache", "LocalEntryNotFound"],
 }
