@@ -143,7 +143,7 @@ class Api:
     # --- Responses: making one ------------------------------------------------------------------------------
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
-        begun = await read_request(http, visit, self._begin)
+        begun = await read_request(http, visit, partial(self._begin, hold=visit.load_too))
         request = begun.request
         headers = begun.headers
         job = await self._start(begun)
@@ -176,12 +176,18 @@ class Api:
         self.metrics.add("http_request_duration_seconds", seconds, "/v1/responses")
 
     async def _begin(
-        self, parsing: Parsing, owner: str, recall: Recall | None = None, purpose: Purpose = "respond"
+        self,
+        parsing: Parsing,
+        owner: str,
+        recall: Recall | None = None,
+        purpose: Purpose = "respond",
+        hold: Callable[[int], object] = int,
     ) -> Begun:
         """Refuse a body, or make all that is needed to start its response; raises BadInput.
 
-        `recall` finds what a WebSocket remembers, and later this response. A large body leaves its place
-        before the prompt waits, perhaps for the check of a grammar.
+        `recall` finds what a WebSocket remembers, and later this response. `hold` is told the bytes of what
+        the body continues or refers to, before they are loaded. A large body leaves its place before the
+        prompt waits, perhaps for the check of a grammar.
         """
         async with parsing as body:
             if purpose == "count" and isinstance(body, dict):
@@ -198,7 +204,7 @@ class Api:
             async def find(id: str) -> Row | None:
                 if recall and (remembered := recall(id)):
                     return remembered
-                row = await self.registry.get(id, owner)
+                row = await self.registry.get(id, owner, hold)
                 return await self.registry.to_continue(row) if row else None
 
             open_sealed = partial(items.unseal, self.secret, owner)
@@ -271,13 +277,13 @@ class Api:
         await self.registry.recover(revive)
 
     async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
-        begun = await read_request(http, visit, partial(self._begin, purpose="count"))
+        begun = await read_request(http, visit, partial(self._begin, purpose="count", hold=visit.load_too))
         n_tokens = await begun.prompt.count_tokens()
         return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
-        begun = await read_request(http, visit, partial(self._begin, purpose="compact"))
+        begun = await read_request(http, visit, partial(self._begin, purpose="compact", hold=visit.load_too))
         job = await self._start(begun)
         await while_connected(job.task, http.receive)
         response = job.log.events[-1]["response"]

@@ -304,6 +304,8 @@ class Upstreams:
 
     def _pick(self, model: str, tried: list[Upstream]) -> Upstream | None:
         """Least-connections; None if no upstream is left that has the model and a closed circuit."""
+        if self._client.is_closed:  # the server stops
+            return None
         candidates = [
             upstream
             for upstream in self._upstreams

@@ -39,6 +39,9 @@ SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
 MAX_BODY_S = 30  # from its first byte to its last, if it is small
 BODY_BYTES_A_S = 256 * 1024  # at least, after those: five times as many come over 200 ms, there and back
 
+SQUARE = bytes.maketrans(b"{}", b"[]")
+NOT_BRACKETS = bytes({*range(256)} - {*b"[]{}"})
+
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two the header shows
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
 
@@ -106,43 +109,45 @@ async def parsed(content: bytes, visit: Visit, encoding: str = "identity") -> As
 
 def parse(json_text: bytes) -> Any:
     """Return the value of a JSON text; raises BadInput."""
-    if n_values(json_text) > MAX_VALUES:
+    outside = outside_strings(json_text)
+    if n_values(outside) > MAX_VALUES:
         raise too_many_values()
     try:
         value = sse.loads(json_text)  # UTF-8, not the UTF-16 which json takes: RFC 8259, section 8.1
-        check_depth(value, MAX_DEPTH)
+        if nests_deeper(outside, MAX_DEPTH):
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     except ValueError as error:
         raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
     return value
 
 
-def n_values(json_text: bytes) -> int:
-    """Return how many values a JSON text holds, at most: too many strings are too many values.
-
-    Each value but the first follows a comma or an opening bracket that stands outside strings.
-    """
+def outside_strings(json_text: bytes) -> bytes:
+    """Return a JSON text without its strings; raises BadInput if these alone are too many values."""
     unescaped = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    n_strings = unescaped.count(b'"') // 2
-    if n_strings > 2 * MAX_VALUES:  # a value has two at most, one is its name
-        return n_strings
-    outside_strings = b"".join(unescaped.split(b'"')[::2])
-    return 1 + sum(map(outside_strings.count, (b",", b"[", b"{")))
+    if unescaped.count(b'"') > 4 * MAX_VALUES:  # a value has two strings at most, one is its name
+        raise too_many_values()
+    return b"".join(unescaped.split(b'"')[::2])
+
+
+def n_values(outside: bytes) -> int:
+    """Return how many values a JSON text holds, at most, of what stands outside its strings.
+
+    Each value but the first follows a comma or an opening bracket.
+    """
+    return 1 + sum(map(outside.count, (b",", b"[", b"{")))
+
+
+def nests_deeper(outside: bytes, max_depth: int) -> bool:
+    """True if lists and objects nest deeper than so, and others had better not recurse into them."""
+    brackets = outside.translate(SQUARE, NOT_BRACKETS)
+    for _ in range(max_depth):
+        brackets = brackets.replace(b"[]", b"")  # of all that are left, the innermost
+    return bool(brackets)
 
 
 def too_many_values() -> BadInput:
     message = f"Expected a body of at most {MAX_VALUES} JSON values, and as many in the arguments of calls."
     return BadInput(message, None, "body_too_large")
-
-
-def check_depth(value: Any, max_depth: int) -> None:
-    """Raise ValueError if lists and objects nest deeper, so that others may recurse into them."""
-    inner = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, list | dict):
-        return
-    if max_depth == 0:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-    for element in inner:
-        check_depth(element, max_depth - 1)
 
 
 # --- encodings ----------------------------------------------------------------------------------------------

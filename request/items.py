@@ -32,7 +32,7 @@ from itsdangerous import BadData, URLSafeSerializer
 
 import sse
 from channels import Accepted, Compaction, Delta, Emit, Finish, Output
-from request.body import n_values
+from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, ITEM_TYPES, MAX_ITEMS, PART_TEXTS
 from request.params import Request, read_responses, responses_request
@@ -153,7 +153,7 @@ def _resolved(
 def n_bytes(item: Item) -> int:
     """Return about how much memory an item takes."""
     json_text = sse.dumps(item).encode()
-    return len(json_text) + VALUE_BYTES * n_values(json_text)
+    return len(json_text) + VALUE_BYTES * n_values(outside_strings(json_text))
 
 
 def _opened(item: Item, path: str, unseal: Unseal) -> Item:

@@ -30,7 +30,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import sse
-from request.body import MAX_VALUES, n_values, too_many_values
+from request.body import MAX_VALUES, n_values, outside_strings, too_many_values
 from request.ids import PREFIXES
 from request.refusals import BadInput, no_images
 from request.tool_items import CALL_IDS, IMAGE_MEMBERS, IMAGE_TEXT, MAY_LACK_RESULT, TOOL_ITEMS, TYPE_SUFFIX
@@ -80,7 +80,7 @@ class Conversation:
         """Raise BadInput if the arguments of all calls have more values than a body may have."""
         arguments = None
         if written.lstrip().startswith("{"):
-            self._n_argument_values += n_values(written.encode())
+            self._n_argument_values += n_values(outside_strings(written.encode()))
             if self._n_argument_values > MAX_VALUES:
                 raise too_many_values()
             with suppress(ValueError):  # a limit may have cut it

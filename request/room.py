@@ -182,3 +182,8 @@ class Visit:
     def load(self, n_bytes: int) -> None:
         """Hold what is about to be loaded for an answer, as a quarter of all at most; raises BadInput."""
         self.hold(self.rooms.bytes, min(n_bytes, self.rooms.bytes.n_total // 4))
+
+    def load_too(self, n_bytes: int) -> None:
+        """Hold what is about to be loaded beside what is held already, such as the chain of a body."""
+        room = self.rooms.bytes
+        self.hold(room, self.held[room] + min(n_bytes, room.n_total // 4))

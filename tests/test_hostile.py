@@ -37,7 +37,7 @@ ROWS: list[tuple[Json, list[str]]] = [
 
 @pytest.mark.parametrize(("measured", "failed"), ROWS)
 def test_a_row_fails_the_goals_that_it_misses(measured: Json, failed: list[str]) -> None:
-    assert failed_goals(CALM | measured, calm_ms=40) == failed
+    assert failed_goals(ATTACKS[0], CALM | measured, calm_ms=40) == failed
 
 
 def test_attacks_have_names_of_their_own_and_options_that_there_are() -> None:

@@ -319,6 +319,7 @@ class Attack(NamedTuple):
     run: Callable[[Client], Any]  # returns replies, or what was wrong, or nothing
     flags: tuple[str, ...] = ()  # more options of the server; UPSTREAM: the upstream of the attack
     max_files: int | None = None  # limit of open files of the server
+    may_hold_mb: int = 0  # more than the others, by the bounds of what waits
     goes_on: bool = False  # what was asked for outlives the client, rightly: background responses
 
 
@@ -376,7 +377,7 @@ ATTACKS = [
     Attack("unknown-in-a-chain", "8 packed turns, each continuing the last; a GET does not read all of them",
            OK_OR_NO, unknown_in_a_chain),
     Attack("continued-by-many", "300 small requests that continue a large one; what they hold is counted",
-           ANY, continued_by_many, goes_on=True),
+           ANY, continued_by_many, SMALL_STORE, may_hold_mb=256, goes_on=True),  # queue and bodies
     Attack("slow-bodies", "30 bodies of 7.9 MB without their last byte; what they hold is bounded",
            OK, lambda c: c.hold(30, post(None, Content_Length=str(BODIES[0])) + b" " * (BODIES[0] - 1), 3)),
     Attack("many-values", "200 bodies of many values, whose clients leave; they are parsed one at a time",

@@ -72,7 +72,7 @@ COUNTS = [
 
 @pytest.mark.parametrize(("text", "n_values"), COUNTS)
 def test_count(text: bytes, n_values: int) -> None:
-    assert body.n_values(text) == n_values
+    assert body.n_values(body.outside_strings(text)) == n_values
 
 
 @pytest.mark.parametrize("nested", ["[%s]", '{"a": %s}', '[0, {"[": %s}]'])
