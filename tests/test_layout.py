@@ -187,7 +187,7 @@ CAPS = {
     "devices":    18_700,
     "dialects":    9_870,
     "gateway":    11_300,
-    "request":    15_950,
+    "request":    16_050,
     "service":    11_450,
 }
 # fmt: on
