@@ -42,10 +42,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         frame = sse.encode(sse.dumps(chunk | delta))
         writer.write(head % b"text/event-stream")
         for _ in range(n_events):
-            if pace_s:
-                await asyncio.sleep(pace_s)
             writer.write(frame % time.perf_counter())
             await writer.drain()
+            if pace_s:
+                await asyncio.sleep(pace_s)
         end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
         writer.write(sse.encode(sse.dumps(chunk | end)) + sse.DONE)
     await writer.drain()
