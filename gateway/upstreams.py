@@ -272,7 +272,7 @@ class Upstreams:
     def counts(self) -> dict[str, int]:
         return {
             "upstreams": len(self._upstreams),
-            "upstreams_down": sum(upstream.is_open for upstream in self._upstreams),
+            "upstreams_down": sum(upstream.is_open or not upstream.is_known for upstream in self._upstreams),
             "running": sum(upstream.n_running for upstream in self._upstreams),
             "waiting": 0,  # requests wait inside the upstreams, which do not say how many
         }
