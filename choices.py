@@ -21,7 +21,7 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
     """Run one choice of a prompt, count and log it, and name its calls as the client does.
 
     It emits one Finish, which is the last. There are two ways out without one. An exception before Accepted
-    refuses the request. If the task is cancelled, the worker's Finish is only counted: Registry._fill() of
+    refuses the request. If the task is cancelled, the worker's Finish is only counted: Registry._run() of
     background.py ends the response.
     """
     watch = Run(metrics)

@@ -334,7 +334,7 @@ def compacted(emit: Callable[[Accepted | Compaction | Finish], None], seal: Call
     """
     texts: list[str] = []
 
-    def take(output: Accepted | Output | Finish) -> None:
+    def emit_rest(output: Accepted | Output | Finish) -> None:
         match output:
             case Delta("final", text):
                 texts.append(text)
@@ -346,7 +346,7 @@ def compacted(emit: Callable[[Accepted | Compaction | Finish], None], seal: Call
             case Accepted() | Finish():
                 emit(output)
 
-    return take
+    return emit_rest
 
 
 def unsaid(emit: Emit) -> Emit:
@@ -357,7 +357,7 @@ def unsaid(emit: Emit) -> Emit:
     https://github.com/router-for-me/CLIProxyAPI/issues/1901
     """
 
-    def take(output: Accepted | Output | Finish) -> None:
+    def emit_rest(output: Accepted | Output | Finish) -> None:
         match output:
             case Finish("stop" | "length", usage):
                 if usage:
@@ -366,4 +366,4 @@ def unsaid(emit: Emit) -> Emit:
             case Accepted() | Finish():
                 emit(output)
 
-    return take
+    return emit_rest
