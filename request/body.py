@@ -8,7 +8,8 @@ https://httpd.apache.org/docs/2.4/mod/mod_reqtimeout.html
 
 Rules of this file:
 1. A body must be whole within MAX_BODY_S, and the time that what has come takes at BODY_BYTES_A_S. If it is
-   large it has room (room.py) before it is kept.
+   large it has room (room.py) before it is kept, and its parts are read by turns of the owners: to read a
+   hundred of them at once would fill every turn of the event loop.
 2. Bytes and the number of values are bounded before anything is built from them, and nesting before anything
    recurses into them.
 3. A large body may take fifty times its bytes until there is a Request: few are parsed at a time, by turns of
@@ -19,7 +20,7 @@ import asyncio
 import sys
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from importlib import import_module
@@ -36,6 +37,7 @@ MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level o
 MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
 MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is not text
 SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
+BETWEEN_PARTS_S = 0.001  # of all large bodies: the event loop has this time for others
 MAX_BODY_S = 30  # from its first byte to its last, if it is small
 BODY_BYTES_A_S = 256 * 1024  # at least, after those: five times as many come over 200 ms, there and back
 
@@ -50,16 +52,21 @@ ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": 
 
 
 @asynccontextmanager
-async def arriving(visit: Visit) -> AsyncIterator[Callable[[int], None]]:
-    """Yield what is to be told how many bytes have come; raises BadInput if they are late or have no room."""
+async def arriving(visit: Visit) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
+    """Yield what is to be awaited with the number of bytes that have come, before more are read.
+
+    Raises BadInput if they are late or have no room.
+    """
     began_at = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(MAX_BODY_S) as timeout:
 
-            def note(n_bytes: int) -> None:
+            async def note(n_bytes: int) -> None:
+                timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
                 if n_bytes > SMALL_BODY_BYTES:
                     visit.hold(visit.rooms.bytes, n_bytes)
-                timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
+                    async with visit.rooms.parts.turn(visit.owner):
+                        await asyncio.sleep(BETWEEN_PARTS_S)
 
             yield note
     except TimeoutError as error:
@@ -83,7 +90,7 @@ async def receive(http: HttpRequest, visit: Visit) -> AbstractAsyncContextManage
             content += chunk
             if len(content) > max_bytes:
                 raise too_large
-            note(len(content))
+            await note(len(content))
     visit.enter()
     return parsed(bytes(content), visit, encoding)
 

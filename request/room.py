@@ -139,7 +139,7 @@ class Rooms:
         self.sockets = Room("open WebSockets", max_streams, is_shared)
         self.bytes = Room("bytes of bodies", n_bytes, is_shared)
         self.parsing = Turns(N_PARSED)
-        self.messages = Turns(1)  # parts of WebSocket messages
+        self.parts = Turns(1)  # of large bodies, and WebSocket messages
         # Ids of the requests, and turns, whose answers have not begun: a stop waits for them.
         self.unanswered: set[str] = set()
 

@@ -210,13 +210,12 @@ class Connection:
             async with arriving(self.visit) as note:
                 while "n_bytes" in message:  # a part has come: connections.WebSocketProtocol
                     n_bytes += message["n_bytes"]
-                    note(n_bytes)
-                    await self._until_next_part()
+                    await note(n_bytes)
                     message = await self.websocket.receive()
         return message
 
     async def _until_next_part(self) -> None:
-        async with self.visit.rooms.messages.turn(self.visit.owner):
+        async with self.visit.rooms.parts.turn(self.visit.owner):
             await asyncio.sleep(BETWEEN_MESSAGES_S)
 
     async def _read(self, json_text: bytes, is_text: bool) -> None:
