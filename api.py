@@ -44,7 +44,6 @@ from background import Job, Registry, Run, Said
 from channels import Accepted, Emit, Finish, Output, Usage
 from choices import run_choice
 from event_log import Entry, EventLog
-from gateway.refused import Refused
 from gateway.remote import RemoteWorker
 from request import items, params, query
 from request.body import receive
@@ -56,7 +55,7 @@ from service.metrics import Metrics
 from service.steps import Steps
 from service.websocket import Connection, Recall
 from store import TERMINAL, Damaged, Row
-from streaming import EventStream, JsonAnswer, error_response, json_response, while_connected
+from streaming import EventStream, JsonAnswer, json_response, while_connected
 from worker import ALIAS, LocalWorker, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -81,12 +80,13 @@ Parsing = AbstractAsyncContextManager[Any]
 
 
 class Begun(NamedTuple):
-    """A checked request, and all that _start() needs. What may still refuse it: no room, or an upstream."""
+    """A checked request, and what starts it. What may still refuse it: no room, or an upstream."""
 
-    request: params.Request
-    items: list[items.Item]  # the conversation: the chain that it continues, then its own input
     row: Row
+    builder: responses.Builder
+    run: Run
     prompt: Prompt
+    conversation: list[items.Item]  # the chain that it continues, then its own input
     headers: dict[str, str]  # of the answer: rule 5
 
 
@@ -143,26 +143,24 @@ class Api:
     # --- Responses: making one ------------------------------------------------------------------------------
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
-        begun = await read_request(http, visit, partial(self._begin, hold=visit.load_too))
-        request = begun.request
-        headers = begun.headers
-        job = await self._start(begun)
-        if request.stream:  # in the background without the task, which outlives this HTTP request
-            return EventStream(
-                job.log, None if request.background else job.task, self._done, more_headers=headers
-            )
-        if not request.background:
+        begun = await read_request(http, visit, self._begin)
+        job = await self.registry.start(begun.row, begun.builder, begun.run)
+        if begun.row.streamed:  # in the background without the task, which outlives this HTTP request
+            task = None if begun.row.background else job.task
+            return EventStream(job.log, task, self._done, more_headers=begun.headers)
+        if not begun.row.background:
             await while_connected(job.task, http.receive)
-            error = job.log.events[-1]["response"]["error"]
-            if error and self.registry.stopping.is_set():
-                return self._failure(error["message"])
-        return JsonAnswer(job.shown_row().response_json, headers=headers)
+            if self.registry.stopping.is_set():
+                self._refuse_failed(job.log.events[-1]["response"]["error"])
+        return JsonAnswer(job.log.shown.response_json, headers=begun.headers)
 
     async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
         visit.hold(visit.rooms.sockets, 1)
 
         async def start(body: Any, recall: Recall) -> Job:
-            return await self._start(await self._begin(nullcontext(body), visit.owner, recall))
+            with visit.rooms.visit(visit.owner) as turn:
+                begun = await self._begin(nullcontext(body), turn, "respond", recall)
+            return await self.registry.start(begun.row, begun.builder, begun.run)
 
         async def ended_row(job: Job) -> Row:
             return await self.registry.to_continue(job.shown_row())
@@ -175,19 +173,35 @@ class Api:
         self.metrics.add("http_requests", 1, "/v1/responses", "WEBSOCKET", str(status))
         self.metrics.add("http_request_duration_seconds", seconds, "/v1/responses")
 
+    async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
+        begun = await read_request(http, visit, partial(self._begin, purpose="count"))
+        n_tokens = await begun.prompt.count_tokens()
+        return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
+
+    async def compact(self, http: HttpRequest, visit: Visit) -> Response:
+        """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
+        begun = await read_request(http, visit, partial(self._begin, purpose="compact"))
+        job = await self.registry.start(begun.row, begun.builder, begun.run)
+        await while_connected(job.task, http.receive)
+        response = job.log.events[-1]["response"]
+        self._refuse_failed(response["error"])
+        compaction = {
+            "id": response["id"],
+            "object": "response.compaction",
+            "created_at": response["created_at"],
+            "output": [*items.retained(begun.conversation), *response["output"]],
+            "usage": response["usage"] or responses.usage_object(Usage(0, 0)),
+        }
+        return json_response(200, compaction, begun.headers)
+
     async def _begin(
-        self,
-        parsing: Parsing,
-        owner: str,
-        recall: Recall | None = None,
-        purpose: Purpose = "respond",
-        hold: Callable[[int], object] = int,
+        self, parsing: Parsing, visit: Visit, purpose: Purpose = "respond", recall: Recall | None = None
     ) -> Begun:
         """Refuse a body, or make all that is needed to start its response; raises BadInput.
 
-        `recall` finds what a WebSocket remembers, and later this response. `hold` is told the bytes of what
-        the body continues or refers to, before they are loaded. A large body leaves its place before the
-        prompt waits, perhaps for the check of a grammar.
+        `recall` finds what a WebSocket remembers, and later this response. What the body continues or refers
+        to is held by the visit before it is loaded. A large body leaves its place before the prompt waits,
+        perhaps for the check of a grammar.
         """
         async with parsing as body:
             if purpose == "count" and isinstance(body, dict):
@@ -204,28 +218,29 @@ class Api:
             async def find(id: str) -> Row | None:
                 if recall and (remembered := recall(id)):
                     return remembered
-                row = await self.registry.get(id, owner, hold)
+                row = await self.registry.get(id, visit.owner, visit.load_too)
                 return await self.registry.to_continue(row) if row else None
 
-            open_sealed = partial(items.unseal, self.secret, owner)
+            open_sealed = partial(items.unseal, self.secret, visit.owner)
             chain, own = await items.resolve(
                 values["input"], values["previous_response_id"], find, open_sealed
             )
             if purpose != "respond" and chain and not own:  # as if the client had sent all of it
                 chain, own = [], chain
-
-            def check() -> tuple[params.Request, list[items.Item], Row]:
-                request = params.responses_request(values, chain, own, owner)
-                conversation = [*chain, *own]
-                if purpose == "compact":
-                    conversation.append(items.TRIGGER)
-                row = items.new_row(request, values, conversation, is_remembered=recall is not None)
-                return request, conversation, row
-
-            checked = await asyncio.to_thread(check)  # thousands of items must not stop the streams
-        request, conversation, _ = checked
+            # Thousands of items must not stop the streams.
+            request = await asyncio.to_thread(params.responses_request, values, chain, own, visit.owner)
+            conversation = [*chain, *own]
+            if purpose == "compact":
+                conversation.append(items.TRIGGER)
+            row = await asyncio.to_thread(items.new_row, request, values, conversation, bool(recall))
+        model = self._spoken_name(request.model)
+        head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
+        builder = self._builder(row, head | request.echo, request.seal_reasoning)
         headers = self._warning(request)
-        return Begun(*checked, await self._prepare(request, conversation), headers)
+        prompt = await self._prepare(request, conversation)
+        # A background response keeps only its row while it waits; _run_row() makes the prompt again.
+        run = partial(self._run_row, row) if row.background else partial(self._run, prompt)
+        return Begun(row, builder, run, prompt, conversation, headers)
 
     async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
         """Make the prompt. For a compaction, make the one that asks for a summary."""
@@ -233,15 +248,6 @@ class Api:
         if items.is_trigger(conversation[-1]):
             request = await asyncio.to_thread(items.summary_request, request, conversation, worker.defaults)
         return await worker.prepare(request)
-
-    async def _start(self, begun: Begun) -> Job:
-        request, _, row, prompt, _ = begun
-        model = self._spoken_name(request.model)
-        head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
-        builder = self._builder(row, head | request.echo, request.seal_reasoning)
-        # A background response keeps only its row while it waits; _run_row() makes the prompt again.
-        run = partial(self._run_row, row) if request.background else partial(self._run, prompt)
-        return await self.registry.start(row, builder, run)
 
     def _builder(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> responses.Builder:
         seal = items.sealer(self.secret, row.owner, "reasoning").dumps if seals_reasoning else None
@@ -258,14 +264,10 @@ class Api:
 
     async def _run_row(self, row: Row, emit: Callable[[Said], None]) -> None:
         """Run a background response. What waits is its row of JSON text: the prompt is made of it again."""
-        try:
-            body = await asyncio.to_thread(items.body_of, row)
-            defaults = self._worker(params.model_name(body)).defaults
-            request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
-            await self._run(await self._prepare(request, body["input"]), emit)
-        except BadInput as refusal:
-            code = refusal.late_code if isinstance(refusal, Refused) else "invalid_prompt"
-            emit(Finish("failed", None, refusal.message, code))
+        body = await asyncio.to_thread(items.body_of, row)
+        defaults = self._worker(params.model_name(body)).defaults
+        request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
+        await self._run(await self._prepare(request, body["input"]), emit)
 
     async def recover(self) -> None:
         """Run again, or end, the background responses that the last process left unfinished in the store."""
@@ -276,33 +278,18 @@ class Api:
 
         await self.registry.recover(revive)
 
-    async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
-        begun = await read_request(http, visit, partial(self._begin, purpose="count", hold=visit.load_too))
-        n_tokens = await begun.prompt.count_tokens()
-        return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
-
-    async def compact(self, http: HttpRequest, visit: Visit) -> Response:
-        """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
-        begun = await read_request(http, visit, partial(self._begin, purpose="compact", hold=visit.load_too))
-        job = await self._start(begun)
-        await while_connected(job.task, http.receive)
-        response = job.log.events[-1]["response"]
-        if response["error"]:
-            return self._failure(response["error"]["message"])
-        compaction = {
-            "id": response["id"],
-            "object": "response.compaction",
-            "created_at": response["created_at"],
-            "output": [*items.retained(begun.items), *response["output"]],
-            "usage": response["usage"] or responses.usage_object(Usage(0, 0)),
-        }
-        return json_response(200, compaction, begun.headers)
+    def _refuse_failed(self, error: Mapping[str, str] | None) -> None:
+        """Raise BadInput if a whole answer has failed: while the server stops, a client may try elsewhere."""
+        if error:
+            refusal = BadInput(error["message"], None, "server_error")
+            refusal.status = 503 if self.registry.stopping.is_set() else 500
+            raise refusal
 
     # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
     async def get_response(self, http: HttpRequest, visit: Visit) -> Response:
         wants_stream = query.wants_stream(http.query_params)
-        row = await self._row(http, visit, with_events=wants_stream)
+        row = await self._row(http, visit, wants_stream)
         if not wants_stream:
             return JsonAnswer(row.response_json)
         after = query.starting_after(http.query_params)
@@ -337,14 +324,14 @@ class Api:
         items_of_row = await self.registry.items(await self._row(http, visit))
         return JsonAnswer(sse.dumps(query.page(items_of_row, http.query_params)))
 
-    async def _row(self, http: HttpRequest, visit: Visit, with_events: bool = False) -> Row:
+    async def _row(self, http: HttpRequest, visit: Visit, is_stream: bool = False) -> Row:
         """Return the response that is asked for; raises BadInput, also if there is no room to load it."""
-        if with_events:
+        if is_stream:
             visit.enter()
         else:
             visit.hold(visit.rooms.answers, 1)
         id_ = http.path_params["id"]
-        row = await self.registry.get(id_, visit.owner, visit.load, with_events)
+        row = await self.registry.get(id_, visit.owner, visit.load)
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", None, "response_not_found")
         return row
@@ -364,24 +351,37 @@ class Api:
     # --- chat completions -----------------------------------------------------------------------------------
 
     async def create_completion(self, http: HttpRequest, visit: Visit) -> Response:
-        async def read(parsing: Parsing, owner: str) -> Response | Prompt:
-            async with parsing as body:
-                worker = self._worker(params.model_name(body))
-                if isinstance(worker, RemoteWorker):
-                    relayed = await asyncio.to_thread(worker.pass_through, body)
-                    visit.enter(relayed.n_choices)
-                    return relayed
-                if self.image_texts:
-                    body["messages"] = items.with_image_texts(body.get("messages"))
-                request = await asyncio.to_thread(params.from_chat, body, worker.defaults, owner)
-                visit.enter(request.n)
-            return await worker.prepare(request)
-
-        prompt = await read_request(http, visit, read)
-        if isinstance(prompt, Response):
+        prompt = await read_request(http, visit, self._begin_completion)
+        if isinstance(prompt, Response):  # that of an upstream
             return prompt
         request = prompt.request
         headers = self._warning(request)
+        event_log = EventLog(encode_chunk)
+        task = asyncio.create_task(self._fill_completion(event_log, prompt))
+        if request.stream:
+            return EventStream(event_log, task, sse.DONE, more_headers=headers)
+        await while_connected(task, http.receive)
+        self._refuse_failed(event_log.events[-1].get("error"))
+        completion = await asyncio.to_thread(completions.fold, event_log.events)
+        return JsonAnswer(await asyncio.to_thread(sse.dumps, completion), headers=headers)
+
+    async def _begin_completion(self, parsing: Parsing, visit: Visit) -> Response | Prompt:
+        """Refuse a body, or make its prompt; an upstream's answer is relayed. Raises BadInput."""
+        async with parsing as body:
+            worker = self._worker(params.model_name(body))
+            if isinstance(worker, RemoteWorker):
+                relayed = await asyncio.to_thread(worker.pass_through, body)
+                visit.enter(relayed.n_choices)
+                return relayed
+            if self.image_texts:
+                body["messages"] = items.with_image_texts(body.get("messages"))
+            request = await asyncio.to_thread(params.from_chat, body, worker.defaults, visit.owner)
+            visit.enter(request.n)
+        return await worker.prepare(request)
+
+    async def _fill_completion(self, event_log: EventLog, prompt: Prompt) -> None:
+        """Run all choices of a prompt, and append their chunks as they come."""
+        request = prompt.request
         head = {
             "id": new_completion_id(),
             "created": int(time.time()),
@@ -391,36 +391,16 @@ class Api:
         if "service_tier" in request.explicit:  # "the response body will include the service_tier value"
             head["service_tier"] = params.SERVICE_TIER
         chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
-        event_log = EventLog(encode_chunk)
-        task = asyncio.create_task(self._fill_completion(event_log, prompt, chunks))
-        if request.stream:
-            return EventStream(event_log, task, sse.DONE, more_headers=headers)
-        await while_connected(task, http.receive)
-        body = await asyncio.to_thread(completions.fold, event_log.events)
-        if "error" in body:
-            return self._failure(body["error"]["message"])
-        return JsonAnswer(await asyncio.to_thread(sse.dumps, body), headers=headers)
 
-    async def _fill_completion(self, event_log: EventLog, prompt: Prompt, chunks: completions.Chunks) -> None:
-        def add(index: int, output: Accepted | Output | Finish) -> None:
-            match output:
-                case Accepted():
-                    pass
-                case Finish():
-                    event_log.extend(chunks.finish(index, output))
-                case _:
-                    event_log.extend(chunks.feed(index, output))
+        def add(index: int, said: Accepted | Output | Finish) -> None:
+            event_log.extend(chunks.feed(index, said))
 
         with closing(event_log):
             event_log.extend(chunks.start())
             async with asyncio.TaskGroup() as group:
-                for index in range(prompt.request.n):
+                for index in range(request.n):
                     group.create_task(run_choice(prompt, index, self.metrics, partial(add, index)))
             event_log.extend(chunks.end())
-
-    def _failure(self, message: str) -> Response:
-        """Return the answer to a request that has failed: while the server stops, try it elsewhere."""
-        return error_response(503 if self.registry.stopping.is_set() else 500, message, code="server_error")
 
     # --- models, health -------------------------------------------------------------------------------------
 
@@ -484,7 +464,7 @@ class Api:
         return model if model in models else next(iter(models), model)
 
 
-async def read_request(http: HttpRequest, visit: Visit, read: Callable[[Parsing, str], Awaitable[T]]) -> T:
+async def read_request(http: HttpRequest, visit: Visit, read: Callable[[Parsing, Visit], Awaitable[T]]) -> T:
     """Return what `read` makes of a body while its client waits; raises BadInput and ClientDisconnect."""
     parsing = await receive(http, visit)
-    return await while_connected(read(parsing, visit.owner), http.receive)
+    return await while_connected(read(parsing, visit), http.receive)

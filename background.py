@@ -23,7 +23,6 @@ Rules of this file:
 import asyncio
 import json
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,7 +33,7 @@ from functools import partial
 
 import sse
 from channels import Accepted, Compaction, Finish, Output
-from event_log import Entry, EventLog, encode_event, newest_of
+from event_log import Entry, EventLog, Write, encode_event, newest_of
 from request.refusals import BadInput
 from request.room import Room, Threads, Turns
 from responses import Builder
@@ -45,11 +44,8 @@ log = logging.getLogger("background")
 MAX_LIVE_BYTES = 128 * 2**20  # of background responses that have not ended
 MAX_LIVE = 264  # background responses that have not ended
 MAX_RUNNING = 8  # of those; the engine's other places are left to the foreground
-FAILURE_INTERVAL_S = 60  # between two such failures that are logged
 EVICTION_INTERVAL_S = 1
 
-
-# --- jobs ---------------------------------------------------------------------------------------------------
 
 Said = Accepted | Output | Compaction | Finish  # what a worker says of one response, as worker.py orders it
 Run = Callable[[Callable[[Said], None]], Awaitable[None]]  # emits it
@@ -101,7 +97,6 @@ class Registry:
         # SQLite is asked one thing at a time, never in the event loop.
         self._threads = Threads(1, ThreadPoolExecutor(1, "store"))
         self._call = self._threads.call
-        self._failed_at = -math.inf  # when a failure of the store was logged
         self._eviction: asyncio.Task[None] | None = None
 
     # --- what a request asks for ----------------------------------------------------------------------------
@@ -116,31 +111,26 @@ class Registry:
         if not row.background:
             return await self._launch(Job(row, builder, run, EventLog(encode_event), CANCELLED))
         if self.stopping.is_set():
-            raise BadInput("The server is about to stop.", "background", "rate_limit_exceeded")
+            raise BadInput("The server is about to stop.", None, "server_is_overloaded")
         entries = [encode_event(number, event) for number, event in enumerate(builder.queue())]
         n_bytes = max(MAX_LIVE_BYTES // MAX_LIVE, row.n_bytes + sum(len(entry.frame) for entry in entries))
-        try:
-            self._room.take(row.owner, n_bytes)
-        except BadInput as full:
-            raise BadInput(full.message, "background", "rate_limit_exceeded") from full
+        self._room.take(row.owner, n_bytes)
         if not await self._write(row, 0, entries):
             self._room.give_back(row.owner, n_bytes)
             raise BadInput("The response could not be stored; try again later.", None, "server_is_overloaded")
         event_log = EventLog(encode_event, partial(self._write, row), entries)
         return await self._launch(Job(row, builder, run, event_log, n_bytes=n_bytes))
 
-    async def get(
-        self, id: str, owner: str, hold: Callable[[int], object] = int, with_events: bool = False
-    ) -> Row | None:
+    async def get(self, id: str, owner: str, hold: Callable[[int], object] = int) -> Row | None:
         """Return a response of this owner as it stands: for others it does not exist.
 
-        Before it is loaded, `hold` is told the bytes that it takes, and events() too if they are wanted.
+        Before it is loaded, `hold` is told the bytes that it takes, its events included.
         """
         job = self.jobs.get(id)
         if job and job.row.owner == owner:  # all readers share its events
             hold(job.n_bytes)
             return job.shown_row()
-        n_bytes = await self._call(owner, self._store.size, id, owner, with_events)
+        n_bytes = await self._call(owner, self._store.size, id, owner)
         hold(n_bytes)
         return await self._call(owner, self._store.get, id) if n_bytes else None
 
@@ -156,11 +146,18 @@ class Registry:
         """Return the log of a background response; raises Damaged if its events are not there."""
         if job := self.jobs.get(row.id):
             return job.log
+        with closing(await self._stored_log(row)) as event_log:
+            return event_log
+
+    async def _stored_log(self, row: Row, write: Write | None = None) -> EventLog:
+        """Return the log that an earlier process, or an ended job, has left in the store; raises Damaged."""
         frames = await self._call(row.owner, self._store.frames, row.id)
         if not frames:
             raise Damaged("its events have expired")
-        with closing(EventLog(encode_event, stored=[*map(Entry, frames)])) as event_log:
-            return event_log
+        *before, last = frames
+        return EventLog(
+            encode_event, write, [*map(Entry, before), Entry(last, row.status, row.response_json)]
+        )
 
     async def cancel(self, row: Row) -> None:
         """Stop a background response; when this returns it has ended, and the engine has been told."""
@@ -184,13 +181,12 @@ class Registry:
         for id_ in await self._call("", self._store.live):
             try:
                 row = await self._call("", self._store.get, id_)
-                frames = await self._call("", self._store.frames, id_)
                 assert row, "it cannot be read"
                 log.info("%s was %s when the last process ended", id_, row.status)
+                event_log = await self._stored_log(row, partial(self._write, row))
                 builder, run = revive(row)
-                builder.resume(json.loads(sse.data(frame)) for frame in frames)
-                entries = [*map(Entry, frames[:-1]), Entry(frames[-1], row.status, row.response_json)]
-                job = Job(row, builder, run, EventLog(encode_event, partial(self._write, row), entries))
+                builder.resume(json.loads(sse.data(entry.frame)) for entry in event_log.entries)
+                job = Job(row, builder, run, event_log)
                 if row.status == "queued":
                     await self._launch(job)
                 else:
@@ -241,29 +237,32 @@ class Registry:
             except asyncio.CancelledError:
                 job.finish = job.if_cancelled
                 raise
-            except Exception:
+            except Exception as error:
                 if not job.log.status:  # no event yet: the error becomes the answer to the request
                     raise
-                log.exception("the run of %s failed", job.row.id)
+                if isinstance(error, BadInput):
+                    job.finish = Finish("failed", None, error.message, error.late_code)
+                else:
+                    log.exception("the run of %s failed", job.row.id)
             finally:
                 if job.finish and job.log.status and not job.log.ended:
                     await self._end(job, job.finish)
 
     async def _end(self, job: Job, finish: Finish) -> None:
-        """Append the last events; a foreground response that is kept is stored before that: rule 1."""
-        *others, last = job.builder.finish(finish, int(time.time()))
-        job.log.extend(others)
-        if job.row.kept and not job.row.background:
-            number = len(job.log.events)
-            entry = encode_event(number, last)
-            # It is stored even if the client leaves now.
-            is_stored = await asyncio.shield(self._write(job.row, 0, [entry]))
-            if is_stored and number == len(job.log.events):
-                job.log.append(last, entry)
-                return
-            # It is another event now; a WebSocket may have been told something meanwhile.
-            last["response"]["store"] = is_stored
-        job.log.extend([last])
+        """Append the last events; a foreground response that is kept is stored before the last one: rule 1."""
+        try:
+            *others, last = job.builder.finish(finish, int(time.time()))
+            job.log.extend(others)
+            if job.row.kept and not job.row.background:
+                entry = encode_event(len(job.log.entries), last)
+                # It is stored even if the client leaves now.
+                last["response"]["store"] = await asyncio.shield(self._write(job.row, 0, [entry]))
+            job.log.extend([last])
+        except Exception:  # rule 3 holds in spite of a bug
+            log.exception("%s could not be ended as it should be", job.row.id)
+            error = {"code": UNFINISHED.code, "message": UNFINISHED.message}
+            response = json.loads(job.log.shown.response_json) | {"status": "failed", "error": error}
+            job.log.extend([{"type": "response.failed", "response": response}])
 
     def _stop(self, job: Job, finish: Finish | None) -> None:
         """Cancel a job that has not ended; the first to stop it decides how it ends."""
@@ -288,31 +287,22 @@ class Registry:
             await self._call(row.owner, self._store.write, newest, first_number, frames)
         except Ended:
             log.exception("%s has ended in the store before its end", row.id)
-        except Exception:
-            self._log_failure(f"{row.id} could not be stored")
+        except Exception as error:  # a full disk fails every write: a line is enough
+            log.error("%s could not be stored: %s", row.id, error)
             return False
         if newest.ended_at:
             self._forget(row.id)
         return True
 
-    def _log_failure(self, message: str) -> None:
-        """Log what the store raises, and then nothing more for a while: a full disk fails every write."""
-        if time.monotonic() - self._failed_at > FAILURE_INTERVAL_S:
-            self._failed_at = time.monotonic()
-            log.exception("%s; other failures of the store are not logged for a while", message)
-
     async def _evict(self) -> None:
-        """Once in a while, delete what is over the store's limits.
-
-        It is one response at a time, so that writes of others get in between.
-        """
+        """Delete what is over the store's limits: one response at a time, so that others write in between."""
         while True:
             try:
                 while deletions := await self._call("", self._store.over_limits, time.time()):
                     for delete, id_ in deletions:
                         await self._call("", delete, id_)
-            except Exception:
-                self._log_failure("the store could not be cut to its limits")
+            except Exception as error:
+                log.error("the store could not be cut to its limits: %s", error)
             await asyncio.sleep(EVICTION_INTERVAL_S)
 
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import sse
-from channels import Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+from channels import Accepted, Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
 from request.refusals import error_body
 
 Chunk = dict[str, Any]  # as on the wire; the logprobs of a token are encoded already
+OBJECT = "chat.completion.chunk"
 
 # fmt: off
 #  of a custom tool?  (type of the call, member that holds its arguments or input)
@@ -56,13 +57,16 @@ class Chunks:
         """Return the role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
         return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(self.n)]
 
-    def feed(self, index: int, output: Output) -> list[Chunk]:
-        """Return what one choice says."""
+    def feed(self, index: int, said: Accepted | Output | Finish) -> list[Chunk]:
+        """Return what one choice says. If it has failed, that is the end of the whole request."""
         if self._failed:
             return []
         delta: Chunk = {}
         logprobs: tuple[TokenLogprob, ...] = ()
-        match output:
+        finish_reason: str | None = None
+        match said:
+            case Accepted() | Close():
+                return []
             case Delta("analysis", text):
                 delta = {"reasoning_content": text, "reasoning": text}
             case Delta("refusal", text):
@@ -73,49 +77,37 @@ class Chunks:
                 self._n_calls[index] += 1
                 type_, member = self._newest[index] = CALL_MEMBERS[is_custom]
                 call = {"id": self.new_id("call"), "type": type_, type_: {"name": name, member: ""}}
-                delta = self._call(index, call)
+                delta = {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]}
             case Arguments(text):
                 type_, member = self._newest[index]
-                delta = self._call(index, {type_: {member: text}})
-            case Close():
-                return []
-        return [self._chunk(index, delta, logprobs=logprobs)]
-
-    def finish(self, index: int, finish: Finish) -> list[Chunk]:
-        """Return the end of one choice; if it has failed, that of the request."""
-        if self._failed:
-            return []
-        if finish.reason in ("failed", "cancelled"):
-            self._failed = True
-            return [error_body(500, finish.message, code=finish.code)]
-        if finish.usage:
-            self._usages.append(finish.usage)
-        finish_reason: str = finish.reason
-        if finish_reason == "stop" and self._n_calls[index] and not self.named_call:
-            finish_reason = "tool_calls"
-        return [self._chunk(index, {}, finish_reason=finish_reason)]
+                delta = {"tool_calls": [{"index": self._n_calls[index] - 1, type_: {member: text}}]}
+            case Finish("failed" | "cancelled"):
+                self._failed = True
+                return [error_body(500, said.message, code=said.code)]
+            case Finish(finish_reason, usage):
+                if usage:
+                    self._usages.append(usage)
+                if finish_reason == "stop" and self._n_calls[index] and not self.named_call:
+                    finish_reason = "tool_calls"
+        return [self._chunk(index, delta, finish_reason, logprobs)]
 
     def end(self) -> list[Chunk]:
         """Return the end of the request: its usage, summed over the choices, which share one prompt."""
         if self._failed or not self.include_usage:
             return []
-        usage = _usage(self._usages)
-        return [self.head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}]
-
-    def _call(self, index: int, call: Mapping[str, Any]) -> Chunk:
-        return {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]}
+        return [self.head | {"object": OBJECT, "choices": [], "usage": _usage(self._usages)}]
 
     def _chunk(
         self,
         index: int,
-        delta: Mapping[str, Any],
+        delta: Chunk,
         finish_reason: str | None = None,
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Chunk:
-        choice = {"index": index, "delta": dict(delta), "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         if logprobs:
             choice["logprobs"] = {"content": [_logprob(p) for p in logprobs], "refusal": None}
-        chunk = self.head | {"object": "chat.completion.chunk", "choices": [choice]}
+        chunk = self.head | {"object": OBJECT, "choices": [choice]}
         if self.include_usage:
             chunk["usage"] = None
         return chunk
@@ -124,36 +116,27 @@ class Chunks:
 # --- chunks to a completion ---------------------------------------------------------------------------------
 
 TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "name", "arguments", "input")
+NUMBERED = ("choices", "tool_calls")  # lists whose elements say by their `index` which of them grows
 
 
 class Pieces(list[str]):
     """A text that still grows: to join each piece at once would copy all before it each time."""
 
 
-def fold(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+class Elements(dict[int, Chunk]):
+    """A list that still grows, by index."""
+
+
+def fold(chunks: Iterable[Chunk]) -> Chunk:
     """Return the chat.completion object that a stream amounts to; the error object, if it ends in one."""
     members: Chunk = {}
-    choices: dict[int, Chunk] = {}
     for chunk in chunks:
         if "error" in chunk:
             return dict(chunk)
-        for name, value in chunk.items():
-            if name != "choices" and value is not None:
-                members[name] = value
-        members["object"] = "chat.completion"
-        for choice in chunk["choices"]:
-            index = choice["index"]
-            if index not in choices:
-                message: Chunk = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
-                ending = {"logprobs": None, "finish_reason": None}
-                choices[index] = {"index": index, "message": message} | ending
-            said = dict(choice)
-            delta = dict(said.pop("delta"))
-            for fragment in delta.pop("tool_calls", None) or ():
-                call = dict(fragment)
-                grow(choices[index]["message"], {"tool_calls": {call.pop("index"): call}})
-            grow(choices[index], said | {"message": delta})
-    return members | {"choices": [whole(choices[index]) for index in sorted(choices)]}
+        grow(members, chunk | {"object": "chat.completion"})
+    completion: Chunk = whole(members)
+    choices = [ended(choice) for choice in completion.pop("choices", ())]
+    return completion | {"choices": choices}
 
 
 def grow(members: dict[Any, Any], more: Mapping[Any, Any]) -> None:
@@ -175,6 +158,11 @@ def grow(members: dict[Any, Any], more: Mapping[Any, Any]) -> None:
                 if not isinstance(known, dict):
                     known = members[name] = {}
                 grow(known, value)
+            case list() if name in NUMBERED:
+                if not isinstance(known, Elements):
+                    known = members[name] = Elements()
+                for element in value:
+                    grow(known.setdefault(element["index"], {}), element)
             case list():
                 if type(known) is not list:
                     known = members[name] = []
@@ -183,23 +171,28 @@ def grow(members: dict[Any, Any], more: Mapping[Any, Any]) -> None:
                 members[name] = value
 
 
-def whole(choice: Chunk) -> Chunk:
-    """Return a choice that has ended: its texts in one piece, its calls as a list."""
-    choice = joined(choice)
-    message = choice["message"]
-    if "tool_calls" in message:
-        message["tool_calls"] = [*message["tool_calls"].values()]
+def whole(value: Any) -> Any:
+    """Return what has grown: its texts in one piece, its elements as a list."""
+    match value:
+        case Pieces():
+            return "".join(value)
+        case Elements():
+            return [whole(value[index]) for index in sorted(value)]
+        case dict():
+            return {name: whole(member) for name, member in value.items()}
+    return value
+
+
+def ended(choice: Chunk) -> Chunk:
+    """Return a choice with a message in the place of its delta."""
+    message: Chunk = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
+    message |= choice.pop("delta")
+    for call in message.get("tool_calls") or ():
+        del call["index"]
     if not message["content"] and (message.get("tool_calls") or message["refusal"]):
         message["content"] = None  # as OpenAI has it if the model only calls, or refuses
-    return choice
-
-
-def joined(value: Any) -> Any:
-    if isinstance(value, Pieces):
-        return "".join(value)
-    if isinstance(value, dict):
-        return {name: joined(member) for name, member in value.items()}
-    return value
+    members = {"index": choice["index"], "message": message, "logprobs": None, "finish_reason": None}
+    return members | choice
 
 
 def _usage(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -68,11 +68,11 @@ class EventLog:
 
     def __init__(self, encode: Encode, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
         self.events: list[Event] = []  # appended by this process
+        self.entries = [*stored]
         self.shown = newest_of(stored)  # has the newest response object that readers see
         self.status = self.shown.status  # of the newest response object, be it shown or not
         self._encode = encode
         self._write = write
-        self._entries = [*stored]
         self._n_shown = self._n_written = len(stored)
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -83,56 +83,50 @@ class EventLog:
         return self.status in TERMINAL
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Append events, in their order."""
+        """Append events in their order, to be written and shown."""
         for event in events:
-            self.append(event, self._encode(len(self._entries), event))
-
-    def append(self, event: Event, entry: Entry) -> None:
-        """Append an event, to be written and shown; its entry has the number that comes next."""
-        self.events.append(event)
-        self._entries.append(entry)
-        self.status = entry.status or self.status
-        if self._write is None or self._n_shown > self._n_written:
-            self._show(len(self._entries))
-        elif self._writing is None:
-            self._writing = asyncio.create_task(self._write_all(self._write))
+            entry = self._encode(len(self.entries), event)
+            self.events.append(event)
+            self.entries.append(entry)
+            self.status = entry.status or self.status
+            if self._write is None or self._n_shown > self._n_written:
+                self._show(len(self.entries))
+            elif self._writing is None:
+                self._writing = asyncio.create_task(self._write_all(self._write))
 
     async def _write_all(self, write: Write) -> None:
         """Write until all entries are written: rule 3."""
-        while unwritten := self._entries[self._n_written :]:
+        while unwritten := self.entries[self._n_written :]:
             if await write(self._n_written, unwritten):
                 self._n_written += len(unwritten)
                 self._show(self._n_written)
             else:
-                self._show(len(self._entries))
+                self._show(len(self.entries))
                 await asyncio.sleep(RETRY_S)
         self._writing = None
-
-    def _show(self, n_entries: int) -> None:
-        """Show the first entries to readers."""
-        news = self._entries[self._n_shown : n_entries]
-        self._n_shown += len(news)
-        self.shown = newest_of([self.shown, *news])
-        self._wake_readers()
 
     def close(self) -> None:
         """Nothing follows."""
         self._is_closed = True
-        self._wake_readers()
+        self._show(self._n_shown)
 
-    def _wake_readers(self) -> None:
+    def _show(self, n_entries: int) -> None:
+        """Show the first entries to readers, and wake those that wait."""
+        news = self.entries[self._n_shown : n_entries]
+        self._n_shown += len(news)
+        self.shown = newest_of([self.shown, *news])
         self._news.set()
         self._news.clear()
 
     async def until_begun(self) -> None:
         """Wait until there is an event, or never will be."""
-        while not (self._entries or self._is_closed):
+        while not (self.entries or self._is_closed):
             await self._news.wait()
 
     @property
     def _is_over(self) -> bool:
         """All is shown that there will ever be."""
-        return self._is_closed and self._n_shown == len(self._entries)
+        return self._is_closed and self._n_shown == len(self.entries)
 
     async def until_over(self) -> None:
         while not self._is_over:
@@ -148,7 +142,7 @@ class EventLog:
             frames: list[bytes] = []
             n_bytes = 0
             while position < self._n_shown and n_bytes < READ_BYTES:
-                frames.append(self._entries[position].frame)
+                frames.append(self.entries[position].frame)
                 n_bytes += len(frames[-1])
                 position += 1
             if frames:

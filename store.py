@@ -263,12 +263,10 @@ class Store:
         log.error("response %s is damaged in the store: %s", id, damage)
         return None
 
-    def size(self, id: str, owner: str, with_events: bool) -> int:
-        """Return the bytes that get() loads, and frames() if asked for; 0 if there is no such response."""
-        size = self._db.execute(
-            "SELECT row_bytes + event_bytes * ? FROM responses WHERE id = ? AND owner = ?",
-            (with_events, id, owner),
-        ).fetchone()
+    def size(self, id: str, owner: str) -> int:
+        """Return the bytes that get() and frames() load; 0 if there is no such response."""
+        select = "SELECT row_bytes + event_bytes FROM responses WHERE id = ? AND owner = ?"
+        size = self._db.execute(select, (id, owner)).fetchone()
         return int(size[0]) if size else 0
 
     def to_continue(self, row: Row) -> Row:

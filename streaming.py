@@ -14,8 +14,8 @@ Rules of this file:
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,15 +53,9 @@ class JsonAnswer(Response):
 
     media_type = "application/json"
 
-    def __init__(self, text: str, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(text, status, headers)
-        if status in RETRY_AFTER_S:
-            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S[status]))
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(self.body) <= PIECE_BYTES:
-            await super().__call__(scope, receive, send)
-            return
+        if self.status_code in RETRY_AFTER_S:
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S[self.status_code]))
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for start in range(0, len(self.body), PIECE_BYTES):
             piece = self.body[start : start + PIECE_BYTES]
@@ -107,9 +101,9 @@ class EventStream(Response):
                 await self.task  # raises the refusal while an HTTP status can still say it
         headers = [*SSE_HEADERS, *Headers(self.more_headers).raw]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with aclosing(KeptAlive(send)) as stream, aclosing(self.log.read(self.after)) as logged:
+        async with kept_alive(send) as write, aclosing(self.log.read(self.after)) as logged:
             async for frames in logged:
-                await stream.write(b"".join(frames))
+                await write(b"".join(frames))
         if self.task:
             await self.task  # a bug in it raises here: then the connection breaks, instead of a clean end
         # If the next process is to run this response, the connection just ends: it was not a whole stream.
@@ -126,7 +120,13 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     A timeout without a time cancels the work, and the task that it waits for, when the client leaves.
     """
     until_disconnect = asyncio.timeout(None)
-    watch = asyncio.create_task(_end_at_disconnect(until_disconnect, receive))
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        until_disconnect.reschedule(0)
+
+    watching = asyncio.create_task(watch())
     try:
         async with until_disconnect:
             return await work
@@ -135,13 +135,7 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
             raise ClientDisconnect from error
         raise
     finally:
-        watch.cancel()
-
-
-async def _end_at_disconnect(work: asyncio.Timeout, receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    work.reschedule(0)
+        watching.cancel()
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -156,27 +150,28 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 KEEP_ALIVE = sse.comment("keep-alive")
 
 
-class KeptAlive:
-    """Writes frames, as a part of a body that has begun, and a comment whenever none came for a while.
+@asynccontextmanager
+async def kept_alive(send: Send) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+    """Yield what writes frames of a body that has begun; while none come, write a comment once in a while.
 
     Proxies close streams that are silent.
     """
+    written_at = time.monotonic()
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._written_at = time.monotonic()
-        self._comments = asyncio.create_task(self._write_comments())
+    async def write(frames: bytes) -> None:
+        nonlocal written_at
+        written_at = time.monotonic()
+        await send({"type": "http.response.body", "body": frames, "more_body": True})
 
-    async def write(self, frames: bytes) -> None:
-        self._written_at = time.monotonic()
-        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
-
-    async def _write_comments(self) -> None:
+    async def write_comments() -> None:
         """Write comments, one after another: the next one waits until the client has read the last."""
         while True:
-            await asyncio.sleep(self._written_at + KEEP_ALIVE_S - time.monotonic())
-            if time.monotonic() - self._written_at >= KEEP_ALIVE_S:
-                await self.write(KEEP_ALIVE)
+            await asyncio.sleep(written_at + KEEP_ALIVE_S - time.monotonic())
+            if time.monotonic() - written_at >= KEEP_ALIVE_S:
+                await write(KEEP_ALIVE)
 
-    async def aclose(self) -> None:
-        await cancel(self._comments)
+    comments = asyncio.create_task(write_comments())
+    try:
+        yield write
+    finally:
+        await cancel(comments)

@@ -60,15 +60,6 @@ class Refused(BadInput):
         self.retry_after = retry_after  # seconds or a date, as the upstream wrote it; "" for none
         self.is_failure = False  # the upstream is broken, or the request breaks it
 
-    @property
-    def late_code(self) -> str:
-        """The `error.code` of a response that was accepted before: the API allows only a few."""
-        if self.status == 429:
-            return "rate_limit_exceeded"
-        if self.status >= 500:
-            return "server_error"
-        return "invalid_prompt"
-
 
 def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
     """Read an answer with another status than 200, of which not all may have come."""

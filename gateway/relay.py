@@ -16,7 +16,7 @@ Rules of this file:
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from gateway.refused import Refused, refusal_in
 from gateway.upstreams import Reply
 from request import params
 from request.refusals import error_body
-from streaming import SSE_HEADERS, KeptAlive, while_connected
+from streaming import SSE_HEADERS, kept_alive, while_connected
 
 # Seconds after which a request that can wait is accepted, although the upstream may still read its prompt.
 # Until then a refusal keeps its status.
@@ -156,15 +156,15 @@ class RelayedChat(Response):
 
 async def send_stream(opening: asyncio.Future[Reply], headers: list[tuple[bytes, bytes]], send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [*headers, *SSE_HEADERS]})
-    async with aclosing(KeptAlive(send)) as stream:
+    async with kept_alive(send) as write:
         try:
             async for chunks in await opening:
                 if chunks:
-                    await stream.write(frames_of(chunks))
+                    await write(frames_of(chunks))
         except Refused as refused:
             error = error_body(500, refused.message, code=refused.code or "server_error")
-            await stream.write(frames_of([error]))
-        await stream.write(sse.DONE)
+            await write(frames_of([error]))
+        await write(sse.DONE)
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -28,6 +28,15 @@ class BadInput(ValueError):
         self.code = code  # as OpenAI spells it
         self.status = STATUS.get(code, 400)
 
+    @property
+    def late_code(self) -> str:
+        """The `error.code` of a response that was accepted before: the API allows only a few."""
+        if self.status == 429:
+            return "rate_limit_exceeded"
+        if self.status >= 500:
+            return "server_error"
+        return "invalid_prompt"
+
 
 # --- refusals -----------------------------------------------------------------------------------------------
 

@@ -31,9 +31,7 @@ def chunks_of(choices: list[Choice], include_usage: bool = True) -> list[Chunk]:
     made = chunks.start()
     for turn in itertools.zip_longest(*choices):
         for index, output in enumerate(turn):
-            if isinstance(output, Finish):
-                made += chunks.finish(index, output)
-            elif output is not None:
+            if output is not None:
                 made += chunks.feed(index, output)
     return [json.loads(sse.dumps(chunk)) for chunk in made + chunks.end()]
 

@@ -229,7 +229,7 @@ def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options
     builder = completions.Chunks({"id": "c_1"}, lambda prefix: f"{prefix}_{next(number)}", 1, **options)
     made = [builder.start()]
     for output in map(to_output, itertools.chain(*chunks)):
-        made.append(builder.finish(0, output) if isinstance(output, Finish) else builder.feed(0, output))
+        made.append(builder.feed(0, output))
     for chunk in itertools.chain(*made, builder.end()):
         if values := members(chunk, show):
             yield values

@@ -3,16 +3,15 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 
 import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 import streaming
-from streaming import KEEP_ALIVE, PIECE_BYTES, JsonAnswer, KeptAlive, while_connected
+from streaming import KEEP_ALIVE, PIECE_BYTES, JsonAnswer, kept_alive, while_connected
 
-Write = Callable[[KeptAlive], Awaitable[None]]
+Write = Callable[[bytes], Awaitable[None]]
 
 
 def test_a_large_answer_leaves_in_pieces() -> None:
@@ -62,9 +61,12 @@ def test_work_ends_with_its_client() -> None:
 
 
 def written_in(
-    monkeypatch: pytest.MonkeyPatch, silence_s: float, write: Write, reads: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    silence_s: float,
+    script: Callable[[Write], Awaitable[None]],
+    reads: bool = True,
 ) -> list[bytes]:
-    """What a stream has sent when `write` is done with it, if it may be silent for so long."""
+    """What a stream has sent when the script is done with it, if it may be silent for so long."""
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", silence_s)
     written: list[bytes] = []
 
@@ -74,8 +76,8 @@ def written_in(
             await asyncio.Future()
 
     async def main() -> None:
-        async with aclosing(KeptAlive(send)) as stream:
-            await write(stream)
+        async with kept_alive(send) as write:
+            await script(write)
         n_written = len(written)
         await asyncio.sleep(0.01)
         assert len(written) == n_written, "a comment after the end"
@@ -87,12 +89,12 @@ def written_in(
 def test_silence_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that is silent gets comments, and every frame still once."""
 
-    async def write(stream: KeptAlive) -> None:
-        await stream.write(b"1")
+    async def script(write: Write) -> None:
+        await write(b"1")
         await asyncio.sleep(0.05)
-        await stream.write(b"2")
+        await write(b"2")
 
-    written = written_in(monkeypatch, 0.001, write)
+    written = written_in(monkeypatch, 0.001, script)
     assert [frames for frames in written if frames != KEEP_ALIVE] == [b"1", b"2"]
     assert written[1] == KEEP_ALIVE
 
@@ -100,18 +102,18 @@ def test_silence_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stream_that_is_not_silent_gets_no_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each write puts the next comment off."""
 
-    async def write(stream: KeptAlive) -> None:
+    async def script(write: Write) -> None:
         for _ in range(30):
-            await stream.write(b"1")
+            await write(b"1")
             await asyncio.sleep(0.01)
 
-    assert written_in(monkeypatch, 0.1, write) == [b"1"] * 30
+    assert written_in(monkeypatch, 0.1, script) == [b"1"] * 30
 
 
 def test_a_client_that_does_not_read_has_one_comment_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-pressure holds a comment like any frame; a second one would wait after it."""
 
-    async def write(_: KeptAlive) -> None:
+    async def script(_: Write) -> None:
         await asyncio.sleep(0.05)
 
-    assert written_in(monkeypatch, 0.001, write, reads=False) == [KEEP_ALIVE]
+    assert written_in(monkeypatch, 0.001, script, reads=False) == [KEEP_ALIVE]

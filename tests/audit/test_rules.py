@@ -52,7 +52,7 @@ def chat_stream(finish: Finish = STOP) -> bytes:
     head = {"id": "c_0", "created": 1, "model": "m"}
     chunks = completions.Chunks(head, lambda prefix: f"{prefix}_{next(number)}", 2, include_usage=True)
     fed = [chunks.feed(0, output) for output in OUTPUTS]
-    made = [chunks.start(), *fed, chunks.finish(0, finish), chunks.finish(1, finish), chunks.end()]
+    made = [chunks.start(), *fed, chunks.feed(0, finish), chunks.feed(1, finish), chunks.end()]
     return b"".join(encode_chunk(0, chunk).frame for chunk in itertools.chain(*made)) + sse.DONE
 
 
