@@ -249,7 +249,7 @@ class Registry:
                     await self._end(job, job.finish)
 
     async def _end(self, job: Job, finish: Finish) -> None:
-        """Append the last events; a foreground response that is kept is stored before the last one: rule 1."""
+        """Append the last events. A foreground response that is kept is stored before the last: rule 1."""
         try:
             *others, last = job.builder.finish(finish, int(time.time()))
             job.log.extend(others)
