@@ -211,6 +211,6 @@ def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
 
 
 def _logprob(p: TokenLogprob) -> sse.Encoded:
-    """Encode at once, since the whole answer repeats it; raise ValueError if it is not a number."""
+    """Encode at once, since the whole answer repeats it."""
     top_logprobs = [candidate.members() for candidate in p.top]
     return sse.encoded(p.members() | {"top_logprobs": top_logprobs})

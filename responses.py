@@ -423,15 +423,12 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def _encoded_if_large(value: Any) -> Any:
-    encoded = sse.encoded(value)
-    return encoded if len(encoded.text) > SMALL else value
+    json_text = sse.dumps(value)
+    return sse.Encoded(json_text) if len(json_text) > SMALL else value
 
 
 def _logprob(p: TokenLogprob) -> EncodedLogprob:
-    """Encode a logprob for its event, and with its bytes for its part: openai.types.responses has them so.
-
-    Raises ValueError for one that is not a number.
-    """
+    """Encode a logprob for its event, and with its bytes for its part: openai.types.responses has them so."""
 
     def encoded(with_bytes: bool) -> sse.Encoded:
         top_logprobs = [candidate.members(with_bytes) for candidate in p.top]

@@ -9,7 +9,6 @@ import functools
 import gc
 import itertools
 import json
-import math
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -300,7 +299,7 @@ async def test_a_reader_gets_what_waits_in_pieces() -> None:
 INDEX = st.integers(0, 99)  # of a response, among those that fit
 STATUSES = ("queued", "in_progress", *TERMINAL)
 N_RUNNING = 2  # at a time, of those in the background
-NOT_A_NUMBER = Delta("final", "x", (TokenLogprob("x", math.nan, b"x"),))
+NOT_UTF_8 = Delta("final", "x", (TokenLogprob("\ud800", -1, b"x"),))  # half a surrogate pair
 
 # fmt: off
 #   how a run ends            what it says or raises last        status        of the error message
@@ -310,7 +309,7 @@ ENDS: dict[str, tuple[Said | Exception | None, str, str | None]] = {
     "fails":                  (Finish("failed", message="Gone"), "failed",     "Gone"),
     "raises":                 (ZeroDivisionError("a bug"),       "failed",     UNFINISHED),
     "returns":                (None,                             "failed",     UNFINISHED),
-    "says what JSON cannot":  (NOT_A_NUMBER,                     "failed",     UNFINISHED),
+    "says what UTF-8 cannot": (NOT_UTF_8,                        "failed",     UNFINISHED),
 }
 # fmt: on
 

@@ -240,7 +240,7 @@ def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
     log = EventLog(encode_event)
     for event in itertools.chain(*chunks):
         try:
-            log.extend([event])
+            log.extend([event | {"text": "\ud800"} if "text" in event else event])
         except ValueError:
             yield "not written"
     log.close()

@@ -119,12 +119,12 @@ def test_a_logprob_is_encoded_once() -> None:
     assert got == UNLIKELY
 
 
-def test_a_first_logprob_that_is_not_a_number_opens_no_item() -> None:
+def test_a_first_logprob_that_cannot_be_encoded_opens_no_item() -> None:
     """Bug: the item was closed at the end, and had never been announced."""
     b = builder()
     b.start()
-    with pytest.raises(ValueError, match="JSON"):
-        b.feed(Delta("final", "b", (TokenLogprob("b", math.nan, b"b"),)))
+    with pytest.raises(ValueError, match="surrogate"):
+        b.feed(Delta("final", "b", (TokenLogprob("\ud800", -1, b"b"),)))
     assert [event["type"] for event in b.finish(Finish("failed"), NOW)] == ["response.failed"]
 
 

@@ -26,7 +26,7 @@ from openai.types.responses import ParsedResponse
 import engine
 import sse
 from helpers import laws
-from helpers.faulty_server import AFTER_TOKENS, NAN, RAISES, SLOW
+from helpers.faulty_server import AFTER_TOKENS, NO_NUMBER, RAISES, SLOW
 from helpers.serving import (
     ROOT,
     TINY,
@@ -776,8 +776,8 @@ def test_what_cannot_be_said_never_looks_like_an_end(server: Server, path: str) 
     logprobs = {"logprobs": True} if path == CHAT else LOGPROBS
     more: Json = {"model": "tiny", "chat_template_kwargs": {"enable_thinking": False}}
     body = says(path, "hi") | logprobs | more
-    reply = server.post(path, body | {"seed": NAN})
-    *_, last = events(server, path, body | {"seed": NAN})
+    reply = server.post(path, body | {"seed": NO_NUMBER})
+    *_, last = events(server, path, body | {"seed": NO_NUMBER})
     if path == CHAT:
         check_refusal(reply, 500, "server_error", "server_error")
         check_error(last["error"])

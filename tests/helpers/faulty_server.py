@@ -5,10 +5,10 @@ replaced: an op raises, computes nonsense or takes its time, as a driver, the me
 large model may make it do.
 """
 
-import math
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import model
 import sampling
@@ -16,7 +16,7 @@ import server
 from service import loading
 
 AFTER_TOKENS = 5
-RAISES, NAN, SLOW, ENDS = 666, 667, 668, 669  # seeds
+RAISES, NO_NUMBER, SLOW, ENDS = 666, 667, 668, 669  # seeds
 STEP_S = 0.01  # of the slow one: nobody on the other side of HTTP misses what it does between two tokens
 
 
@@ -30,7 +30,10 @@ class FaultyOps(model.NumpyOps):
         if any(c.sampling.seed == SLOW for c in contexts):
             time.sleep(STEP_S)
         choices = super().pick(logits, contexts)
-        return [choice._replace(logprob=math.nan) for choice in choices] if NAN in due else choices
+        if NO_NUMBER in due:
+            no_number: Any = object()
+            return [choice._replace(logprob=no_number) for choice in choices]
+        return choices
 
 
 if __name__ == "__main__":
