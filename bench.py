@@ -19,7 +19,7 @@ from pathlib import Path
 # fmt: off
 BENCHES = {
     "cpu":       "prefill and decoding of the model, beside NumPy and llama.cpp",
-    "http":      "running servers of chat completions beside each other",
+    "http":      "running servers beside each other",
     "relay":     "what it costs to ask through --upstream",
     "server":    "events/s, latency and memory of many streams, beside the least",
     "pieces":    "the parser of the output in every dialect, and the store of events",
@@ -30,25 +30,26 @@ BENCHES = {
 # fmt: on
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> None:
     rows = "\n".join(f"  {name:12} {about}" for name, about in BENCHES.items())
     parser = argparse.ArgumentParser(
         description=f"Measure speeds, beside others.\n\n{rows}",
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("what", choices=BENCHES, metavar="WHAT", help="and its options: WHAT --help")
-    given = sys.argv[1:] if argv is None else argv
-    name = parser.parse_args(given[:1]).what
-    module = name.replace("-", "_")
+    name = parser.parse_args(argv[:1]).what
     # It alone: the others may need what is not installed.
-    bench = importlib.import_module(f"benches.{module}")
-    options = argparse.ArgumentParser(prog=f"bench.py {name}", description=BENCHES[name])
+    bench = importlib.import_module(f"benches.{name.replace('-', '_')}")
+    options = argparse.ArgumentParser(
+        prog=f"bench.py {name}",
+        description=BENCHES[name],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     options.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
-    options.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
+    options.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds")
     bench.options(options)
-    bench.run(options.parse_args(given[1:]))
-    return 0
+    bench.run(options.parse_args(argv[1:]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

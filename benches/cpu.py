@@ -1,13 +1,14 @@
 """Prefill and decoding on the processor, beside others: the same weights, prompts, machine and minutes.
 
-    --model or --shape, --weights x ROWS x contenders --generate()--> Speeds --rounds()--> table
+    --model or --shape, --weights x rows x contenders --generate()--> token times --rounds()--> table
 
 The engine runs in each format of the weights, and with NumpyOps; `llama.cpp` is its server in this process,
 with the same GGUF file (`pip install xllamacpp`).
 
 Rules of this file:
-1. All are greedy. What only this engine does (prefix caching, drafts) is beside the same without it.
-2. The memory's speed is measured by as many threads, between the runs, with the maximum of an array of 1 GB.
+1. All are greedy.
+2. The floor is what the memory allows, for the first of the formats: the weights are read once for a token.
+   Its speed is measured by as many threads, in the same rounds, with the maximum of an array of 1 GB.
 
 Not here: how long an HTTP request takes (http.py, server.py).
 """
@@ -16,7 +17,6 @@ import argparse
 import importlib.util
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,183 +26,133 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from benches.harness import Case, Figures, about, model_option, number_option, prose, rounds, table, write
-from benches.runs import (
-    MAX_BATCH,
+from benches import weights as shapes
+from benches.harness import (
+    Case,
+    Figures,
     Prompts,
     Row,
     Run,
-    Speeds,
+    TokenTimes,
     generate,
-    random_prompts,
-    row_cases,
-    speeds,
-    with_pages,
+    number_option,
+    prose,
+    report,
+    speed,
 )
-from benches.weights import SHAPES, checkpoint, read_bytes
-from checkpoint import hub
-from checkpoint.config import Config, read_config
-from checkpoint.weights import Weights, read_weights
+from checkpoint.config import read_config
+from checkpoint.weights import read_weights
 from engine import Engine
-from model import Batch, NumpyOps, Span, forward
+from model import PAGE, Batch, NumpyOps, Span, forward
 from service.loading import cpu_ops, packs
 from tokenizer import Tokenizer
 
-MEMORY = "memory, GB/s"
-N_TURN = 1000  # tokens of a first turn
+MAX_BATCH = 8
+MAX_SEQ_LEN = 1024
 N_WINDOW = 512  # tokens that see each other, as in llama.cpp's perplexity
-AS_IN_FILE = "file"  # as a name of weights
-FORMATS = (AS_IN_FILE, "bfloat16", "int8", "int4")
+N_PAGES = MAX_BATCH * MAX_SEQ_LEN // PAGE
 
 # --- contenders ---------------------------------------------------------------------------------------------
 
 
-def llama_cpp_run(file: Path, max_seq_len: int, n_threads: int, prompts: Prompts, n_new: int) -> Speeds:
-    """Its completions, a thread for each. The server lives for one run: one that waits takes others' time."""
+def llama_cpp(file: Path, n_threads: int, prompts: Prompts, n_new: int) -> TokenTimes:
+    """Ask for completions, a thread for each. The server lives for one run: waiting takes others' time."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
     params.n_parallel = MAX_BATCH
-    params.n_ctx = MAX_BATCH * max_seq_len
+    params.n_ctx = MAX_BATCH * MAX_SEQ_LEN
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = n_threads
     params.cache_ram_mib = 0  # no prompt of an earlier round
     params.verbosity = 0
     server = xllamacpp.Server(params)
     greedy = {"temperature": 0, "samplers": [], "ignore_eos": True, "cache_prompt": False, "stream": True}
 
-    def one(prompt: list[int], n_new: int) -> list[float]:
+    def one(prompt: list[int]) -> list[float]:
         times: list[float] = []
-        body = {"prompt": prompt, "n_predict": n_new} | greedy
 
         def on_chunk(chunk: Any) -> bool:
-            times.append(time.perf_counter())
+            times.append(time.perf_counter() - started)
             return False  # go on
 
-        server.handle_completions(body, on_chunk)
+        server.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
         return times[:n_new]  # the last chunk has no text, but the reason of the end
 
-    one(prompts[0][::-1], 4)  # another prompt, to warm up
+    started = time.perf_counter()
+    one(prompts[0][::-1])  # another prompt, to warm up
     started = time.perf_counter()
     with ThreadPoolExecutor(len(prompts)) as pool:
-        times = list(pool.map(lambda prompt: one(prompt, n_new), prompts))
-    return speeds(prompts, started, times)
+        return list(pool.map(one, prompts))
 
 
 # --- what is measured ---------------------------------------------------------------------------------------
 
 
-def memory_speed(n_threads: int, n: int = 2**28) -> Figures:
-    """Return what as many threads read of n numbers; the best of some passes, for it stands as a limit."""
+def floor(n_threads: int, row: Row, n_bytes: int, n: int = 2**28) -> Figures:
+    """Return how often a second as many threads could read so many bytes."""
     parts = np.array_split(np.ones(n, np.int32), n_threads)
-    passes = []
     with ThreadPoolExecutor(n_threads) as pool:
-        for _ in range(5):
-            started = time.perf_counter()
-            list(pool.map(np.max, parts))
-            passes.append(time.perf_counter() - started)
-    return {MEMORY: 4 * n / min(passes) / 1e9}
+        started = time.perf_counter()
+        list(pool.map(np.max, parts))
+        seconds = time.perf_counter() - started
+    return {row.name: 4 * n / seconds / n_bytes}
 
 
-def token_bytes(config: Config, weights: Weights) -> int:
-    """Bytes of the weights that one token reads."""
-    if config.experts:
-        return read_bytes(config, 1)
-    n_unread = 0 if config.tied else weights.embed.nbytes
-    return int(weights.nbytes - n_unread)
-
-
-def feature_cases(kind: type[NumpyOps], config: Config, weights: Weights, text: list[int]) -> list[Case]:
-    """What prefix caching and speculative decoding bring, to a second turn and to a text that repeats."""
-    length = min(config.max_seq_len, N_TURN + 2 * len(text))
-    plain, drafting = (Engine(with_pages(kind, config, weights, length), speculate=n) for n in (0, 4))
-
-    def second_turn(is_cached: bool) -> Figures:
-        first, other = (random_prompts(config.vocab_size, 1, N_TURN)[0] for _ in range(2))
-        generate(plain, [first], 1)
-        second = [*(first if is_cached else other), *text]
-        return {"prefill of a second turn, tokens/s": generate(plain, [second], 1).prefill}
-
-    def repeating(engine: Engine) -> Figures:
-        return {"decode of a text that repeats, tokens/s": generate(engine, [text * 2], len(text)).decode}
-
-    return [
-        {"without": partial(second_turn, False), "prefix cache": partial(second_turn, True)},
-        {"without": partial(repeating, plain), "drafts": partial(repeating, drafting)},
-    ]
-
-
-def perplexity(kind: type[NumpyOps], config: Config, weights: Weights, token_ids: list[int]) -> Figures:
-    """Of each token of a text but the first of a window, given those before it."""
-    ops = with_pages(kind, config, weights, N_WINDOW)
+def perplexity(ops: NumpyOps, token_ids: list[int]) -> Figures:
+    """Return that of each token of a text but the first of a window, given those before it."""
     losses: list[float] = []
     for start in range(0, len(token_ids), N_WINDOW):
         window = token_ids[start : start + N_WINDOW]
-        span = Span(0, range(ops.n_pages), window[:-1], 0, len(window) - 1)
-        logits = forward(ops, weights, Batch([span])).astype(np.float64)
+        span = Span(0, range(N_PAGES), window[:-1], 0, len(window) - 1)
+        logits = forward(ops, ops.weights, Batch([span])).astype(np.float64)
         losses += list(np.logaddexp.reduce(logits, axis=1) - logits[range(len(logits)), window[1:]])
     return {f"perplexity of {len(token_ids)} tokens": float(np.exp(np.mean(losses)))}
 
 
-# --- the command --------------------------------------------------------------------------------------------
-
-
 def run(args: argparse.Namespace) -> None:
     with threadpoolctl.threadpool_limits(args.threads, user_api="blas"), TemporaryDirectory() as folder:
-        directory = checkpoint(args.shape, Path(folder), args.layers) if args.shape else hub.find(args.model)
-        write(list(report(directory, args)), args.out)
+        measure(shapes.checkpoint(args, Path(folder)), args)
 
 
-def report(directory: Path, args: argparse.Namespace) -> Iterator[str]:
+def measure(directory: Path, args: argparse.Namespace) -> None:
     config = read_config(directory)
-    ops = cpu_ops()
-    max_seq_len = min(config.max_seq_len, 256 + args.new)
-    formats: dict[str, Weights] = {}
-    engines: dict[str, Engine] = {}
+    kind = cpu_ops()
+    ops: dict[str, NumpyOps] = {}
     for name in args.weights:
-        packers = packs(ops, config, None if name == AS_IN_FILE else name)
-        formats[name] = read_weights(directory, config, *packers)
-        engines[name] = Engine(with_pages(ops, config, formats[name], max_seq_len))
-    if not args.shape and ops is not NumpyOps:
-        engines["NumPy"] = Engine(with_pages(NumpyOps, config, read_weights(directory, config), max_seq_len))
-    runs: dict[str, Run] = {name: partial(generate, engine) for name, engine in engines.items()}
+        packers = packs(kind, config, None if name == "file" else name)
+        weights = read_weights(directory, config, *packers)
+        ops[name] = kind(config, weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH)
+    about = [f"{args.shape or directory.name}, {config.n_layers} layers, {args.threads} threads."]
+    about += [f"{name}: {each.about}." for name, each in ops.items()]
+    runs: dict[str, Run] = {name: partial(generate, Engine(each)) for name, each in ops.items()}
+    if not args.shape:
+        numpy = NumpyOps(config, read_weights(directory, config), MAX_SEQ_LEN, N_PAGES, MAX_BATCH)
+        runs["NumPy"] = partial(generate, Engine(numpy))
     file = directory / "model.gguf"
     if file.is_file() and importlib.util.find_spec("xllamacpp"):
-        runs["llama.cpp"] = partial(llama_cpp_run, file, max_seq_len, args.threads)
-    decode = Row("decode, batch 1, tokens/s", "decode", 1, 32, args.new)
+        runs["llama.cpp"] = partial(llama_cpp, file, args.threads)
+    decode = Row("decode, batch 1, tokens/s", 1, 32, args.new)
     rows = [
-        Row("prefill, 128 tokens, tokens/s", "prefill", 1, 128, 1),
+        Row("prefill, 128 tokens, tokens/s", 1, 128, 1),
         decode,
-        Row(f"decode, batch {MAX_BATCH}, tokens/s", "decode", MAX_BATCH, 32, args.new),
+        Row(f"decode, batch {MAX_BATCH}, tokens/s", MAX_BATCH, 32, args.new),
     ]
-    cases: list[Case] = [{"": partial(memory_speed, args.threads)}]
-    medians = rounds([*cases, *row_cases(rows, runs, config.vocab_size)], args.repeat)
-    memory = medians.pop(MEMORY)[""]
-    shares = {}
-    for name, weights in formats.items():
-        shares[name] = medians[decode.name][name] * token_bytes(config, weights) / memory / 1e7
-    medians[f"batch 1, % of {memory:.1f} GB/s that are read"] = shares
-    yield about(f"{args.shape or directory.name}, {config.n_layers} layers, {args.threads} threads.")
-    for name, engine in engines.items():
-        yield f"{name}: {engine.about}.\n"
-    yield from table(medians)
-    if args.shape:
-        return
-    tokenizer = Tokenizer(directory / "tokenizer.json")
+    cases: list[Case] = [(runs, partial(speed, row=row)) for row in rows]
+    first, *_ = ops.values()
+    n_bytes = shapes.read_bytes(config, 1) if config.experts else first.weights.nbytes
+    cases.append(({"floor": args.threads}, partial(floor, row=decode, n_bytes=n_bytes)))
     if args.perplexity:
+        tokenizer = Tokenizer(directory / "tokenizer.json")
         token_ids = tokenizer.encode(prose(8 * args.perplexity))[: args.perplexity]
-        case = {name: partial(perplexity, ops, config, w, token_ids) for name, w in formats.items()}
-        yield from table(rounds([case], 1))
-    text = tokenizer.encode(prose(8 * args.new))[: args.new]
-    yield from table(rounds(feature_cases(ops, config, formats[args.weights[0]], text), args.repeat))
+        cases.append((ops, partial(perplexity, token_ids=token_ids)))
+    report(args, "\n\n".join(about), cases)
 
 
 def options(add: argparse.ArgumentParser) -> None:
-    model_option(add)
-    add.add_argument("--shape", choices=SHAPES, metavar="NAME", help=f"random weights: {', '.join(SHAPES)}")
-    number_option(add, "--layers", 1000, "of --shape, at most: what memory holds")
+    shapes.options(add)
     number_option(add, "--new", 64, "tokens to decode")
     number_option(add, "--threads", os.cpu_count() or 1, "for ours and for llama.cpp")
     number_option(add, "--perplexity", 0, "measure it on so many tokens of prose")
-    text = "as of server.py, or file: as in the file"
-    add.add_argument("--weights", nargs="+", choices=FORMATS, default=[AS_IN_FILE], metavar="NAME", help=text)
+    about = "file, as they are there, or as of server.py: bfloat16, int8, int4"
+    add.add_argument("--weights", nargs="+", default=["file"], metavar="NAME", help=about)

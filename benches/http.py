@@ -1,8 +1,9 @@
-"""Servers beside each other over HTTP: whatever answers /v1/chat/completions. Ours, a front, vLLM, llama.cpp.
+"""Servers beside each other over HTTP: ours, a front, vLLM, llama.cpp; chat completions or Responses.
 
-    python bench.py http URL URL ...  --stream()--> Answer --rounds()--> table
+    python bench.py http URL URL ...  --ask()--> Answer --rounds()--> table
 
-To measure what our front costs, start it before the other server, and give both URLs.
+To measure what our front costs, start it before the other server, and give both URLs; bench.py relay does so
+with a scripted upstream. The client costs little: it looks for events, texts and counts in the bytes.
 
 Rules of this file:
 1. A prompt begins with characters that no prompt before it had, so that no server has it in its cache.
@@ -10,100 +11,119 @@ Rules of this file:
 """
 
 import argparse
+import asyncio
 import json
+import re
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
 from benches.harness import Case, Figures, number_option, prose, report
 
-TIMEOUT_S = 600  # of a request
+RESPONSES = "/responses"
 N_FIRST = 8  # tokens of an answer whose first text counts: a marker has no text
-TEXTS = ("content", "reasoning_content", "reasoning")  # of a delta, by what servers call them
 STORY = "Write a long story about a lighthouse, its keeper and a storm."
-STREAMS = (1, 8, 64)
+TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|delta)": ?"(?!")')  # that is not empty
+N_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d+)')
+
+
+class Target(NamedTuple):
+    url: str  # of the endpoint
+    model: str
 
 
 class Answer(NamedTuple):
-    first_s: float  # from the request to the first text
-    last_at: float
-    n_prompt: int  # tokens
-    n_tokens: int  # of the answer
+    """Times are of time.monotonic(), which all processes of a machine share."""
+
+    asked_at: float
+    ended_at: float
+    text_times: list[float]
+    n_events: int
+    n_tokens: int  # by the usage
 
 
-def stream(url: str, prompt: str, max_tokens: int) -> Answer:
-    """Ask for an answer, and read it to its end."""
-    models = httpx.get(f"{url}/models", timeout=TIMEOUT_S, trust_env=False).raise_for_status().json()
-    body = {
-        "model": models["data"][0]["id"],
-        "messages": [{"role": "user", "content": f"{secrets.token_hex(4)}: {prompt}"}],
-        "temperature": 0,
-        "max_tokens": max_tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    times: list[float] = []  # of the texts
-    usage: dict[str, int] = {}
-    asked_at = time.perf_counter()
-    with (
-        httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
-        client.stream("POST", f"{url}/chat/completions", json=body) as response,
-    ):
-        if response.status_code != 200:
-            raise SystemExit(
-                f"{url}: expected an answer, got {response.status_code} {response.read()[:500]!r}"
-            )
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            usage = chunk.get("usage") or usage
-            deltas = [choice["delta"] for choice in chunk.get("choices", ())]
-            if any(delta.get(name) for delta in deltas for name in TEXTS):
-                times.append(time.perf_counter())
-    if not times or not usage:
-        raise SystemExit(f"{url}: expected text and a usage, got {len(times)} texts and usage {usage}")
-    return Answer(times[0] - asked_at, times[-1], usage["prompt_tokens"], usage["completion_tokens"])
+async def ask(target: Target, prompt: str, n_new: int, **more: Any) -> Answer:
+    """Ask for a stream, and read it to its end."""
+    body = {"model": target.model, "stream": True, "temperature": 0} | more
+    prompt = f"{secrets.token_hex(4)}: {prompt}"
+    if target.url.endswith(RESPONSES):
+        body |= {"input": prompt, "max_output_tokens": n_new}
+    else:
+        body |= {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_new}
+        body["stream_options"] = {"include_usage": True}
+    raw = json.dumps(body).encode()
+    address = urlsplit(target.url)
+    head = (
+        f"POST {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    )
+    asked_at = time.monotonic()
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(head.encode() + raw)
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise SystemExit(f"{target.url}: expected status 200, got {status!r} {await reader.read(1000)!r}")
+    times: list[float] = []
+    n_events = n_tokens = 0
+    rest = b""
+    while data := await reader.read(2**16):
+        lines, _, rest = (rest + data).rpartition(b"\n")
+        times += [time.monotonic()] * len(TEXT.findall(lines))
+        n_events += lines.count(b"data: {")
+        for n in N_TOKENS.findall(lines):
+            n_tokens = int(n)
+    writer.close()
+    return Answer(asked_at, time.monotonic(), times, n_events, n_tokens)
 
 
-def long_prompt(url: str, n_characters: int) -> Figures:
-    answer = stream(url, prose(n_characters), N_FIRST)
-    return {
-        "a long prompt, tokens": answer.n_prompt,
-        "a long prompt, its tokens/s": answer.n_prompt / answer.first_s,
-        "a long prompt, first token, ms": 1e3 * answer.first_s,
-    }
+def together(target: Target, n_streams: int, prompt: str, n_new: int, **more: Any) -> list[Answer]:
+    """Return the answers to as many requests at once."""
+
+    async def all_of() -> list[Answer]:
+        return await asyncio.gather(*(ask(target, prompt, n_new, **more) for _ in range(n_streams)))
+
+    return asyncio.run(all_of())
 
 
-def short_prompt(url: str) -> Figures:
-    return {"a short prompt, first token, ms": 1e3 * stream(url, "Say hello.", N_FIRST).first_s}
+def first_text(target: Target, row: str, prompt: str) -> Figures:
+    """Return how long it takes until the first text comes."""
+    [answer] = together(target, 1, prompt, N_FIRST)
+    return {row: 1e3 * (min(answer.text_times) - answer.asked_at)}
 
 
-def streams(url: str, n: int, n_new: int) -> Figures:
-    """Tokens a second of n streams together, from the question, which is short, to the last token."""
-    asked_at = time.perf_counter()
-    with ThreadPoolExecutor(n) as pool:
-        answers = list(pool.map(lambda _: stream(url, STORY, n_new), range(n)))
-    seconds = max(answer.last_at for answer in answers) - asked_at
-    return {f"{n} streams, tokens/s": sum(answer.n_tokens for answer in answers) / seconds}
+def rate(target: Target, n_streams: int, n_new: int) -> Figures:
+    """Return what all streams together say in a second."""
+    answers = together(target, n_streams, STORY, n_new)
+    seconds = max(answer.ended_at for answer in answers) - min(answer.asked_at for answer in answers)
+    return {f"{n_streams} streams, tokens/s": sum(answer.n_tokens for answer in answers) / seconds}
+
+
+def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, n_characters: int) -> Iterator[Case]:
+    targets: dict[str, Target] = {}
+    for name, url in urls.items():
+        models = httpx.get(f"{url.removesuffix(RESPONSES)}/models", trust_env=False).raise_for_status().json()
+        path = "" if url.endswith(RESPONSES) else "/chat/completions"
+        targets[name] = Target(url + path, models["data"][0]["id"])
+    yield targets, partial(first_text, row="a long prompt, first text, ms", prompt=prose(n_characters))
+    yield targets, partial(first_text, row="a short prompt, first text, ms", prompt="Say hello.")
+    for n in streams:
+        yield targets, partial(rate, n_streams=n, n_new=n_new)
 
 
 def run(args: argparse.Namespace) -> None:
-    cases: list[Case] = [
-        {url: partial(long_prompt, url, args.characters) for url in args.urls},
-        {url: partial(short_prompt, url) for url in args.urls},
-    ]
-    for n in args.streams:
-        cases.append({url: partial(streams, url, n, args.new) for url in args.urls})
-    report(args, "Servers over HTTP, greedy.", cases)
+    found = cases({url: url for url in args.urls}, args.streams, args.new, args.characters)
+    report(args, "Servers over HTTP, greedy.", found)
 
 
 def options(add: argparse.ArgumentParser) -> None:
-    add.add_argument("urls", nargs="+", metavar="URL", help="of a running server, with its /v1")
+    add.add_argument(
+        "urls", nargs="+", metavar="URL", help="of a running server: .../v1, or .../v1/responses"
+    )
     number_option(add, "--new", 64, "tokens of a stream")
     number_option(add, "--characters", 4000, "of the long prompt, some 1000 tokens")
-    add.add_argument("--streams", type=int, nargs="+", default=STREAMS, metavar="N", help="default: 1 8 64")
+    number_option(add, "--streams", [1, 8, 64], "asked at once")

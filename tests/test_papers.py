@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import pictures
-from checkpoint.config import FAMILIES
+from benches.weights import SHAPES, read_bytes
+from checkpoint.config import FAMILIES, parse_config
+from checkpoint.weights import n_weight_bytes
 from dialects.families import DIALECTS
 from helpers.serving import ROOT, run
 from test_layout import CHAPTERS, SCRIPTS, SPINE, tree
@@ -133,10 +135,10 @@ def test_figures_are_measured() -> None:
     assert rows <= {*results.splitlines()}
 
 
-def test_the_sizes_of_gpt_oss_are_measured() -> None:
-    measured = re.findall(r"([\d.]+) GB", (ROOT / "results" / "shapes.md").read_text(encoding="utf-8"))
-    rounded = {f"{float(size):.1f}" for size in measured}
-    assert {*re.findall(r"([\d.]+) GB", OPERATING)} <= rounded
+def test_the_sizes_of_gpt_oss_are_those_of_its_weights() -> None:
+    config = parse_config(SHAPES["gpt-oss-20b"], {})
+    sizes = {f"{n_bytes / 1e9:.1f}" for n_bytes in (n_weight_bytes(config), read_bytes(config, 1))}
+    assert {*re.findall(r"([\d.]+) GB", OPERATING)} <= sizes
 
 
 def test_the_picture_of_the_events_is_drawn_from_their_table() -> None:
