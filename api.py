@@ -34,7 +34,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.websockets import WebSocket
 
 import completions
@@ -55,7 +55,7 @@ from service.metrics import Metrics
 from service.steps import Steps
 from service.websocket import Connection, Recall
 from store import TERMINAL, Damaged, Row
-from streaming import EventStream, JsonAnswer, json_response, while_connected
+from streaming import SSE_HEADERS, EventStream, JsonAnswer, json_response, while_connected
 from worker import ALIAS, LocalWorker, Prompt, Worker
 
 log = logging.getLogger("api")
@@ -424,7 +424,9 @@ class Api:
     async def read_steps(self, http: HttpRequest, visit: Visit) -> Response:
         assert self.steps
         visit.enter()
-        return self.steps.stream(visit.owner)
+        response = StreamingResponse(self.steps.read(visit.owner, self.registry.stopping))
+        response.raw_headers = SSE_HEADERS
+        return response
 
     async def alive(self, _: HttpRequest, visit: Visit) -> Response:
         """Tell that the process answers at all; else something should start it again."""

@@ -157,8 +157,6 @@ async def serve(
         notify("STOPPING=1")
         say_what_a_stop_waits_for(workers, rooms)
         server.should_exit = True  # uvicorn accepts no more connections
-        if steps:
-            steps.close()
         registry.stopping.set()
         deadline = time.monotonic() + args.shutdown_grace
         while signals.locked() and time.monotonic() < deadline:  # until another signal comes

@@ -19,8 +19,6 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
-
 from engine import Engine, StepOutput
 from helpers.pulled import pulled
 from model import NumpyOps, Span, Ticket
@@ -28,7 +26,7 @@ from parity import TINY, Ours
 from request.template import ChatTemplate
 from sampling import Choice, Context, Sampling
 from scheduler import Scheduled, Scheduler, Sequence
-from service.steps import Step, Steps
+from service.steps import Share, Steps
 from tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -58,42 +56,50 @@ class WatchedScheduler:
     """The steps of a scheduler as service/steps.py shows them, and where a picture differs from it."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.tokens: list[Any] = []  # chosen in all steps
         self.violations: list[str] = []
-        self._pictures: Steps | None = None
+        self._pictures = Steps(cast(Engine, SimpleNamespace()), lambda _: b"")
 
     def observe(
         self, scheduler: Scheduler, batch: list[Scheduled], choices: list[list[Choice]], seconds: float
     ) -> None:
-        if self._pictures is None:
-            engine = SimpleNamespace(counts=lambda: {"pages": scheduler.pool.n_pages})
-            self._pictures = Steps(cast(Engine, engine), lambda _: b"")
+        before = list(self._pictures.steps)[-1:]
         self._pictures.observe(scheduler, batch, choices, seconds)
         newest = list(self._pictures.steps)[-1:]
-        if newest != self.steps[-1:]:  # else nothing was computed, and none has left
-            self.steps += newest
-            self._compare(scheduler, *newest)
+        if newest != before:  # else nothing was computed, and none has left
+            self._compare(scheduler, *newest[0])
 
-    def _compare(self, scheduler: Scheduler, step: Step) -> None:
+    def _compare(self, scheduler: Scheduler, step: dict[str, Any], shares: list[Share]) -> None:
         """The law: page tables, users of each page, prefix cache and queues are in each picture."""
-        shown = {row.sequence: row for row in step.sequences}
-        tables = [shown[number].page_table for number in step.running]
+        self.tokens += [token for share in shares for token in share.own["tokens"]]
+        shown = {share.members["sequence"]: share.members for share in shares}
+        tables = [shown[number]["page_table"] for number in step["running"]]
         users = Counter(page for table in tables for page in table)
         pool = scheduler.pool
-        bits = np.unpackbits(np.frombuffer(bytes.fromhex(step.cached), np.uint8))
         pairs: dict[str, tuple[Any, Any]] = {
             "page tables": (tables, [one.page_table for one in scheduler.running]),
             "those that wait": (
-                [shown[number].n_prompt for number in step.waiting],
+                [shown[number]["n_prompt"] for number in step["waiting"]],
                 [len(one.prompt) for one in scheduler.waiting],
             ),
             "users of pages": ([users[page] for page in range(pool.n_pages)], pool._n_users),
-            "prefix cache": ({int(page) for page in np.flatnonzero(bits)}, set(pool.cached_pages)),
-            "free pages": (step.n_free_pages, pool.n_free),
+            "prefix cache": (
+                {page for page, digit in enumerate(step["cached"]) if digit == "1"},
+                set(pool.cached_pages),
+            ),
+            "free pages": (step["n_free_pages"], pool.n_free),
+            "pages of those that left": (
+                [
+                    members["page_table"]
+                    for members in shown.values()
+                    if "ended" in members and members["page_table"]
+                ],
+                [],
+            ),
         }
         for name, (seen, held) in pairs.items():
             if seen != held:
-                self.violations.append(f"{name} after step {step.step}: {seen}, {held}")
+                self.violations.append(f"{name} after step {step['step']}: {seen}, {held}")
 
 
 class Watch:
