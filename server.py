@@ -5,8 +5,7 @@
 What fails at once (an option, a port in use) comes before what takes minutes (the model). A stop accepts no
 more requests, gives those that run a grace, and ends the rest; Ctrl-C at the start ends it.
 
-Authority: the command line is in README.md and --help;
-https://www.freedesktop.org/software/systemd/man/sd_notify.html
+Authority: the command line is in README.md and --help.
 
 Rules of this file:
 1. What cannot work is said in one line at the start, with exit status 2.
@@ -47,7 +46,7 @@ from request.room import N_THREADS, Rooms
 from service import loading, logs, options
 from service.connections import EventLoop, HttpServer, bind, http_config
 from service.steps import Steps
-from store import Retention, Store
+from store import IN_MEMORY, Retention, Store
 from worker import LocalWorker, Worker
 
 log = logging.getLogger("server")
@@ -78,7 +77,7 @@ def main() -> int:
             upstreams = Upstreams(args.upstream, options.upstream_keys(args), options.timeouts(args))
             remote = RemoteWorker(upstreams, options.prices(args))
         listener = bind(args.host, args.port)
-        retention = Retention(args.store_max_responses, args.store_max_bytes, args.store_max_age)
+        retention = Retention(args.store_max_responses, args.store_max_bytes)
         store = Store(args.store, retention)
         if args.model or not args.upstream:
             local = loading.load(hub.find(args.model, args.revision), args)
@@ -145,6 +144,11 @@ async def serve(
     names = {name.lower() for name in ("localhost", args.host, *args.allowed_host)}
     app = make_app(api, keys, rooms, {*args.cors_origin}, names)
     server = HttpServer(http_config(app, args))
+
+    def is_busy() -> bool:
+        """Return whether an answer has not begun, or a worker has something to do."""
+        return bool(rooms.unanswered) or any(worker.busy() for worker in workers)
+
     signals = asyncio.Semaphore(0)  # released by each signal
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.release)
@@ -154,35 +158,17 @@ async def serve(
         announce(args, keys, local, remote, listener)
 
         await signals.acquire()
-        notify("STOPPING=1")
-        say_what_a_stop_waits_for(workers, rooms)
         server.should_exit = True  # uvicorn accepts no more connections
         registry.stopping.set()
         deadline = time.monotonic() + args.shutdown_grace
-        while signals.locked() and time.monotonic() < deadline:  # until another signal comes
-            if not rooms.unanswered and not any(worker.busy() for worker in workers):
-                break
+        if is_busy():
+            log.warning("waiting for what runs, at most %g s; again to stop at once", args.shutdown_grace)
+        while is_busy() and signals.locked() and time.monotonic() < deadline:  # until another signal comes
             await asyncio.sleep(0.02)
-        await registry.close(persistent=args.store != options.IN_MEMORY)
+        await registry.close(persistent=args.store != IN_MEMORY)
         for worker in workers:
             await worker.close()  # what still runs, in the foreground, fails
     await registry.close_store()
-
-
-def say_what_a_stop_waits_for(workers: list[Worker], rooms: Rooms) -> None:
-    """Log how many requests a stop waits for.
-
-    What is being prepared is in no worker yet. A worker whose engine has not seen its newest request counts
-    none, and is busy.
-    """
-    n_in_workers = 0
-    for worker in workers:
-        counts = worker.counts()
-        n_in_workers += max(counts["running"] + counts["waiting"], worker.busy())
-    n_requests = max(n_in_workers, len(rooms.unanswered))
-    if n_requests:
-        noun = "request" if n_requests == 1 else "requests"
-        log.warning("waiting for %d %s; again to stop at once", n_requests, noun)
 
 
 def announce(
@@ -192,7 +178,7 @@ def announce(
     remote: RemoteWorker | None,
     listener: socket.socket,
 ) -> None:
-    """Say on stdout what is served, at which address, and a first request to try; tell systemd."""
+    """Say on stdout what is served, at which address, and a first request to try."""
     facts = loading.facts(args, local) if local else {}
     if remote:
         models = ", ".join(remote.upstreams.models()) or "no model yet"
@@ -210,22 +196,11 @@ def announce(
     lines = [f"{name:10} {value}\n" for name, value in facts.items()]
     headers = f"-H 'Content-Type: application/json'{key_header}"
     lines.append(f"\ncurl {url}/v1/responses {headers} -d '{BODY}'\n\n")
-    notify("READY=1")
     try:
         # What print() buffers, and cannot write, Python would try to write again at its exit.
         os.write(sys.stdout.fileno(), "".join(lines).encode())
     except OSError as error:  # a pipe whose reader has gone, a full disk
         log.warning("the start could not be told on stdout: %s", error)
-
-
-def notify(state: str) -> None:
-    """Tell systemd, if it has started us."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if address:
-        if address.startswith("@"):  # an abstract socket
-            address = "\0" + address[1:]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-            systemd.sendto(state.encode(), address)
 
 
 if __name__ == "__main__":

@@ -183,11 +183,9 @@ class Store:
 
     def __init__(self, path: str, retention: Retention) -> None:
         self._retention = retention
-        self._path = path
         if path != IN_MEMORY:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # SQLite gives its other files the same mode
             os.fchmod(file, 0o600)
-            self._inode = os.fstat(file).st_ino
             os.close(file)
         self._db = sqlite3.connect(path, LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         for setting in SETTINGS:
@@ -233,9 +231,6 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Raise OSError if the file is no longer there: SQLite would go on writing what no one can find."""
-        if self._path != IN_MEMORY and os.stat(self._path).st_ino != self._inode:
-            raise FileNotFoundError(f"expected the store's own file as {self._path}, got another one")
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

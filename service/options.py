@@ -23,12 +23,11 @@ from gateway.metering import Prices, TokenCounts
 from gateway.upstreams import DEFAULT_TIMEOUTS, Timeouts
 from responses import REASONING_EVENTS
 from service import logs
-from store import Retention
+from store import IN_MEMORY, Retention
 from worker import ALIAS, MAX_OUTPUT_TOKENS
 
 T = TypeVar("T", int, float)
 
-IN_MEMORY = ":memory:"
 MAX_DRAFTS = 16  # a sequence and step: a GPU verifies so many at the price of one
 MAX_NUMBER = 10**15  # of any kind: SQLite, C and the event loop's clock can hold it
 
@@ -180,9 +179,8 @@ OPTIONS: dict[str, list[Any]] = {
     "store": [
         ("--store FILE",            text, IN_MEMORY,
          "SQLite file that keeps responses; in memory they are lost at exit"),
-        ("--store-max-responses N", positive, Retention.max_responses, "keep the newest N"),
+        ("--store-max-responses N", positive, Retention.max_responses, "keep the newest N, for 30 days"),
         ("--store-max-bytes N",     positive, Retention.max_bytes, "and N bytes of them"),
-        ("--store-max-age N",       seconds, Retention.max_age_s, "each for N seconds"),
         ("--no-temporary",          None, False,
          "refuse background with store=false, as OpenAI did at first, instead of keeping it for 10 minutes"),
         ("--secret TEXT",           key, [],

@@ -878,7 +878,9 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
     ):
         next(stream)
         server.interrupt()
-        until(lambda: "waiting for 1 request; again to stop at once" in server.log(), "it is said")
+        until(
+            lambda: "waiting for what runs, at most 60 s; again to stop at once" in server.log(), "it is said"
+        )
         next(stream)
         for _ in range(5):
             server.interrupt()

@@ -319,18 +319,6 @@ def test_its_files_are_readable_by_their_owner_alone(tmp_path: Path, exists: boo
     assert modes == {"db": 0o600, "db-wal": 0o600}
 
 
-def test_a_file_that_is_gone_takes_nothing_more(tmp_path: Path) -> None:
-    """Bug: SQLite wrote on into a file that no process could open any more."""
-    with closing(Store(str(tmp_path / "db"), Retention())) as db:
-        db.write(row("resp_1"))
-        (tmp_path / "db").rename(tmp_path / "moved")
-        with pytest.raises(OSError, match="db"):
-            db.write(row("resp_2"))
-        (tmp_path / "db").touch()
-        with pytest.raises(OSError, match="another one"):
-            db.write(row("resp_2"))
-
-
 def test_bytes_are_counted_as_they_are_stored(db: Store) -> None:
     """Of a response that grew, too."""
     db.write(row(), 0, [b"0" * 10])

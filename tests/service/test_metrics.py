@@ -2,22 +2,17 @@
 
 import json
 import logging
-import os
 import re
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.faulty_server import ENDS, RAISES, SLOW
-from helpers.serving import PATIENCE_S, ROOT, TINY, Json, Server, http_bytes, http_frames, serve, until
+from helpers.serving import TINY, Json, Server, http_bytes, http_frames, serve, until
 from service import logs, metrics
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -145,32 +140,6 @@ def test_a_worker_without_pages_has_no_pages() -> None:
 
 
 # --- health -------------------------------------------------------------------------------------------------
-
-
-def test_systemd_is_told_though_stdout_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a pipe that had gone left a traceback in the log, and no READY=1: systemd killed the server."""
-    path = tmp_path / "notify"
-    monkeypatch.setenv("NOTIFY_SOCKET", str(path))
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    reader, stdout = os.pipe()
-    os.close(reader)
-    command = [sys.executable, *FAULTY, "--model", str(TINY), "--port", "0"]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(path))
-        systemd.settimeout(PATIENCE_S)
-        with subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True) as process:
-            os.close(stdout)
-            try:
-                assert systemd.recv(100) == b"READY=1"
-                process.terminate()
-                assert systemd.recv(100) == b"STOPPING=1"
-                _, stderr = process.communicate(timeout=PATIENCE_S)
-            finally:
-                process.kill()
-    assert process.returncode == 0
-    assert "Broken pipe" in stderr
-    assert "Traceback" not in stderr
-    assert "Exception ignored" not in stderr
 
 
 # --- the log ------------------------------------------------------------------------------------------------
