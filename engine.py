@@ -12,10 +12,11 @@ Rules of this file:
    one sequence, such as logits that are not numbers, fails that one. An unforeseen exception outside of a
    step fails all, and the engine says that it is not alive.
 4. While sequences decode, a step with prefill chunks has as many rows as are computed in STEP_S.
-5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more.
+5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more. What comes
+   after that one is dropped (emit_all).
 6. While the device is busy, the next step is launched before the tokens of the last one are emitted, so that
    the event loop's work with them does not hold up the launch.
-7. A step waits for the masks of structured output only a moment, and rarely for those that come late.
+7. A step waits for the masks of structured output only a moment, and for a mask that is late only once.
 
 Not here: who runs next (scheduler.py), text (tokenizer.py, worker.py), the forward pass and the choice of a
 token (model.py, sampling.py), what makes the masks (dialects/matchers.py).
@@ -32,9 +33,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
-from itertools import groupby
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Literal, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from checkpoint.config import Config
 from model import PAGE, Span, Ticket
@@ -47,7 +49,6 @@ SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep th
 STEP_S = 0.08  # of a step with chunks beside sequences that decode: no stream shall pause for 0.1 s
 MASK_WAIT_S = 0.005  # a step waits so long for masks; most come within 1 ms
 MAX_STEP_S = 30  # close() waits as long as the slowest model's step takes
-MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
 
 CLOSING = "The server is shutting down."
 BROKEN = "The engine has stopped; its log has the details."
@@ -116,14 +117,6 @@ def emit_all(outputs: list[tuple[Reader, StepOutput]]) -> None:
 Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 
-class InFlight(NamedTuple):
-    """A step that is launched and not yet read."""
-
-    ticket: Ticket
-    batch: list[Scheduled]
-    launched_at: float
-
-
 # --- Theory of operation ------------------------------------------------------------------------------------
 #
 # What the thread does while a device computes, with n_ahead = 1. Step 4 is launched before step 3 is read, so
@@ -155,17 +148,16 @@ class Engine:
         self._scheduler = Scheduler(
             runner.n_pages, runner.max_batch, runner.chunk, speculate, runner.max_wanted
         )
-        # What to do between two steps: start a sequence for its reader, abort one (None), or just wake up.
-        self._inbox = queue.SimpleQueue[tuple[Sequence, Reader | None] | None]()
-        self._in_flight: deque[InFlight] = deque()  # oldest first
-        self._readers: dict[Sequence, Reader] = {}  # of all sequences that have not ended
+        self._inbox = queue.SimpleQueue[Callable[[], object]]()  # what to do between two steps
+        # Steps that are launched and not yet read, oldest first, with the times of their launch.
+        self._in_flight: deque[tuple[Ticket, list[Scheduled], float]] = deque()
+        self._readers = WeakKeyDictionary[Sequence, Reader]()
         self._constraints: dict[Sequence, Constraint] = {}  # of those that run
+        self._late: set[Sequence] = set()  # a step has waited in vain for their masks
         self._outbox: list[tuple[Reader, StepOutput]] = []  # what is emitted at the end of a step
         self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
         self._read_at = 0.0  # the time when the last step was read
-        self._n_steps = 0
-        self._n_failed_steps = 0  # since one that worked
         self._is_open = True  # False: the thread ends, or has ended
         self._why_closed = CLOSING  # what requests are told then
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -177,20 +169,18 @@ class Engine:
         Aborts the sequence if this coroutine is cancelled, and if emit() wants no more or raises. What it
         raises is raised here.
         """
-        n_prompt, n_more = len(sequence.prompt), sequence.max_tokens
-        if not 0 < n_prompt < n_prompt + n_more <= self.max_seq_len:
-            expected = f"expected a prompt and at least one more token, at most {self.max_seq_len} in all"
-            raise ValueError(f"{expected}; got {n_prompt} and at most {n_more}")
+        assert sequence.prompt
+        assert 0 < sequence.max_tokens <= self.max_seq_len - len(sequence.prompt)
+        self._event_loop = asyncio.get_running_loop()
         context = copy_context()  # of the request: for the log, and for the tasks that emit() makes
-        ended = asyncio.get_running_loop().create_future()
-        reader = Reader(lambda output: context.run(emit, output), ended)
-        self._inbox.put((sequence, reader))
+        reader = Reader(lambda output: context.run(emit, output), self._event_loop.create_future())
+        self._inbox.put(partial(self._start, sequence, reader))
         if not self._is_open:  # the thread may have read its inbox for the last time
             emit_all([(reader, StepOutput([], "failed", self._why_closed))])
         try:
             await reader.ended
         finally:
-            self._inbox.put((sequence, None))  # after a normal end there is nothing left to abort
+            self._inbox.put(partial(self._scheduler.remove, sequence))  # it may have ended by itself
 
     def busy(self) -> bool:
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
@@ -199,14 +189,13 @@ class Engine:
     @property
     def alive(self) -> bool:
         """False: it will never generate again."""
-        return self._is_open and self._n_failed_steps < MAX_FAILED_STEPS
+        return self._is_open
 
     def counts(self) -> dict[str, int]:
         scheduler = self._scheduler
         return {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "steps": self._n_steps,
             **scheduler.counts,
             "pages": scheduler.pool.n_pages,
             "free_pages": scheduler.pool.n_free,
@@ -215,7 +204,7 @@ class Engine:
     def close(self) -> None:
         """Fail what is left and end the thread. One that does not come back from a step is left alone."""
         self._is_open = False
-        self._inbox.put(None)
+        self._inbox.put(lambda: None)  # it wakes up
         self._thread.join(MAX_STEP_S)
 
     # --- the thread -----------------------------------------------------------------------------------------
@@ -231,7 +220,7 @@ class Engine:
             self._why_closed = BROKEN
         self._is_open = False
         self._read_inbox(wait=False)
-        for sequence in list(self._readers):
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._fail(sequence, self._why_closed)
         self._bring_masks()  # closes the constraints
         self._flush_outbox()
@@ -239,19 +228,17 @@ class Engine:
     def _read_inbox(self, wait: bool) -> None:
         """Start and abort what was asked for since the last step. `wait` until there is something."""
         while wait or not self._inbox.empty():
+            self._inbox.get()()
             wait = False
-            match self._inbox.get():
-                case (sequence, None):  # its reader has left; nothing is left to do if it has ended
-                    self._scheduler.remove(sequence)
-                    self._readers.pop(sequence, None)
-                case (sequence, reader):
-                    self._readers[sequence] = reader
-                    self._scheduler.add(sequence)
+
+    def _start(self, sequence: Sequence, reader: Reader) -> None:
+        self._readers[sequence] = reader
+        self._scheduler.add(sequence)
 
     def _step(self) -> None:
         """Schedule and launch the next step, emit what was read before, read the oldest in flight."""
         self._wait_for_masks()
-        in_flight = [step.batch for step in self._in_flight]
+        in_flight = [batch for _, batch, _ in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         self._bring_masks()  # asks for those of sequences that are new in the batch
         if batch:
@@ -266,20 +253,16 @@ class Engine:
             self._flush_outbox()
 
     def _wait_for_masks(self) -> None:
-        """Give masks a moment to come, but not those that are late often."""
+        """Give masks a moment to come, but not those that are late, if other sequences can go on."""
         deadline = time.monotonic() + MASK_WAIT_S
-        while True:
-            waited_for = self._bring_masks()
-            others_can_go_on = len(waited_for) < len(self._scheduler.running)
-            if others_can_go_on:
-                waited_for = [sequence for sequence in waited_for if sequence.is_mostly_in_time]
+        while held_up := self._bring_masks():
+            others_can_go_on = len(held_up) < len(self._scheduler.running)
             seconds_left = deadline - time.monotonic()
-            if not waited_for or seconds_left <= 0:
+            if seconds_left <= 0 or (others_can_go_on and self._late.issuperset(held_up)):
                 break
             self._flush_outbox()  # the event loop need not wait for them
-            wait([self._constraints[sequence].fileno() for sequence in waited_for], seconds_left)
-        for sequence in waited_for:
-            sequence.n_late_masks += others_can_go_on
+            wait([self._constraints[sequence].fileno() for sequence in held_up], seconds_left)
+        self._late = set(held_up)
 
     def _bring_masks(self) -> list[Sequence]:
         """Ask for the masks that running sequences need, bring those that have come.
@@ -314,8 +297,8 @@ class Engine:
                 self._read()
             self._fail_batch(batch, error)
             return
-        self._in_flight.append(InFlight(ticket, batch, launched_at))
-        self._n_steps += 1
+        self._in_flight.append((ticket, batch, launched_at))
+        self._scheduler.counts["steps"] += 1
 
     def _read(self) -> None:
         """Take over what the oldest step in flight has chosen."""
@@ -325,7 +308,6 @@ class Engine:
         except Exception as error:
             self._fail_batch(batch, error)
             return
-        self._n_failed_steps = 0
         began_at = max(launched_at, self._read_at)  # when the step before it had ended
         self._read_at = time.perf_counter()
         seconds = self._read_at - began_at
@@ -337,34 +319,27 @@ class Engine:
             tokens = self._scheduler.postprocess(scheduled, chosen)
             if tokens:
                 self._emit(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
-            elif sequence.finish == "failed" and sequence in self._readers:
-                log.error("a request failed alone: %s", NO_NUMBERS)
+            elif sequence.finish == "failed":
                 self._fail(sequence, NO_NUMBERS)
         self.observer(self._scheduler, batch, choices, seconds)
 
     # --- what comes out -------------------------------------------------------------------------------------
 
     def _fail_batch(self, batch: list[Scheduled], error: Exception) -> None:
-        self._n_failed_steps += 1
         log.error("a step failed, and the %d requests in it", len(batch), exc_info=error)
         for scheduled in batch:
             self._fail(scheduled.sequence, f"{type(error).__name__} in the engine; its log has the details.")
 
     def _fail(self, sequence: Sequence, message: str) -> None:
-        """Fail a sequence, unless it has ended while the step was in flight."""
         self._scheduler.remove(sequence)
-        if sequence in self._readers:
-            self._emit(sequence, StepOutput([], "failed", message))
+        self._emit(sequence, StepOutput([], "failed", message))
 
     def _emit(self, sequence: Sequence, output: StepOutput) -> None:
         self._outbox.append((self._readers[sequence], output))
-        if output.finish:
-            del self._readers[sequence]
 
     def _flush_outbox(self) -> None:
-        """Empty the outbox with one call of an event loop: a call for each sequence outlasts a small step."""
-        outbox = self._outbox
-        self._outbox = []
-        for loop, outputs in groupby(outbox, key=lambda one: one[0].ended.get_loop()):
+        """Empty the outbox with one call of the event loop: one for each sequence outlasts a small step."""
+        if self._outbox:
             with suppress(RuntimeError):  # the loop has closed, and its readers are gone
-                loop.call_soon_threadsafe(emit_all, list(outputs))
+                self._event_loop.call_soon_threadsafe(emit_all, self._outbox)
+            self._outbox = []

@@ -132,7 +132,6 @@ class Sequence:
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length", "failed"] | None = None  # failed: its logits are not finite numbers
     masks: list[Mask] | None = None  # for the next token, then after each draft; None: not known yet
-    n_late_masks: int = 0  # steps that waited for its masks in vain
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
@@ -167,11 +166,6 @@ class Sequence:
     def is_held_up(self) -> bool:
         """True if it can do nothing before its masks come."""
         return self.awaits_masks and self.n_ready <= 0
-
-    @property
-    def is_mostly_in_time(self) -> bool:
-        """True if a step should wait for its masks, which it does in vain for one token in four at most."""
-        return self.n_late_masks <= len(self.output) // 4
 
     @property
     def is_prefilling(self) -> bool:
@@ -248,7 +242,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.pool = PagePool(n_pages)
-        self.counts = dict.fromkeys(["preemptions", "cached_tokens", "drafted", "accepted"], 0)
+        self.counts = dict.fromkeys(["steps", "preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._chunk = chunk
         self._speculate = speculate
         self._max_wanted = max_wanted

@@ -23,7 +23,6 @@ which of them end the generation (worker.py).
 import codecs
 import json
 import re
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,26 +118,19 @@ class Tokenizer:
         self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
         self.control = {token_id for token_id, token in tokens.items() if token.special}  # these have no text
         self.token_bytes = cache(self._token_bytes)  # at most a vocabulary of them
-        self.max_token_length = max(map(len, self._tokenizer.get_vocab()), default=1)  # characters
 
     def encode(self, *texts: str) -> list[int]:
         """Return the ids of the texts, one after another. Nothing merges or matches across two texts.
 
         No bos or eos is added: the chat template writes those that the model wants.
         """
-        return [token_id for encoding in self._encodings(texts) for token_id in encoding.ids]
-
-    def count(self, *texts: str) -> int:
-        """Return how many ids encode() would return."""
-        return sum(map(len, self._encodings(texts)))
-
-    def _encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
         # encode() holds Python's lock and stops all streams meanwhile; encode_batch() computes offsets too.
         # Several texts at once would go to the library's threads, where short prompts wait for long ones.
         return [
-            encoding
+            token_id
             for text in texts
             for encoding in self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            for token_id in encoding.ids
         ]
 
     def _token_bytes(self, token_id: int) -> bytes:

@@ -34,8 +34,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from channels import Accepted, Emit, Finish, Parser, Piece, TokenLogprob, Usage
 from dialects import families
+from dialects.json_schema import BadGrammar
 from dialects.matchers import Grammars
-from dialects.structured_output import AnswerGrammar, BadGrammar, Thinking, answer_grammar
+from dialects.structured_output import AnswerGrammar, Thinking, answer_grammar
 from engine import Engine, StepOutput
 from request.ids import REQUEST_ID
 from request.messages import Message, turn_starts, without_old_turns
@@ -54,10 +55,9 @@ FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
 MAX_OUTPUT_TOKENS = 4096  # of an answer, if --max-output-tokens does not say otherwise
 MAX_LOGPROBS = 75_000  # of a request, some 8 MB of JSON: about 3,500 tokens with top_logprobs 20
 
-# The tokenizer takes up to 300 bytes and 5 us a token, so a prompt that is far too long must not reach it
-# whole: one with more than CHARACTERS_PER_TOKEN for each token of the context is first counted by slices.
-CHARACTERS_PER_TOKEN = 4
-SLICE = 2**16  # characters
+# The tokenizer takes up to 300 bytes and 5 us a token, so a prompt that is far too long must not reach it.
+# Text has 3 to 5 characters a token: with more than this for each token of the context it is refused.
+CHARACTERS_PER_TOKEN = 8
 
 
 # --- the contract -------------------------------------------------------------------------------------------
@@ -135,10 +135,10 @@ class LocalPrompt(NamedTuple):
 class PromptTooLong(BadInput):
     """The prompt and one token of an answer are more than the model's context."""
 
-    def __init__(self, limit: int, n_tokens: str) -> None:
+    def __init__(self, limit: int, n: str) -> None:
         message = (
             f"This model's context is {limit} tokens, of which the answer needs at least one; "
-            f"the prompt has {n_tokens}."
+            f"the prompt has {n}."
         )
         super().__init__(message, None, "context_length_exceeded")
 
@@ -195,7 +195,7 @@ class LocalWorker:
             if prompt.grammar:
                 await self.grammars.check(prompt.grammar, request.owner)
         except BadGrammar as error:
-            raise refusal(error, request.structured_output) from error
+            raise refusal(error, request.structured_output or StructuredOutput("none")) from error
         return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
@@ -203,8 +203,7 @@ class LocalWorker:
         self._check_token_ids(request)
         text, token_ids = self._render_to_fit(request)
         max_tokens = min(self._max_output_tokens, self.engine.max_seq_len - len(token_ids))
-        if request.max_tokens is not None:
-            max_tokens = min(max_tokens, request.max_tokens)
+        max_tokens = min(max_tokens, request.max_tokens or max_tokens)
 
         dialect = self._dialect_with(bool(request.called))
         state, after_marker = families.opening(text, dialect)
@@ -245,7 +244,6 @@ class LocalWorker:
             return self._encode(request, request.messages)
         starts = turn_starts(request.messages)
 
-        @cache
         def encoded(i: int) -> tuple[str, list[int]]:
             return self._encode(request, without_old_turns(request.messages, starts[i]))
 
@@ -254,24 +252,21 @@ class LocalWorker:
                 return bool(encoded(i))
             return False
 
-        # Fewer turns have fewer tokens: bisection finds the first start that fits, else the last one.
-        last = len(starts) - 1
-        if last == 0 or fits(0):
+        with suppress(PromptTooLong):
             return encoded(0)
-        return encoded(bisect.bisect_left(range(last), True, lo=1, key=fits))
+        # Fewer turns have fewer tokens: bisection finds the first start that fits, else the last one.
+        return encoded(bisect.bisect_left(range(len(starts) - 1), True, key=fits))
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
         """Return the marked prompt of these messages and its token ids; raises PromptTooLong early."""
         limit = self.engine.max_seq_len
+        prompt = ""
         n_characters = sum(len(message["content"]) for message in messages)
-        n_tokens = n_characters // self.tokenizer.max_token_length
-        if n_tokens >= limit:
-            raise PromptTooLong(limit, f"at least {n_tokens}")
-        prompt = self._render(request, messages)
-        if len(prompt) > CHARACTERS_PER_TOKEN * limit:
-            n_tokens = self._count(prompt, 2 * limit)
-            if n_tokens >= 2 * limit:
-                raise PromptTooLong(limit, f"at least {n_tokens}")
+        if n_characters <= CHARACTERS_PER_TOKEN * limit:  # else it is not even rendered
+            prompt = self._render(request, messages)
+            n_characters = len(prompt)
+        if n_characters > CHARACTERS_PER_TOKEN * limit:
+            raise PromptTooLong(limit, f"{n_characters} characters")
         token_ids = self.tokenizer.encode(*self._special_tokens.cut(prompt))
         if not 0 < len(token_ids) < limit:
             raise PromptTooLong(limit, str(len(token_ids)))
@@ -288,26 +283,10 @@ class LocalWorker:
         kwargs = {name: special_tokens.mark_all(value) for name, value in request.template_kwargs.items()}
         return self._template.render(marked_messages, marked_tools or None, datetime.now(), **kwargs)
 
-    def _count(self, prompt: str, enough: int) -> int:
-        """Count the tokens of a prompt by slices, until there are enough.
-
-        A slice ends anywhere, in a word or in a token of the template: that adds a few tokens.
-        """
-        n_tokens = 0
-        for start in range(0, len(prompt), SLICE):
-            texts = self._special_tokens.cut(prompt[start : start + SLICE])
-            n_tokens += self.tokenizer.count(*texts)
-            if n_tokens >= enough:
-                break
-        return n_tokens
-
     def _check_token_ids(self, request: Request) -> None:
         vocab_size = self.engine.config.vocab_size
-        parameters = {
-            "logit_bias": request.sampling["logit_bias"],
-            "stop_token_ids": request.stop_token_ids,
-        }
-        for name, token_ids in parameters.items():
+        given = {"logit_bias": request.sampling["logit_bias"], "stop_token_ids": request.stop_token_ids}
+        for name, token_ids in given.items():
             largest = max(token_ids, default=0)
             if largest >= vocab_size:
                 message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
@@ -380,10 +359,8 @@ class Answer:
         return TokenLogprob(token.decode(errors="replace"), logprob, token, top)
 
 
-def refusal(error: BadGrammar, spec: StructuredOutput | None) -> BadInput:
+def refusal(error: BadGrammar, spec: StructuredOutput) -> BadInput:
     """Tell the client what is wrong with a schema or grammar that cannot be enforced."""
-    if spec is None:  # the client has sent none: the grammar is ours
-        return BadInput(str(error))
     grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
     if grammar:
         return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", grammar.path)

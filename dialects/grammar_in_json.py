@@ -15,8 +15,8 @@ next, and every escape begins with the same one. So terminals become rules, and 
 Rules of this file:
 1. A special character (quote, backslash, control) has one escape, as json.dumps writes it; others have none.
 2. What cannot be rewritten with certainty is refused: special tokens, other grammars, `%ignore`, `&` and `~`;
-   in regular expressions assertions but ^ and $ at the ends, operations on classes, code points in braces,
-   and properties (\p) but of letters, marks, numbers and separators.
+   in regular expressions flags, assertions but ^ and $ at the ends, operations on classes, code points in
+   braces, and properties (\p) but of letters, marks, numbers and separators.
 3. What is written is bounded: what stands for a character is written once, as a rule, however often it comes.
 """
 
@@ -24,10 +24,7 @@ import json
 import re
 from functools import lru_cache
 
-
-class BadSource(ValueError):
-    """This grammar cannot be rewritten: what was expected, and what was found."""
-
+from dialects.json_schema import BadGrammar
 
 MAX_WRITTEN = 2**18  # characters
 MAX_ATOMS = 2000
@@ -41,40 +38,35 @@ SET_OPERATION = re.compile("&&|--|~~")
 
 
 @lru_cache
-def _literal(character: str, flags: str = "") -> str:
-    """A string of Lark for the character as JSON writes it; with the flag i in either case."""
+def _literal(character: str) -> str:
+    """Return a string of Lark for the character as JSON writes it."""
     escaped = json.dumps(character, ensure_ascii=False)[1:-1]
-    in_lark = json.dumps(escaped, ensure_ascii=False).replace("\x7f", r"\u007f")
-    if "i" in flags and escaped == character:  # an escape has one case
-        return in_lark + "i"
-    return in_lark
+    return json.dumps(escaped, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-# What regular expressions have for one character: (class, escape or dot; flags) -> the name of its rule.
-_Atoms = dict[tuple[str, str], str]
+# What regular expressions have for one character: class, escape or dot -> the name of its rule.
+_Atoms = dict[str, str]
 
 
-def _name(atoms: _Atoms, atom: str, flags: str) -> str:
+def _name(atoms: _Atoms, atom: str) -> str:
     """Return the name of the atom's rule."""
     if len(atoms) > MAX_ATOMS:
-        raise BadSource(f"expected at most {MAX_ATOMS} different classes, escapes and dots")
-    return atoms.setdefault((atom, flags), f"character-{len(atoms)}")
+        raise BadGrammar(f"expected at most {MAX_ATOMS} different classes, escapes and dots")
+    return atoms.setdefault(atom, f"character-{len(atoms)}")
 
 
-def _atom(atom: str, flags: str) -> str:
+def _rule_of(atom: str) -> str:
+    """Return what stands for the atom: its plain characters, and the escapes of its special ones."""
     if SET_OPERATION.search(atom):
-        raise BadSource(f"expected a class that is a list, got {atom}")
+        raise BadGrammar(f"expected a class that is a list, got {atom}")
     try:
         # ASCII: else Python's \s has U+001C to U+001F too, which that of the library has not.
         pattern = re.compile(HARMLESS.sub("a", atom), re.ASCII)
     except re.error as error:
-        raise BadSource(f"cannot tell which characters {atom} stands for: {error}") from error
+        raise BadGrammar(f"cannot tell which characters {atom} stands for: {error}") from error
     escapes = [_literal(character) for character in SPECIAL if pattern.fullmatch(character)]
     in_lark = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", atom)  # a bare slash ends a regex of Lark
-    plain = f"/[{in_lark}&&{UNESCAPED}]/"
-    if "i" in flags:
-        plain += "i"
-    return f"({' | '.join([plain, *escapes])})"
+    return " | ".join([f"/[{in_lark}&&{UNESCAPED}]/", *escapes])
 
 
 # --- regular expressions ------------------------------------------------------------------------------------
@@ -82,7 +74,7 @@ def _atom(atom: str, flags: str) -> str:
 PIECE = re.compile(
     r"""(?P<class> \[ \^? \]? (?: \\. | [^][\\] )* \] )
       | (?P<escape> \\ (?! [bBAzZ<>] ) (?: [pP] (?: \{\w*\} | . ) | x\w{2} | u\w{4} | U\w{8} | . ) )
-      | (?P<opening> \( (?: \? (?: P?<\w+> | [a-zA-Z-]* [:)] ) | (?!\?) ) )
+      | (?P<opening> \( (?: \? (?: P?<\w+> | : ) | (?!\?) ) )
       | (?P<closing> \) )
       | (?P<or> \| )
       | (?P<times> (?: [*+?] | \{ [0-9]+ (?: , [0-9]* )? \} ) \?? )
@@ -91,25 +83,20 @@ PIECE = re.compile(
       | (?P<character> . )""",
     re.VERBOSE | re.DOTALL,
 )
-FLAGS = re.compile(r"\(\?(?P<on>[ims]*)(?:-(?P<off>[ims]*))?[:)]|\((?:\?P?<\w+>)?")
-DOT = {True: r"[\s\S]", False: r"[^\n]"}
+DOT = {"": r"[^\n]", "s": r"[\s\S]"}  # by the flags
 
 
 def _regex(source: str, atoms: _Atoms, flags: str = "") -> str:
     """Return the same in Lark. Each group and alternative begins with an empty string, as it may be empty."""
-    if set(flags) - set("ims"):
-        raise BadSource(f"expected no flags but i, m and s, got /{source}/{flags}")
-    groups = [flags]  # the flags of the groups that are open, the innermost last
+    if flags not in DOT:
+        raise BadGrammar(f"expected no flag but s, got /{source}/{flags}")
     done = ['(""']
     for lexeme in PIECE.finditer(source):
         piece = lexeme[0]
         match lexeme.lastgroup:
             case "opening":
-                groups = _opened(groups, piece)
-                if not piece.endswith(")"):
-                    done.append('(""')
+                done.append('(""')
             case "closing":
-                groups = groups[:-1] or groups
                 done.append(")")
             case "or":
                 done.append('| ""')
@@ -118,25 +105,14 @@ def _regex(source: str, atoms: _Atoms, flags: str = "") -> str:
             case "anchor":
                 pass  # all of the text is to fit
             case "refused":
-                raise BadSource(f"expected no {piece} here: {source[: lexeme.end()]}")
+                raise BadGrammar(f"expected no {piece} here: {source[: lexeme.end()]}")
             case "character" if piece == ".":
-                done.append(_name(atoms, DOT["s" in groups[-1]], groups[-1]))
+                done.append(_name(atoms, DOT[flags]))
             case "character":
-                done.append(_literal(piece, groups[-1]))
+                done.append(_literal(piece))
             case _:
-                done.append(_name(atoms, piece, groups[-1]))
+                done.append(_name(atoms, piece))
     return " ".join([*done, ")"])
-
-
-def _opened(groups: list[str], opening: str) -> list[str]:
-    """Return the flags after `(`, `(?i:`, `(?<name>`, or `(?i)`, which is for the rest of its group."""
-    changes = FLAGS.fullmatch(opening)
-    if changes is None:
-        raise BadSource(f"expected a group with no flags but i, m and s, got {opening}")
-    flags = (set(groups[-1]) | set(changes["on"] or "")) - set(changes["off"] or "")
-    if opening.endswith(")"):
-        return [*groups[:-1], "".join(flags)]
-    return [*groups, "".join(flags)]
 
 
 # --- Lark ---------------------------------------------------------------------------------------------------
@@ -144,7 +120,7 @@ def _opened(groups: list[str], opening: str) -> list[str]:
 LEXEME = re.compile(
     r"""(?P<comment> (?: // | \# ) [^\n]* )
       | (?P<range> (?P<low> "(?: \\. | [^"\\] )+" ) \s* \.\. \s* (?P<high> "(?: \\. | [^"\\] )+" ) )
-      | (?P<string> "(?: \\. | [^"\\] )*" i? )
+      | (?P<string> "(?: \\. | [^"\\] )*" (?!i\b) )
       | (?P<regex> / (?: \\. | [^/\\] )+ / [a-z]* )
       | (?P<import> %import \s+ common \s* (?: \. (?P<name> \w+ ) (?: \s* -> \s* (?P<as> \w+ ) )?
                                              | \( (?P<names> [^)]* ) \) ) )
@@ -170,7 +146,7 @@ COMMON = {  # https://github.com/lark-parser/lark/blob/master/lark/grammars/comm
     "INT":            r"/[0-9]+/",
     "SIGNED_INT":     r"/[+-]?[0-9]+/",
     "DECIMAL":        r"/[0-9]+\.[0-9]*|\.[0-9]+/",
-    "FLOAT":          r"/[0-9]+e[+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?/i",
+    "FLOAT":          r"/[0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?/",
     "SIGNED_FLOAT":   r"/[+-]?/ FLOAT",
     "NUMBER":         r"FLOAT | INT",
     "SIGNED_NUMBER":  r"/[+-]?/ NUMBER",
@@ -194,10 +170,9 @@ def _lark(source: str, atoms: _Atoms) -> str:
                 piece = ""
             case "range":
                 low, high = re.escape(_text(lexeme["low"])), re.escape(_text(lexeme["high"]))
-                piece = _name(atoms, f"[{low}-{high}]", "")
+                piece = _name(atoms, f"[{low}-{high}]")
             case "string":
-                flags = piece.rpartition('"')[2]
-                literals = [_literal(character, flags) for character in _text(piece)]
+                literals = [_literal(character) for character in _text(piece)]
                 piece = f"({' '.join(literals)})" if literals else '""'
             case "regex":
                 body, _, flags = piece[1:].rpartition("/")
@@ -210,9 +185,9 @@ def _lark(source: str, atoms: _Atoms) -> str:
             case "rule":
                 n_names += 1
             case "refused":
-                raise BadSource(f"expected rules, terminals and %import common, got {piece}")
+                raise BadGrammar(f"expected rules, terminals and %import common, got {piece}")
         if n_names > MAX_NAMES:
-            raise BadSource(f"expected at most {MAX_NAMES} names of rules and terminals")
+            raise BadGrammar(f"expected at most {MAX_NAMES} names of rules and terminals")
         done.append(piece)
     return "".join(done)
 
@@ -220,11 +195,11 @@ def _lark(source: str, atoms: _Atoms) -> str:
 def _text(literal: str) -> str:
     """Return what a string of Lark says: it is one of JSON, or has Python's \\xHH."""
     # `\\x` is written as `\\u00`; a backslash that is escaped stays.
-    as_json = re.sub(r"(\\\\)|\\x(?=[0-9a-fA-F]{2})", lambda m: m[1] or r"\u00", literal.removesuffix("i"))
+    as_json = re.sub(r"(\\\\)|\\x(?=[0-9a-fA-F]{2})", lambda m: m[1] or r"\u00", literal)
     try:
         return str(json.loads(as_json))
     except ValueError as error:
-        raise BadSource(f"expected a string as in JSON, got {literal}: {error}") from error
+        raise BadGrammar(f"expected a string as in JSON, got {literal}: {error}") from error
 
 
 def _rule(terminal: str) -> str:
@@ -237,7 +212,7 @@ def _import(lexeme: re.Match[str], atoms: _Atoms) -> str:
     rules: list[str] = []
     for name in names:
         if name not in COMMON:
-            raise BadSource(f"expected one of common.{', '.join(COMMON)}, got {name}")
+            raise BadGrammar(f"expected one of common.{', '.join(COMMON)}, got {name}")
         rules.append(f"{_rule(lexeme['as'] or name)}: {_lark(_spelled_out(name), atoms)}")
     return "\n".join(rules)
 
@@ -248,11 +223,11 @@ def _spelled_out(name: str) -> str:
 
 
 def grammar(syntax: str, definition: str) -> str:
-    """Return Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadSource."""
+    """Return Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadGrammar."""
     atoms: _Atoms = {}
     rules = _lark(definition, atoms) if syntax == "lark" else f"start: {_regex(definition, atoms)}"
-    for (atom, flags), name in atoms.items():
-        rules += f"\n{name}: {_atom(atom, flags)}"
+    for atom, name in atoms.items():
+        rules += f"\n{name}: {_rule_of(atom)}"
     if len(rules) > MAX_WRITTEN:
-        raise BadSource(f"expected a grammar that takes at most {MAX_WRITTEN} characters inside JSON")
+        raise BadGrammar(f"expected a grammar that takes at most {MAX_WRITTEN} characters inside JSON")
     return rules

@@ -1,18 +1,18 @@
 """JSON schemas: where the $refs of one lead, and which types a property may have.
 
     schema --target()--> what a $ref points to; --property_types()--> which JSON a property may be
+    schema --problem()--> why it cannot be enforced, or None
 
 Authority: https://json-schema.org/draft/2020-12/json-schema-core; RFC 6901 (JSON pointers); for what the
 library that follows a schema leaves unchecked, https://github.com/guidance-ai/llguidance
 
 Rules of this file:
-1. The work is linear in the size of a schema, whose number of nodes is bounded.
+1. The work is linear in the size of a schema. A body bounds that (request/body.py).
 2. What llguidance refuses by itself is not checked here: $refs to nowhere, depth. It is asked in a process
    that can be killed (matchers.py).
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from typing import Any
@@ -20,10 +20,7 @@ from urllib.parse import unquote
 
 Node = Any  # of a schema: an object, a list, true, false
 
-MAX_NODES = 10_000  # objects and lists, in all schemas of a request: tens of milliseconds of work
 MAX_VARIANTS = 1_000  # schemas looked at to learn which types a property may have
-
-ARRAY_INDEX = re.compile("0|[1-9][0-9]{0,8}")  # RFC 6901, section 4
 
 # fmt: off
 JSON_TYPES: dict[type, set[str]] = {
@@ -38,6 +35,17 @@ JSON_TYPES: dict[type, set[str]] = {
 # fmt: on
 
 
+class BadGrammar(ValueError):
+    """The grammar or schema cannot be enforced.
+
+    `part` names it: "schema", the name of a function, or "" for all of them together.
+    """
+
+    def __init__(self, message: str, part: str = "") -> None:
+        super().__init__(message)
+        self.part = part
+
+
 def target(root: Node, ref: str) -> Node:
     """Return what a local $ref points to; None for others."""
     elsewhere, _, pointer = ref.partition("#")
@@ -45,14 +53,12 @@ def target(root: Node, ref: str) -> Node:
     if elsewhere or anchor:  # a fuller program would look anchors up
         return None
     node = root
-    for name in names:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, Mapping):
-            node = node.get(name)
-        elif isinstance(node, list) and ARRAY_INDEX.fullmatch(name) and int(name) < len(node):
-            node = node[int(name)]
-        else:
-            return None
+    try:
+        for name in names:
+            key = name.replace("~1", "/").replace("~0", "~")
+            node = node[int(key)] if isinstance(node, list) else node[key]
+    except (LookupError, TypeError, ValueError):  # it leads to nowhere
+        return None
     return node
 
 
@@ -78,39 +84,36 @@ def property_types(root: Mapping[str, Any], name: str) -> set[str]:
     return types
 
 
-def nodes_of(root: Node) -> list[Node]:
-    """Return a schema and the objects and lists in it, as far as MAX_NODES and a few more."""
+def objects_in(root: Node) -> list[dict[str, Any]]:
+    """Return a schema and all objects in it."""
     nodes: list[Node] = [root]
     for node in nodes:  # it grows
         values: Iterable[Node] = node.values() if isinstance(node, dict) else node
         nodes += [value for value in values if isinstance(value, dict | list)]
-        if len(nodes) > MAX_NODES:
-            break
-    return nodes
+    return [node for node in nodes if isinstance(node, dict)]
 
 
-def problem(nodes: list[Node]) -> str | None:
-    """Return why a schema of these nodes cannot be enforced; None: llguidance may look at it.
+def problem(root: Mapping[str, Any]) -> str | None:
+    """Return why this schema, which llguidance would take, cannot be enforced; None: it may look at it.
 
-    llguidance sees a circle of $refs only when a token of the answer comes there.
+    It sees a circle of $refs only when a token of the answer comes there. In a circle a schema is one of
+    those that hold at the same place as itself.
     """
-    root, *inner = [node for node in nodes if isinstance(node, dict)]
-    if any(isinstance(schema.get("$id"), str) for schema in inner):
-        return "an $id inside the schema cannot be enforced"  # it changes where $refs lead
-    graph = {id(schema): map(id, _at_the_same_place(root, schema)) for schema in [root, *inner]}
+    at_the_same_place: dict[int, list[int]] = {}
+    for schema in objects_in(root):
+        if schema is not root and isinstance(schema.get("$id"), str):  # it changes where $refs lead
+            return "an $id inside the schema cannot be enforced"
+        others: list[Node] = []
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            match schema.get(keyword):
+                case [*several]:
+                    others += several
+        match schema:
+            case {"$ref": str(ref)}:
+                others.append(target(root, ref))
+        at_the_same_place[id(schema)] = [id(other) for other in others]
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(at_the_same_place).prepare()
     except CycleError:
         return "a $ref leads back to itself"
     return None
-
-
-def _at_the_same_place(root: Node, schema: Mapping[str, Any]) -> Iterator[Node]:
-    """Yield the schemas that must hold where this one does."""
-    match schema:
-        case {"$ref": str(ref)}:
-            yield target(root, ref)
-    for keyword in ("allOf", "anyOf", "oneOf"):
-        match schema.get(keyword):
-            case [*several] if keyword == "allOf" or len(several) == 1:
-                yield from several

@@ -27,8 +27,7 @@ import resource
 import signal
 import socket
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,13 +51,12 @@ MASKS, ERROR = b"m", b"e"
 
 
 class BadPart(Exception):
-    """A part of the order, or its grammar (""), cannot be followed: message, name of the part."""
+    """A part of the grammar, or all of it (""), cannot be followed: message, name of the part."""
 
 
 def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
     """Be the root: fork for each connection that comes, until the server's end is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the server, whose streams have a grace
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the server, whose streams have a grace
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets forks that have ended
     eos = [int(token_id) for token_id in eos_token_ids.split(",") if token_id]
     tokens = LLTokenizer(tokenizer, n_vocab=int(vocab_size), eos_token=eos)
@@ -69,7 +67,7 @@ def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
             if not fds:
                 return
             with Connection(fds[0]) as connection:
-                if fork() == 0:
+                if os.fork() == 0:
                     try:
                         orders.close()
                         follow(tokens, connection)
@@ -77,19 +75,11 @@ def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
                         os._exit(0)
 
 
-def fork() -> int:
-    """Fork as soon as the system has a process and memory left."""
-    while True:
-        with suppress(OSError):
-            return os.fork()
-        time.sleep(0.1)
-
-
 def follow(tokens: LLTokenizer, connection: Connection) -> None:
     """Answer for one grammar, in a fork, until the other end is closed."""
     limit_process()
     try:
-        max_compile_s, lark, parts, output, drafts = connection.recv()  # from matchers.Grammars.start()
+        max_compile_s, lark, parts, output, drafts = connection.recv()  # from matchers.Constraint
         limit_work(max_compile_s)
         matcher = compiled(tokens, lark, parts)
         while True:
@@ -130,21 +120,12 @@ def limit_work(max_s: float) -> None:
 # --- grammars and masks -------------------------------------------------------------------------------------
 
 
-def compiled(tokens: LLTokenizer, lark: str, parts: str) -> LLMatcher:
-    """Check each part by itself, and compile the whole; raises BadPart."""
-    for name, schema, lark_of_part in json.loads(parts):
-        try:
-            if schema is None:
-                grammar = LLMatcher.grammar_from_lark(lark_of_part)
-            else:
-                grammar = LLMatcher.grammar_from_json_schema(schema)
-        except ValueError as error:  # a number of more than 64 bits
-            raise BadPart(one_line(error), name) from error
-        if message := LLMatcher.validate_grammar(grammar, tokens):
-            raise BadPart(one_line(message), name)
-    matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
-    if matcher.is_error():
-        raise BadPart(one_line(matcher.get_error()), "")
+def compiled(tokens: LLTokenizer, lark: str, parts: Iterable[tuple[str, str]]) -> LLMatcher:
+    """Compile each part by itself, and then the whole, which is returned; raises BadPart."""
+    for name, text in [*parts, ("", lark)]:
+        matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(text), log_level=0)
+        if matcher.is_error():
+            raise BadPart(one_line(matcher.get_error()), name)
     return matcher
 
 
@@ -153,8 +134,7 @@ def masks(matcher: LLMatcher, token_ids: list[int], drafts: list[int]) -> Iterat
 
     Raises BadPart if the library gives up.
     """
-    if not matcher.consume_tokens(token_ids):
-        raise BadPart(one_line(matcher.get_error()), "")
+    matcher.consume_tokens(token_ids)
     mask = matcher.compute_bitmask()
     if matcher.is_error():
         raise BadPart(one_line(matcher.get_error()), "")

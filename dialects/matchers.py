@@ -33,39 +33,42 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Sequence
+from contextlib import closing
 from hashlib import blake2b
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dialects import matcher_process
+from dialects.json_schema import BadGrammar
 from dialects.matcher_process import ERROR, MAX_COMPILE_S, MAX_MASK_S, TOO_COSTLY
-from dialects.structured_output import NO_PARTS, AnswerGrammar, BadGrammar
+from dialects.structured_output import AnswerGrammar
 from request.refusals import BadInput
 from request.room import Turns
 
 # Checks at once: half of the machine is left to the engine, and threads of the event loop to others.
 N_CHECKS = max(1, min(16, (os.cpu_count() or 1) // 2))
-MAX_WAITING = 32  # checks of one owner that wait for its turn; each may take MAX_COMPILE_S
 MAX_ANSWER_S = 10.0  # by the clock: a process that is swapped out uses no processor
 MAX_REMEMBERED = 1024  # outcomes of checks: an agent sends the same tools with every turn
 
 OVERLOADED = f"the grammar could not be checked, or not within {MAX_ANSWER_S:.0f} s; try again later."
 
+Mask = NDArray[np.bool_]  # (vocab_size,)
+# Message and part of a BadGrammar; the exception itself would hold on to the grammar.
+Problem = tuple[str, str]
+
 
 class Constraint:
     """One answer under a grammar: a token mask before every token. It is a scheduler.Constraint."""
 
-    def __init__(self, grammars: "Grammars", grammar: AnswerGrammar) -> None:
+    def __init__(self, grammars: "Grammars", grammar: AnswerGrammar, max_compile_s: float) -> None:
         self._grammars = grammars
-        self._grammar = grammar
+        self._order = (max_compile_s, *grammar)
         self._process: Connection | None = None  # to the process that follows it now
         self._n_told = 0  # tokens of the output that the process has been told
-        self._masks: list[NDArray[np.bool_]] | None = None  # after those tokens; None: not there yet
+        self._masks: list[Mask] | None = None  # after those tokens; None: not there yet
         self._deadline = 0.0  # for the masks that it computes
 
     def fileno(self) -> int:
@@ -73,17 +76,17 @@ class Constraint:
         assert self._process is not None
         return self._process.fileno()
 
-    def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
+    def masks(self, output: list[int], drafts: list[int]) -> list[Mask] | None:
         """Return which tokens may come after the output, then after each draft up to one that may not come.
 
-        Each is (vocab_size,). The eos tokens may come once the grammar is satisfied. None: the masks are not
-        computed yet. To ask again for the same output costs nothing. Raises OSError if no process can be
-        started, BadGrammar if the grammar cannot be followed any further.
+        The eos tokens may come once the grammar is satisfied. None: the masks are not computed yet. To ask
+        again for the same output costs nothing. Raises OSError if no process can be started, or none answers;
+        BadGrammar if the grammar cannot be followed any further.
         """
         is_new = self._process is None or len(output) > self._n_told
         if self._process is None:
-            # More time than the check has: what has passed it does not fail here, on a busy machine either.
-            self._process = self._grammars.start(self._grammar, MAX_MASK_S, output, drafts)
+            self._process = self._grammars.start()
+            self._process.send((*self._order, output, drafts))
         elif is_new:
             self._process.send((output[self._n_told :], drafts))
         if is_new:
@@ -93,17 +96,13 @@ class Constraint:
         if self._masks is None and self._process.poll():
             self._masks = self._grammars.read(self._process)
         if self._masks is None and time.monotonic() > self._deadline:
-            raise BadGrammar(f"expected an answer within {MAX_ANSWER_S:.0f} s", "")
+            raise TimeoutError(f"expected an answer within {MAX_ANSWER_S:.0f} s")
         return self._masks
 
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
         self._process = None
-
-
-# Message and part of a BadGrammar; the exception itself would hold on to the grammar.
-Problem = tuple[str, str]
 
 
 class Grammars:
@@ -116,7 +115,7 @@ class Grammars:
         self._lock = threading.Lock()  # held while the root is replaced, or told to fork
         self._root = Root(self._command)
         self._turns = Turns(N_CHECKS)
-        self._checks = OrderedDict[bytes, asyncio.Task[Problem | None]]()  # by digest, the latest last
+        self._checks: dict[bytes, asyncio.Task[Problem | None]] = {}  # by digest, the latest last
 
     @property
     def n_waiting(self) -> int:
@@ -128,12 +127,11 @@ class Grammars:
 
         A check goes on if its client leaves: others may wait for it.
         """
-        digest = blake2b("\n".join((owner, grammar.parts, grammar.lark)).encode()).digest()
+        digest = blake2b(repr((owner, grammar)).encode()).digest()
         if digest not in self._checks:
             self._checks[digest] = asyncio.create_task(self._problem(digest, grammar, owner))
             if len(self._checks) > MAX_REMEMBERED:
-                self._checks.popitem(last=False)
-        self._checks.move_to_end(digest)
+                del self._checks[next(iter(self._checks))]
         problem = await asyncio.shield(self._checks[digest])
         if problem is not None:
             raise BadGrammar(*problem)
@@ -141,9 +139,6 @@ class Grammars:
     async def _problem(self, digest: bytes, grammar: AnswerGrammar, owner: str) -> Problem | None:
         """Wait for the owner's turn and compile the grammar; return what is wrong with it."""
         try:
-            if self._turns.waiting[owner] >= MAX_WAITING:
-                message = f"{MAX_WAITING} of your grammars wait to be checked; try again later."
-                raise BadInput(message, None, "rate_limit_exceeded")
             async with self._turns.turn(owner):
                 return await asyncio.to_thread(self._compile, grammar)
         except BaseException:  # it came to no outcome: the next request checks again
@@ -151,12 +146,11 @@ class Grammars:
             raise
 
     def _compile(self, grammar: AnswerGrammar) -> Problem | None:
-        """Let a process compile the grammar, wait for it, return what is wrong with it."""
+        """Let a process compile the grammar, wait for its first mask, return what is wrong with it."""
         try:
-            with self.start(grammar, MAX_COMPILE_S) as process:
-                if not process.poll(MAX_ANSWER_S):
-                    raise TimeoutError
-                self.read(process)
+            with closing(Constraint(self, grammar, MAX_COMPILE_S)) as constraint:
+                while constraint.masks([], []) is None:
+                    wait([constraint.fileno()], MAX_ANSWER_S)
         except OSError as error:  # TimeoutError too
             raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
         except BadGrammar as error:
@@ -164,39 +158,31 @@ class Grammars:
         return None
 
     def constraint(self, grammar: AnswerGrammar) -> Constraint:
-        """Return what follows a grammar that has been checked, for one answer."""
-        return Constraint(self, grammar._replace(parts=NO_PARTS))
+        """Return what follows a grammar that has been checked, for one answer.
 
-    def start(
-        self,
-        grammar: AnswerGrammar,
-        max_compile_s: float,
-        output: Sequence[int] = (),
-        drafts: Sequence[int] = (),
-    ) -> Connection:
-        """Start a process that follows the grammar, beginning after this output; raises OSError.
-
-        It ends when its connection, which is returned, is closed.
+        It has more time than the check: what has passed that does not fail here, on a busy machine either.
         """
+        return Constraint(self, AnswerGrammar(grammar.lark), MAX_MASK_S)
+
+    def start(self) -> Connection:
+        """Start a process that follows a grammar; raises OSError. It ends when its connection is closed."""
         ours, theirs = Pipe()
         with theirs, self._lock:
             if self._root.has_ended():
                 self._root = Root(self._command)
             socket.send_fds(self._root.socket, [b"\0"], [theirs.fileno()])
-        ours.send((max_compile_s, *grammar, output, drafts))
         return ours
 
-    def read(self, process: Connection) -> list[NDArray[np.bool_]]:
+    def read(self, process: Connection) -> list[Mask]:
         """Return the masks that have come, or come now; raises BadGrammar."""
         try:
             answer = process.recv_bytes()
         except (EOFError, OSError) as error:
             if self._root.has_ended():  # the fault is not the grammar's
                 raise RuntimeError("the process that follows grammars has ended") from error
-            raise BadGrammar(TOO_COSTLY, "") from error
+            raise BadGrammar(TOO_COSTLY) from error
         if answer.startswith(ERROR):
-            message, part = json.loads(answer[1:])
-            raise BadGrammar(message, part)
+            raise BadGrammar(*json.loads(answer[1:]))
         mask_bytes = -(-self._vocab_size // 8)
         packed = np.frombuffer(answer, np.uint8, offset=1).reshape(-1, mask_bytes)
         bits = np.unpackbits(packed, axis=1, count=self._vocab_size, bitorder="little")
@@ -215,11 +201,7 @@ class Root:
         with theirs:
             # A session of its own: Ctrl-C in the terminal is for the server, which has streams to end.
             self.process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True
             )
         self.close = weakref.finalize(self, self._end, self.socket, self.process)
 

@@ -22,31 +22,17 @@ Not here: which request asks for what (request/tools.py), compiling a grammar an
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 from llguidance import regex_to_lark
 
 from channels import Dialect
 from dialects import calls, grammar_in_json, json_schema
-from request.refusals import shown
-from request.tools import Grammar, Schema, StructuredOutput
+from dialects.json_schema import BadGrammar
+from request.tools import Grammar, StructuredOutput
 
-T = TypeVar("T")
-
-
-class BadGrammar(ValueError):
-    """The grammar or schema cannot be enforced.
-
-    `part` names it: "schema", the name of a function, or "" for all of them together.
-    """
-
-    def __init__(self, message: str, part: str) -> None:
-        super().__init__(message)
-        self.part = part
-
-
-MAX_LARK = 2**20  # characters of the grammar of an answer, and of what a client has sent for it
+MAX_LARK = 2**20  # characters of the grammar of an answer
 MAX_CALLS = 16  # of one answer: a small model that must call goes on until its context is full
 NEWLINES = r"/\n{0,2}/"  # after the reasoning; models were trained on two
 
@@ -55,6 +41,15 @@ JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 # The reasoning: the prompt has begun it, the model may begin it, the prompt has ended it.
 Thinking = Literal["open", "possible", "over"]
+
+
+class AnswerGrammar(NamedTuple):
+    """The grammar of an answer, to be compiled, and what in it a client has sent."""
+
+    lark: str
+    # (name, Lark) of each schema and each grammar: it is compiled by itself first, so that an error names it.
+    parts: tuple[tuple[str, str], ...] = ()
+
 
 # --- the grammar of an answer -------------------------------------------------------------------------------
 
@@ -65,13 +60,16 @@ class _Writer:
     def __init__(self, dialect: Dialect, added: Mapping[str, int]) -> None:
         self.dialect = dialect
         self.rules = {"NEWLINES": NEWLINES, "ANY": "/(?s:.*)/"}  # name -> what it stands for
+        self.parts: list[tuple[str, str]] = []
         self._added = added  # ids of the added tokens
         self._n_characters = 0
 
     def rule(self, name: str, *alternatives: str) -> str:
+        """Write a rule, and return its name; raises BadGrammar if the grammar gets too long."""
         self.rules[name] = " | ".join(alternatives)
         self._n_characters += len(self.rules[name])
-        check_size(self._n_characters)
+        if self._n_characters > MAX_LARK:
+            raise BadGrammar(f"expected schemas and grammars that take at most {MAX_LARK} characters in all")
         return name
 
     def sequence(self, form: str, **places: str) -> str:
@@ -79,22 +77,20 @@ class _Writer:
 
         Any text before a marker that is not a token ends where the marker is spelled for the first time.
         """
-        spelled = self.dialect.markers - self.dialect.tokens
-        free_places = [place for place, rule in places.items() if rule == "ANY"]
-        lazy_ends = {place + marker: marker for place in free_places for marker in spelled}
-        cuts = sorted([*lazy_ends, *self.dialect.markers, *places], key=len, reverse=True)
+        markers = self.dialect.markers
+        cuts = sorted([*markers, *places], key=len, reverse=True)
         written: list[str] = []
         for part in re.split("(" + "|".join(map(re.escape, cuts)) + ")", form):
-            if part in lazy_ends:
-                written.append(self.lazy("(?s:.*)", lazy_ends[part]))
+            if written[-1:] == ["ANY"] and part in markers - self.dialect.tokens:
+                written[-1] = self.lazy(part)
             elif part:
                 written.append(places.get(part) or self._literal(part))
         return " ".join(written)
 
-    def lazy(self, regex: str, end: str) -> str:
-        """Write what the regex matches, up to the first such end, and the end."""
+    def lazy(self, end: str) -> str:
+        """Write any text up to the first such end, and the end."""
         name = f"lazy_{len(self.rules)}"
-        self.rules[f"{name}[suffix={json.dumps(end)}]"] = f"/{regex}/"
+        self.rules[f"{name}[suffix={json.dumps(end)}]"] = "/(?s:.*)/"
         return name
 
     def _literal(self, part: str) -> str:
@@ -105,28 +101,23 @@ class _Writer:
             return f'"{{" {json.dumps(part[1:])}'
         return json.dumps(part)
 
-    def __str__(self) -> str:
-        return "\n".join(f"{name}: {rule}" for name, rule in self.rules.items())
 
+def answer_grammar(
+    spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thinking: Thinking
+) -> AnswerGrammar:
+    """Return the grammar of an answer; `added` has the ids of the dialect's tokens.
 
-def check_size(n_characters: int) -> None:
-    """Raises BadGrammar."""
-    if n_characters > MAX_LARK:
-        raise BadGrammar(f"expected schemas and grammars that take at most {MAX_LARK} characters in all", "")
-
-
-def lark(spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thinking: Thinking) -> str:
-    """Return the grammar of an answer; `added` has the ids of the dialect's tokens."""
+    Raises BadGrammar for what can be known before it is compiled (matchers.py).
+    """
     writer = _Writer(dialect, added)
     writer.rule("start", _reasoning(writer, thinking) + " body")
     content = _plain_text(writer)
     if spec.schema is not None:
-        content = writer.rule("json", _json(spec.schema))
-    alternatives = [writer.rule("text", writer.sequence(dialect.forms.text, TEXT=content))]
-    if spec.calls != "none":
-        alternatives = _calls(writer, spec)
-    writer.rule("body", *alternatives)
-    return str(writer)
+        content = writer.rule("json", _part(writer, "schema", spec.schema))
+    writer.rule("text", writer.sequence(dialect.forms.text, TEXT=content))
+    writer.rule("body", *_bodies(writer, spec))
+    rules = [f"{name}: {rule}" for name, rule in writer.rules.items()]
+    return AnswerGrammar("\n".join(rules), tuple(writer.parts))
 
 
 def _reasoning(writer: _Writer, thinking: Thinking) -> str:
@@ -165,8 +156,10 @@ def _plain_text(writer: _Writer) -> str:
 BARE = r"~/\s*[\[{](?s:.*)/"  # a call without a marker
 
 
-def _calls(writer: _Writer, spec: StructuredOutput) -> list[str]:
-    """Return the bodies with one call or several, what may stand before them, and what instead."""
+def _bodies(writer: _Writer, spec: StructuredOutput) -> list[str]:
+    """Return what may follow the reasoning: the text, or calls, or text and then calls."""
+    if spec.calls == "none":
+        return ["text"]
     forms = writer.dialect.forms
     grammars = dict(spec.inputs)
     places: list[dict[str, str]] = []
@@ -190,133 +183,87 @@ def _calls(writer: _Writer, spec: StructuredOutput) -> list[str]:
 
 def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: Grammar | None) -> str:
     """Return the arguments of a function; `grammar` is that of a custom tool's input (Tool.schema())."""
-    if writer.dialect.forms.arguments == "json":
-        if grammar is None:
-            return _json(schema)
-        text = grammar_in_json.grammar(grammar.syntax, grammar.definition)  # its names are its own in %lark
-        return f'"{{\\"input\\": \\"" %lark {{\n{text}\n}} "\\"}}"'
-    if grammar:
-        return f'"<parameter=input>\\n" %lark {{\n{as_lark(grammar)}\n}} {json.dumps(PARAMETER_END)}'
     try:
-        return " ".join(_parameters(writer, schema)) or '""'
+        in_xml = writer.dialect.forms.arguments == "xml"
+        if grammar:
+            return _input(writer, name, grammar, in_xml)
+        as_json = _part(writer, name, schema)
+        if in_xml:
+            return " ".join(_parameters(writer, schema)) or '""'
+        return as_json
     except BadGrammar as error:
-        raise BadGrammar(str(error), name) from error
+        error.part = name
+        raise
+    except (AttributeError, TypeError) as error:  # llguidance has not looked at it yet
+        raise BadGrammar("it is not a JSON schema", name) from error
 
 
-# --- arguments in XML ---------------------------------------------------------------------------------------
-
-# The keywords of JSON schema that are enforced on values in XML, whose strings are bare; others are refused.
-ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$schema", "$comment"}
-OF_OBJECTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-OF_STRINGS = ANNOTATIONS | {"type", "minLength", "maxLength"}
-PARAMETER_NAME = re.compile(r"[^<>\s]+")
-PARAMETER_END = f"\n{calls.VALUE_END}\n"
-
-
-def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parameters in the order of the schema, those that it only requires last."""
-    if unknown := root.keys() - OF_OBJECTS:
-        raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters", "")
-    described = expect(dict, root.get("properties", {}))
-    required = {expect(str, name): True for name in expect(list, root.get("required", []))}
-    for name, schema in (described | (required | described)).items():
-        if not PARAMETER_NAME.fullmatch(name):
-            raise BadGrammar(f"'{name}' cannot be the name of a parameter", "")
-        if schema is False:  # nothing fits it: it cannot be given
-            continue
-        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name, schema)}"
-        if name in required:
-            yield parameter
-        else:
-            yield f"({parameter})?"
-
-
-def _value(writer: _Writer, root: Mapping[str, Any], name: str, schema: Any) -> str:
-    """Return what a value is: a string is bare, all else is JSON; newlines around it."""
-    while isinstance(schema, dict) and "$ref" in schema:  # not for ever: _parts() has refused circles
-        schema = json_schema.target(root, expect(str, schema["$ref"]))
-    if not isinstance(schema, dict):  # true: any value
-        schema = {}
-    types = json_schema.property_types(root, name)
-    if "string" not in types:
-        as_json = _json(schema)
-        if '"$ref"' in as_json:
-            as_json = _json(schema | {key: root[key] for key in ("$defs", "definitions") if key in root})
-        return f'"\\n" {writer.rule(f"json_{len(writer.rules)}", as_json)} {json.dumps(PARAMETER_END)}'
-    if "enum" in schema and types == {"string"}:
-        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in expect(list, schema["enum"])]
-        return f"({' | '.join(values)})"
-    characters = "(?s:.*)"  # any text is a string, if it is nothing else
-    variants = expect(list, schema.get("anyOf") or schema.get("oneOf") or [schema])
-    if types == {"string"} and schema.keys() <= OF_STRINGS:
-        characters = f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
-    elif any(expect(dict, variant).keys() - ANNOTATIONS - {"type"} for variant in variants):
-        raise BadGrammar(f"'{name}': of a string only enum, minLength and maxLength can be enforced", "")
-    return f'"\\n" {writer.lazy(characters, PARAMETER_END)}'
-
-
-def expect(kind: type[T], value: Any) -> T:
-    """Return a value of a schema, which llguidance has not validated yet; raises BadGrammar."""
-    if not isinstance(value, kind):
-        raise BadGrammar(f"expected a value of type {kind.__name__}, got {shown(value)}", "")
-    return value
-
-
-# --- what a grammar of Lark embeds --------------------------------------------------------------------------
+def _part(writer: _Writer, name: str, schema: Mapping[str, Any]) -> str:
+    """Return the JSON that fits a schema of the client."""
+    if problem := json_schema.problem(schema):
+        raise BadGrammar(problem, name)
+    as_json = _json(schema)
+    writer.parts.append((name, f"start: {as_json}"))
+    return as_json
 
 
 def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(dict(schema) | {"x-guidance": JSON_LAYOUT})
 
 
-def as_lark(grammar: Grammar) -> str:
-    if grammar.syntax == "lark":
-        return grammar.definition
-    return f"start: /{regex_to_lark(grammar.definition, '')}/"
+def _input(writer: _Writer, name: str, grammar: Grammar, in_xml: bool) -> str:
+    """Return the input of a custom tool: in the quotes of JSON, or bare."""
+    bare = grammar.definition
+    if grammar.syntax == "regex":
+        bare = f"start: /{regex_to_lark(bare, '')}/"
+    writer.parts.append((name, bare))  # an error is about what the client has written
+    in_json = grammar_in_json.grammar(grammar.syntax, grammar.definition)  # it refuses what is not a text
+    if in_xml:
+        return f'"<parameter=input>\\n" %lark {{\n{bare}\n}} {json.dumps(PARAMETER_END)}'
+    return f'"{{\\"input\\": \\"" %lark {{\n{in_json}\n}} "\\"}}"'
 
 
-# --- the grammar of an answer, to be compiled ---------------------------------------------------------------
+# --- arguments in XML ---------------------------------------------------------------------------------------
+
+# The keywords of JSON schema that are taken where parameters are written in XML: of all the arguments, and of
+# a string, which is bare. There a grammar does not follow the others, so they are refused.
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$schema", "$comment"}
+OF_OBJECTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+OF_STRINGS = ANNOTATIONS | {"type", "anyOf", "oneOf"}
+PARAMETER_NAME = re.compile(r"[^<>\s]+")
+PARAMETER_END = f"\n{calls.VALUE_END}\n"
 
 
-class AnswerGrammar(NamedTuple):
-    """The grammar of an answer, and what in it a client has sent."""
-
-    lark: str
-    # JSON, [[name, schema or null, Lark or null], ...]: each is checked by itself, so that an error names it.
-    parts: str
-
-
-NO_PARTS = "[]"
-
-
-def answer_grammar(
-    spec: StructuredOutput, dialect: Dialect, added: Mapping[str, int], thinking: Thinking
-) -> AnswerGrammar:
-    """Return what is compiled (matchers.py); raises BadGrammar for what can be known before that."""
-    parts = json.dumps(list(_parts(spec)))
-    check_size(len(parts))
-    return AnswerGrammar(lark(spec, dialect, added, thinking), parts)
+def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parameters in the order of the schema, those that it only requires last."""
+    _check_keywords([root], OF_OBJECTS)
+    described = root.get("properties", {})
+    required: dict[str, Any] = {name: {} for name in root.get("required", ())}
+    for name, schema in (described | (required | described)).items():
+        if not PARAMETER_NAME.fullmatch(name):
+            raise BadGrammar(f"'{name}' cannot be the name of a parameter")
+        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name, schema)}"
+        yield parameter if name in required else f"({parameter})?"
 
 
-def _parts(spec: StructuredOutput) -> Iterator[tuple[str, Schema | None, str | None]]:
-    """Yield what is checked by itself; raises BadGrammar."""
-    schemas = list(spec.functions)
-    if spec.schema is not None:
-        schemas.append(("schema", spec.schema))
-    n_nodes = 0
-    for name, schema in schemas:
-        nodes = json_schema.nodes_of(schema)
-        n_nodes += len(nodes)
-        if n_nodes > json_schema.MAX_NODES:
-            message = f"expected at most {json_schema.MAX_NODES} objects and lists in all schemas together"
-            raise BadGrammar(message, name)
-        if problem := json_schema.problem(nodes):
-            raise BadGrammar(problem, name)
-        yield name, schema, None
-    for name, grammar in spec.inputs:
-        try:
-            in_json = grammar_in_json.grammar(grammar.syntax, grammar.definition)
-        except grammar_in_json.BadSource as error:
-            raise BadGrammar(str(error), name) from error
-        yield name, None, as_lark(grammar)  # an error is about what the client has written
-        yield name, None, in_json
+def _value(writer: _Writer, root: Mapping[str, Any], name: str, schema: Any) -> str:
+    """Return one of three: a string of an enum, any string, or JSON; newlines around it."""
+    while "$ref" in schema:  # not for ever: problem() has shown no circle
+        schema = json_schema.target(root, schema["$ref"])
+    types = json_schema.property_types(root, name)
+    if "string" not in types:
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        as_json = writer.rule(f"json_{len(writer.rules)}", _json(schema | definitions))
+        return f'"\\n" {as_json} {json.dumps(PARAMETER_END)}'
+    if "enum" in schema and types == {"string"}:
+        values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in schema["enum"]]
+        return f"({' | '.join(values)})"
+    _check_keywords(json_schema.objects_in(schema), OF_STRINGS)
+    return f'"\\n" {writer.lazy(PARAMETER_END)}'
+
+
+def _check_keywords(schemas: Iterable[Mapping[str, Any]], enforced: set[str]) -> None:
+    """Raise BadGrammar for keywords that a grammar of parameters in XML does not follow."""
+    unknown = set[str]().union(*schemas) - enforced
+    if unknown:
+        raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters in XML")

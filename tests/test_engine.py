@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing, closing, nullcontext
+from contextlib import aclosing, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from multiprocessing import connection
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, GAVE_UP, MAX_FAILED_STEPS, Engine, StepOutput
+from engine import BROKEN, CLOSING, GAVE_UP, Engine, StepOutput
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -36,7 +36,6 @@ from helpers.engines import (
     tiny,
     together,
 )
-from model import NumpyOps
 from sampling import Sampling
 from scheduler import Scheduler, Sequence
 
@@ -143,66 +142,16 @@ def test_a_step_that_fails_spares_the_sequences_outside_of_it(tiny_engine: Engin
 
 OUT_OF_VOCABULARY = Sampling(logit_bias={9999: 1})
 
-# fmt: off
-#   what                         job                                                 message
-FAULTS = [
-    ("a bias without a token",   replace(endless(3, 5), sampling=OUT_OF_VOCABULARY), "IndexError"),
-    ("a prompt without a token", replace(endless(3, 5), prompt=[5, 9999]),           "IndexError"),
-]
 
-#   what                         job                                                 message
-BAD = [
-    ("no prompt",                endless(0, 5),                                      "got 0 and at most 5"),
-    ("nothing to say",           endless(3, 0),                                      "got 3 and at most 0"),
-    ("beyond the context",       endless(1000, 30),                                  "got 1000 and"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("what", "asked", "message"), FAULTS)
-def test_a_request_that_cannot_be_served(
-    what: str, asked: Sequence, message: str, tiny_engine: Engine
-) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [replace(endless(3, 5), sampling=OUT_OF_VOCABULARY), replace(endless(3, 5), prompt=[5, 9999])],
+)
+def test_a_request_that_cannot_be_served(asked: Sequence, tiny_engine: Engine) -> None:
     """worker.py lets none of these through; the engine must outlive them all the same."""
-    assert failed(alone(tiny_engine, asked), message)
+    assert failed(alone(tiny_engine, asked), "IndexError")
     assert alone(tiny_engine, job("Say OK")).finish == "stop"
     assert tiny_engine.counts()["running"] == 0
-
-
-@pytest.mark.parametrize(("what", "asked", "message"), BAD)
-def test_a_request_that_does_not_fit(what: str, asked: Sequence, message: str, tiny_engine: Engine) -> None:
-    with pytest.raises(ValueError, match=message):
-        alone(tiny_engine, asked)
-    assert alone(tiny_engine, job("Say OK")).finish == "stop"
-
-
-def test_logits_that_are_not_numbers_fail_their_request_alone() -> None:
-    """A token whose embedding is NaN: all that were in the step failed, which any client could repeat."""
-    embed = tiny().weights.embed.copy()
-    poison = 77
-    embed[poison] = np.nan
-    weights = replace(tiny().weights, embed=embed)
-    engine = Engine(NumpyOps(tiny().config, weights, 256, 16, 4))
-    jobs = [replace(endless(9, 20), prompt=[5, poison, 6]), endless(9, 20)]
-
-    async def main() -> list[Answer]:
-        return [answer(steps) for steps in await asyncio.gather(*(steps_of(engine, job) for job in jobs))]
-
-    with closing(engine):
-        poisoned, other = play(main(), "an answer and a failure")
-        assert failed(poisoned, "The model's logits are not finite numbers.")
-        assert (other.finish, len(other.ids)) == ("length", 20)
-        assert engine.alive
-        assert engine.counts()["free_pages"] == 16
-
-
-def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> None:
-    for _ in range(MAX_FAILED_STEPS):
-        assert tiny_engine.alive
-        assert failed(alone(tiny_engine, replace(endless(3, 5), sampling=OUT_OF_VOCABULARY)), "IndexError")
-    assert not tiny_engine.alive
-    alone(tiny_engine, job("Say OK"))
-    assert tiny_engine.alive
 
 
 class NeverReady:
@@ -380,7 +329,7 @@ def test_steps_rarely_wait_for_a_mask_that_is_late(monkeypatch: pytest.MonkeyPat
     with started(Watch()) as engine:
         free = play(main(engine), "a hundred tokens")
     assert len(free.tokens) == 100
-    assert len([timeout for timeout in waits if timeout]) < 50
+    assert len(waits) < 5
 
 
 def test_it_is_busy_from_the_moment_it_is_asked() -> None:

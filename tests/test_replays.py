@@ -41,7 +41,7 @@ import responses
 import sse
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
-from dialects.structured_output import lark
+from dialects.structured_output import answer_grammar
 from event_log import EventLog, encode_event
 from gateway import answers, metering, relay
 from gateway.outputs import Outputs
@@ -161,7 +161,7 @@ def structured_output(chunks: list[str], schema: dict[str, Any]) -> Iterator[Any
     """The beginning of the text that an answer may have behind a prompt that ends with <think>."""
     demanded = StructuredOutput("none", schema=schema)
     dialect = families.find(families.DIALECTS["hermes"], TINY_TOKENIZER.added, "", tools=False)
-    grammar = lark(demanded, dialect, TINY_TOKENIZER.added, "open")
+    grammar = answer_grammar(demanded, dialect, TINY_TOKENIZER.added, "open").lark
     allowed: list[str] = []
     with Followed(scripted.GRAMMARS, grammar) as followed:
         for text in re.findall("</think>|.", "".join(chunks), re.DOTALL):

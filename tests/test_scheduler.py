@@ -453,17 +453,6 @@ def test_a_sequence_whose_mask_is_late_holds_up_no_other() -> None:
     assert step(s) == [Row(a, 100, 101), Row(b, 9, 10)]
 
 
-def test_after_a_wait_in_vain_four_tokens_come_before_the_next() -> None:
-    """Eight slow grammars would else, by turns, make every step wait for one of them."""
-    a = sequence(5)
-    a.n_late_masks = 1
-    waited_for = []
-    for _ in range(5):
-        waited_for.append(a.is_mostly_in_time)
-        a.output.append(7)
-    assert waited_for == [False, False, False, False, True]
-
-
 # fmt: off
 #   tokens                   n  what may follow
 DRAFTS = [

@@ -1,4 +1,4 @@
-"""Schemas that are refused before llguidance sees them, and that the work on the others is bounded."""
+"""What is read of schemas before llguidance has seen them, and that the work with it is bounded."""
 
 from typing import Any
 
@@ -6,11 +6,32 @@ import pytest
 
 from dialects import json_schema
 from dialects.families import DIALECTS
-from dialects.json_schema import MAX_NODES, MAX_VARIANTS, property_types, target
-from dialects.structured_output import BadGrammar, answer_grammar
+from dialects.json_schema import MAX_VARIANTS, BadGrammar, property_types, target
+from dialects.structured_output import answer_grammar
 from request.tools import StructuredOutput
 
 Json = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": 5},
+        {"required": 5},
+        {"required": [5]},
+        {"required": [[]]},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"$ref": "#/nowhere"}}},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"pattern": "a"}]}}},
+    ],
+)
+def test_what_is_not_a_schema_is_refused(schema: Json) -> None:
+    """If parameters are in XML it is read before llguidance has seen it."""
+    demanded = StructuredOutput("required", (("f", {"type": "object"} | schema),))
+    with pytest.raises(BadGrammar) as caught:
+        answer_grammar(demanded, DIALECTS["qwen3-coder"], {}, "over")
+    assert caught.value.part == "f"
 
 
 class Unread(list[Any]):
@@ -20,50 +41,16 @@ class Unread(list[Any]):
         raise AssertionError("all of the list is read")
 
 
-def test_a_reference_into_a_list_reads_one_item() -> None:
-    """A list was made into a dict for each: 10.9 s for 5,000 of them, ten hours for a whole body."""
-    assert target({"anyOf": Unread([{"type": "integer"}])}, "#/anyOf/0") == {"type": "integer"}
-
-
-def test_there_are_so_many_nodes_in_all_schemas() -> None:
-    half = {"type": "object", "properties": {f"p{i}": {} for i in range(MAX_NODES * 2 // 3)}}
-    answer_grammar(StructuredOutput("required", (("f", half),)), DIALECTS["hermes"], {}, "over")
-    both = StructuredOutput("required", (("f", half), ("g", half)))
-    with pytest.raises(BadGrammar, match=str(MAX_NODES)) as caught:
-        answer_grammar(both, DIALECTS["hermes"], {}, "over")
-    assert caught.value.part == "g"
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"properties": 5},
-        {"required": 5},
-        {"required": [5]},
-        {"properties": {"a": {"type": "string", "enum": 5}}},
-        {"properties": {"a": {"type": "string", "anyOf": 5}}},
-        {"properties": {"a": {"anyOf": [{"type": "string"}, 5]}}},
-    ],
-)
-def test_what_is_not_a_schema_is_refused(schema: Json) -> None:
-    """Where parameters are in XML it is read before llguidance has seen it."""
-    demanded = StructuredOutput("required", (("f", {"type": "object"} | schema),))
-    with pytest.raises(BadGrammar) as caught:
-        answer_grammar(demanded, DIALECTS["qwen3-coder"], {}, "over")
-    assert caught.value.part == "f"
-
-
 # fmt: off
 #  reference                 what it leads to
 TARGETS: list[tuple[str, Any]] = [
     ("#",                     ...),
-    ("#/a/0",                 1),
+    ("#/a/0",                 1),  # a list was made into a dict for each: ten hours for a whole body
     ("#/a/1/b~1c",            2),
     ("#/a/1/d~0e",            3),
     ("#/a/1/f%20g",           4),
     ("#/a/2",                 None),
-    ("#/a/01",                None),
-    ("#/a/-1",                None),
+    ("#/a/b",                 None),
     ("#/a/0/b",               None),
     ("#/a/" + "9" * 5000,     None),
     ("#/z",                   None),
@@ -76,7 +63,7 @@ TARGETS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("ref", "found"), TARGETS)
 def test_pointers(ref: str, found: Any) -> None:
     """https://www.rfc-editor.org/rfc/rfc6901"""
-    root = {"a": [1, {"b/c": 2, "d~e": 3, "f g": 4}]}
+    root = {"a": Unread([1, {"b/c": 2, "d~e": 3, "f g": 4}])}
     expected = root if found is ... else found
     assert target(root, ref) == expected
 
@@ -103,7 +90,7 @@ def test_types_of_a_property_with_very_many_variants(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_written_is_bounded() -> None:
-    """Each parameter in XML had all definitions written beside it: their number times their size."""
+    """Each parameter in XML has all definitions written beside it: their number times their size."""
     definitions = {f"d{i}": {"description": "x" * 100, "type": "integer"} for i in range(2000)}
     properties = {f"p{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i}"}} for i in range(2000)}
     schema = {"type": "object", "properties": properties, "$defs": definitions}

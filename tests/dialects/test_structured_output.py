@@ -4,7 +4,9 @@ import asyncio
 import json
 import random
 import re
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +20,9 @@ from tokenizers import AddedToken
 from channels import Dialect, Parser, Piece
 from dialects import families
 from dialects.families import DIALECTS
+from dialects.json_schema import BadGrammar
 from dialects.matchers import Grammars
-from dialects.structured_output import BadGrammar, Thinking, answer_grammar, lark
+from dialects.structured_output import Thinking, answer_grammar
 from helpers.grammars import Followed
 from helpers.laws import parse
 from helpers.scripted import vocab_size
@@ -32,7 +35,7 @@ Json = dict[str, Any]
 
 CITY: Json = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "properties": {"city": {"enum": ["Oslo", "Bergen"]}},
     "required": ["city"],
     "additionalProperties": False,
 }
@@ -117,7 +120,7 @@ def fits(
     vocabulary: Vocabulary = TINY_ONE,
 ) -> bool:
     """Is every token of the answer in the mask before it, and an end behind it?"""
-    text = lark(spec, dialect, vocabulary.tokenizer.added, thinking)
+    text = answer_grammar(spec, dialect, vocabulary.tokenizer.added, thinking).lark
     with Followed(vocabulary.grammars, text) as followed:
         for token_id in vocabulary.tokenizer.encode(answer):
             if not followed.mask()[token_id]:
@@ -151,7 +154,7 @@ PERSON: Json = {
 TRIP: Json = {
     "type": "object",
     "properties": {
-        "to": {"type": "string", "maxLength": 8},
+        "to": {"enum": ["Oslo", "Bergen"]},
         "by": {"type": "string", "enum": ["train", "boat"]},
         "days": {"type": "integer", "minimum": 1, "maximum": 30},
         "with": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
@@ -175,12 +178,13 @@ TEXTS = dict.fromkeys(DIALECTS, "Fine.") | {"harmony": "<|channel|>final<|messag
 # fmt: on
 
 
-def vocabulary(folder: Path, name: str, tokens: bool) -> tuple[Dialect, Vocabulary]:
+@cache
+def vocabulary(name: str, tokens: bool) -> tuple[Dialect, Vocabulary]:
     """The tiny model's, without its own markers, and with those of the dialect or not."""
     content = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
     own = HERMES.markers
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in own]
-    path = folder / "tokenizer.json"
+    path = Path(tempfile.mkdtemp()) / "tokenizer.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     library = tokenizers.Tokenizer.from_file(str(path))
     if tokens:
@@ -194,9 +198,9 @@ def vocabulary(folder: Path, name: str, tokens: bool) -> tuple[Dialect, Vocabula
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("name", DIALECTS)
-def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
+def test_every_dialect(name: str, tokens: bool) -> None:
     """With markers that are tokens or spelled, what is a call and what is not is the same."""
-    dialect, words = vocabulary(tmp_path, name, tokens)
+    dialect, words = vocabulary(name, tokens)
     one, text, forms = CITY_CALLS[name], TEXTS[name], dialect.forms
     call, several = (
         one.join(forms.calls),
@@ -223,9 +227,9 @@ def test_every_dialect(tmp_path: Path, name: str, tokens: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("name", DIALECTS)
-def test_what_is_let_through_is_found(tmp_path: Path, name: str, tokens: bool) -> None:
+def test_what_is_let_through_is_found(name: str, tokens: bool) -> None:
     """A model that takes any token of the mask, whichever it is, says what was demanded to our parser."""
-    dialect, words = vocabulary(tmp_path, name, tokens)
+    dialect, words = vocabulary(name, tokens)
     functions, rng = (("get_weather", CITY), ("plan", TRIP)), random.Random(1)
     schemas = dict(functions)
     for spec in 3 * (
@@ -243,7 +247,8 @@ def test_what_is_let_through_is_found(tmp_path: Path, name: str, tokens: bool) -
 
 
 def any_answer(spec: Must, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
-    followed = Followed(words.grammars, lark(spec, dialect, words.tokenizer.added, "over"))
+    grammar = answer_grammar(spec, dialect, words.tokenizer.added, "over")
+    followed = Followed(words.grammars, grammar.lark)
     decoder = words.tokenizer.decoder()
     while not (mask := followed.mask())[2041]:
         token_id = int(rng.choice(np.flatnonzero(mask)))
@@ -256,7 +261,7 @@ def any_answer(spec: Must, dialect: Dialect, words: Vocabulary, rng: random.Rand
 STRINGS: Json = {
     "type": "object",
     "properties": {
-        "s": {"type": "string", "minLength": 1},
+        "s": {"type": "string"},
         "e": {"enum": ["a", "é\n"]},
         "n": {"$ref": "#/$defs/n"},
         "o": {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False},
@@ -272,7 +277,6 @@ PARAMETERS = [
     (["s", "<b>\n"],                                True),
     (["s", "a", "e", "é\n", "n", "5"],              True),
     (["s", "a", "o", '{"x": "b"}', "u", "5"],        True),
-    (["s", ""],                                      False),
     (["n", "5"],                                     False),
     (["s", "a", "e", "b"],                           False),
     (["s", "a", "n", "five"],                        False),
@@ -281,7 +285,7 @@ PARAMETERS = [
 ]
 UNENFORCEABLE: list[tuple[Json, str]] = [
     # of the arguments                                               the message says
-    ({"properties": {"a": {"type": "string", "pattern": "^a$"}}},    "'a': of a string only"),
+    ({"properties": {"a": {"type": "string", "pattern": "^a$"}}},    "pattern cannot be enforced"),
     ({"properties": {"a>": {"type": "string"}}},                     "'a>' cannot be the name"),
     ({"properties": {"a": {}}, "minProperties": 1},                  "minProperties cannot be enforced"),
 ]
@@ -289,8 +293,8 @@ UNENFORCEABLE: list[tuple[Json, str]] = [
 
 
 @pytest.mark.parametrize(("values", "expected"), PARAMETERS)
-def test_parameters_in_xml(tmp_path: Path, values: list[str], expected: bool) -> None:
-    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+def test_parameters_in_xml(values: list[str], expected: bool) -> None:
+    dialect, words = vocabulary("qwen3-coder", tokens=True)
     pairs = zip(values[::2], values[1::2], strict=True)
     written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in pairs)
     call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
@@ -298,11 +302,11 @@ def test_parameters_in_xml(tmp_path: Path, values: list[str], expected: bool) ->
 
 
 @pytest.mark.parametrize(("schema", "message"), UNENFORCEABLE)
-def test_what_cannot_be_enforced_in_xml_is_refused(tmp_path: Path, schema: Json, message: str) -> None:
-    dialect, words = vocabulary(tmp_path, "qwen3-coder", tokens=True)
+def test_what_cannot_be_enforced_in_xml_is_refused(schema: Json, message: str) -> None:
+    dialect, words = vocabulary("qwen3-coder", tokens=True)
     spec = Must("required", (("f", {"type": "object"} | schema),))
     with pytest.raises(BadGrammar, match=message) as caught:
-        lark(spec, dialect, words.tokenizer.added, "over")
+        answer_grammar(spec, dialect, words.tokenizer.added, "over")
     assert caught.value.part == "f"
 
 
@@ -330,12 +334,6 @@ def demanding(lark: str) -> Must:
     return Must("required", (("p", tool.schema() or {}),), inputs=inputs)
 
 
-def lists(ref: str, i: int) -> dict[str, Any]:
-    return {"type": "array", "items": {"$ref": ref % i}}
-
-
-SPACED = {f"a {i}": lists("#/$defs/a%%20%d", i + 1) for i in range(6000)} | {"a 6000": {}}
-
 # fmt: off
 #  schema                                                                  to blame
 REFUSED: list[tuple[Must, str]] = [
@@ -347,8 +345,6 @@ REFUSED: list[tuple[Must, str]] = [
     (Must("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
     (Must("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
     (Must("none", schema=chain(3000)),                                   ""),  # it ends the process
-    (Must("none", schema={"anyOf": [lists("#/anyOf/%d", i) for i in range(1, 6001)] + [{}]}), "schema"),
-    (Must("none", schema={"$ref": "#/$defs/a%200", "$defs": SPACED}),    "schema"),
     (Must("none", schema={"$ref": "https://e.x/s"}),                     "schema"),
     (Must("none", schema={"items": {"$id": "https://e.x/s"}}),           "schema"),
     (Must("required", (("f", {"type": 5}),)),                            "f"),
@@ -373,24 +369,37 @@ def test_what_cannot_be_enforced_is_refused(spec: Must, part: str) -> None:
     assert caught.value.part == part
 
 
-def test_a_schema_may_be_deep() -> None:
-    """Bug: one deeper than llguidance's stack took the process with it; this one does not."""
-    check(Must("none", schema=chain(300)))
-
-
-def test_a_schema_may_be_wide() -> None:
-    """Many $refs, none below another: as generators write them."""
+def wide(n: int) -> Json:
+    """Many $refs, none after another: as generators write them."""
     small = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}}
-    many = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(400)}
-    defined = {f"d{i}": small | {"title": f"{i}"} for i in range(400)}
-    check(Must("none", schema={"type": "object", "properties": many, "$defs": defined}))
-    check(Must("none", schema={"anyOf": [{"type": "string"}, lists("#/anyOf/%d", 0)]}))
+    many = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(n)}
+    return {"type": "object", "properties": many, "$defs": {f"d{i}": small for i in range(n)}}
 
 
-def test_a_schema_may_hold_itself() -> None:
-    """A list is no circle: each turn says something."""
-    check(Must("none", schema=TREE))
+SELF_IN_A_LIST = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/anyOf/1"}}]}
+
+
+@pytest.mark.parametrize("schema", [chain(300), wide(400), TREE, SELF_IN_A_LIST])
+def test_a_schema_may_be_deep_or_wide_or_hold_itself(schema: Json) -> None:
+    """Bug: one deeper than llguidance's stack took the process with it. A list or object is no circle."""
+    check(Must("none", schema=schema))
+
+
+def test_a_schema_that_holds_itself_is_followed() -> None:
     assert fits('{"next": {"next": null}}', Must("none", schema=TREE), HERMES, "over")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("^(?=a)b$", "look-around, including look-ahead and look-behind, is not supported"),
+        ("(a", "unclosed group"),
+    ],
+)
+def test_who_sends_a_bad_pattern_is_told_what_is_wrong_with_it(pattern: str, reason: str) -> None:
+    """The first line of the library's error was all: "regex parse error:"."""
+    with pytest.raises(BadGrammar, match=reason):
+        check(Must("none", schema={"type": "string", "pattern": pattern}))
 
 
 # --- through the server -------------------------------------------------------------------------------------
@@ -420,16 +429,6 @@ def test_finish_reason_of_a_call(sdk: Any, choice: Any, reason: str) -> None:
     )
     assert answer.choices[0].finish_reason == reason
     assert answer.choices[0].message.tool_calls
-
-
-def test_json_schema_at_temperature_2(sdk: Any) -> None:
-    wanted = {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}
-    for seed in range(8):
-        answer = sdk.responses.create(
-            model="default", input="Describe a person.", temperature=2, text={"format": wanted},
-            reasoning={"effort": "none"}, extra_body={"seed": seed},
-        )  # fmt: skip
-        jsonschema.validate(json.loads(answer.output_text), PERSON)
 
 
 CUSTOM_TOOLS: dict[str, tuple[str, str]] = {
@@ -474,28 +473,3 @@ def test_bad_grammar_is_a_400(sdk: Any) -> None:
             "tools[0].custom.format.grammar.definition",
             "invalid_value",
         )
-
-
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        ("^(?=a)b$", "look-around, including look-ahead and look-behind, is not supported"),
-        ("(a", "unclosed group"),
-    ],
-)
-def test_who_sends_a_bad_pattern_is_told_what_is_wrong_with_it(sdk: Any, pattern: str, reason: str) -> None:
-    """The first line of the library's error was all: "regex parse error:"."""
-    schema = {"type": "string", "pattern": pattern}
-    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-    with pytest.raises(openai.BadRequestError, match=reason) as caught:
-        sdk.responses.create(model="default", input="hi", text=text)
-    assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "text.format.schema")
-
-
-def test_a_schema_that_goes_round_hangs_no_other_request(sdk: Any) -> None:
-    """Bug: the grammar was followed for ever in the engine's thread, and all requests waited with it."""
-    for schema in ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": ROUND}):
-        text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-        with pytest.raises(openai.BadRequestError):
-            sdk.responses.create(model="default", input="hi", text=text)
-    assert sdk.responses.create(model="default", input="hi").status == "completed"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dialects.matchers import Grammars
-from dialects.structured_output import NO_PARTS, AnswerGrammar
+from dialects.structured_output import AnswerGrammar
 from helpers.serving import PATIENCE_S
 
 
@@ -18,7 +18,7 @@ class Followed:
     """A Constraint whose masks are waited for."""
 
     def __init__(self, grammars: Grammars, lark: str) -> None:
-        self._constraint = grammars.constraint(AnswerGrammar(lark, NO_PARTS))
+        self._constraint = grammars.constraint(AnswerGrammar(lark))
         self._output: list[int] = []
         self._mask: NDArray[np.bool_] | None = None
         self._constraint.masks([], [])  # asks for the first
