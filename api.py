@@ -218,13 +218,11 @@ class Api:
             async def find(id: str) -> Row | None:
                 if recall and (remembered := recall(id)):
                     return remembered
-                row = await self.registry.get(id, visit.owner, visit.load_too)
+                row = await self.registry.get(id, visit.owner, visit.load)
                 return await self.registry.to_continue(row) if row else None
 
-            open_sealed = partial(items.unseal, self.secret, visit.owner)
-            chain, own = await items.resolve(
-                values["input"], values["previous_response_id"], find, open_sealed
-            )
+            sealer_of = partial(items.sealer, self.secret, visit.owner)
+            chain, own = await items.resolve(values["input"], values["previous_response_id"], find, sealer_of)
             if purpose != "respond" and chain and not own:  # as if the client had sent all of it
                 chain, own = [], chain
             # Thousands of items must not stop the streams.
@@ -257,7 +255,7 @@ class Api:
         """Emit what the model says of a prompt, or what is made of that."""
         take: Emit = emit
         if prompt.request.compacts:
-            take = items.compacted(emit, items.sealer(self.secret, prompt.request.owner, "compaction").dumps)
+            take = items.unsaid(emit, items.sealer(self.secret, prompt.request.owner, "compaction").dumps)
         elif not prompt.request.generate:
             take = items.unsaid(emit)
         await run_choice(prompt, 0, self.metrics, take)
@@ -328,8 +326,6 @@ class Api:
         """Return the response that is asked for; raises BadInput, also if there is no room to load it."""
         if is_stream:
             visit.enter()
-        else:
-            visit.hold(visit.rooms.answers, 1)
         id_ = http.path_params["id"]
         row = await self.registry.get(id_, visit.owner, visit.load)
         if row is None:

@@ -2,7 +2,7 @@
 
     input, previous_response_id --resolve()--> chain, input      every item in its long form, with an id
     Request, conversation --new_row()--> Row --body_of()--> body of POST /v1/responses
-    Request, conversation --summary_request()--> Request; what the model answers --compacted(emit)--> one item
+    Request, conversation --summary_request()--> Request; what the model answers --unsaid()--> one item
 
 Authority: https://platform.openai.com/docs/guides/conversation-state for chains and references,
 https://platform.openai.com/docs/guides/reasoning#encrypted-reasoning-items for `encrypted_content`,
@@ -11,7 +11,7 @@ items are those of openai.types.responses.ResponseInputItemParam.
 
 Rules of this file:
 1. After resolve() nothing has to be looked up or decrypted any more: no other module knows of references.
-2. `find` and `unseal` are bound to the owner of the request: what others own does not exist.
+2. `find` and `sealer_of` are bound to the owner of the request: what others own does not exist.
 3. No two items of a conversation have the same id: paging through them by id would never end.
 4. The whole conversation has limits: its chain, what references stand for, and what was sent. Each turn of a
    chain is stored with all turns before it (store.py), and read as a whole by the next one.
@@ -37,13 +37,13 @@ from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, ITEM_TYPES, MAX_ITEMS, PART_TEXTS
 from request.params import Request, read_responses, responses_request
 from request.refusals import BadInput
-from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT, TOOL_ITEMS
+from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT
 from request.validation import text
 from store import TERMINAL, Row
 
 Item = dict[str, Any]
 Find = Callable[[str], Awaitable[Row | None]]  # id of a response -> the response, None if there is none
-Unseal = Callable[[str, str], str]  # (purpose, blob) -> the text in it; raises ValueError
+SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of it and the request's owner
 
 MAX_CONVERSATION_BYTES = 4 * 2**20  # by n_bytes(): about a million tokens, or 20,000 parts
 VALUE_BYTES = 64  # what Python takes for a value, even an empty one
@@ -59,19 +59,17 @@ PARTS = {
 }
 # fmt: on
 TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items before it
-WITHOUT_STATUS = ("compaction", "compaction_trigger", "additional_tools")  # openai's ResponseItem
-STATUSES = ("in_progress", "completed", "incomplete")  # of all other types, except those of TOOL_ITEMS
 
 
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
 
 
 async def resolve(
-    input: list[Item] | None, previous_response_id: str | None, find: Find, unseal: Unseal
-) -> tuple[list[Item], Any]:
+    input: list[Item] | None, previous_response_id: str | None, find: Find, sealer_of: SealerOf
+) -> tuple[list[Item], list[Item]]:
     """Return the chain that a request continues, and its own items, with nothing left to look up.
 
-    Raises BadInput; but a chain alone, which is too long by its last answer, can still be compacted.
+    Raises BadInput. A chain alone that its last answer has made too large can still be compacted.
     """
     chain: list[Item] = []
     if previous_response_id is not None:
@@ -79,16 +77,15 @@ async def resolve(
         if previous is None:
             message = f"Previous response with id '{previous_response_id}' not found."
             raise BadInput(message, "previous_response_id", "previous_response_not_found")
-        chain = await asyncio.to_thread(_continued, previous, unseal)
-    if input is None:
-        return chain, None
-    if len(chain) + len(input) > MAX_ITEMS:
+        chain = await asyncio.to_thread(_continued, previous, sealer_of)
+    own = input or []
+    if len(chain) + len(own) > MAX_ITEMS:
         raise _too_long(f"{MAX_ITEMS} items")
-    said = await _referenced(input, find)
-    return chain, await asyncio.to_thread(_resolved, chain, input, said, unseal)
+    said = await _referenced(own, find)
+    return chain, await asyncio.to_thread(_resolved, chain, own, said, sealer_of)
 
 
-def _continued(row: Row, unseal: Unseal) -> list[Item]:
+def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
     """Return what a response that continues this one begins with; raises BadInput.
 
     A compaction stands for all that was said before it, except for what the user has said.
@@ -97,7 +94,7 @@ def _continued(row: Row, unseal: Unseal) -> list[Item]:
         raise BadInput(f"Previous response with id '{row.id}' has not ended yet.", "previous_response_id")
     items, output = row.items, row.response["output"]
     if output and output[-1]["type"] == "compaction":
-        return [*retained(items), _opened(output[-1], "previous_response_id", unseal)]
+        return [*retained(items), _opened(output[-1], "previous_response_id", sealer_of)]
     return [*items, *output]
 
 
@@ -114,23 +111,28 @@ def is_trigger(item: Item) -> bool:
 
 async def _referenced(input: Sequence[Item], find: Find) -> dict[str, Item]:
     """Return the items that references stand for, by id: each response is looked up once."""
-    ids = {f"input[{i}].id": item.get("id") for i, item in enumerate(input) if is_reference(item)}
-    response_ids = {response_id_of(text(item_id, path)) for path, item_id in ids.items()}
-    if len(response_ids) > MAX_REFERENCED:
-        raise _too_long(f"references to {MAX_REFERENCED} responses")
     said: dict[str, Item] = {}
-    for response_id in response_ids:
-        if row := await find(response_id):
-            response = await asyncio.to_thread(sse.loads, row.response_json)
-            said |= {item["id"]: item for item in response["output"]}
-    for path, item_id in ids.items():
+    response_ids: set[str] = set()
+    for i, item in enumerate(input):
+        if not is_reference(item):
+            continue
+        path = f"input[{i}].id"
+        item_id = text(item.get("id"), path)
+        response_id = response_id_of(item_id)
+        if response_id not in response_ids:
+            response_ids.add(response_id)
+            if len(response_ids) > MAX_REFERENCED:
+                raise _too_long(f"references to {MAX_REFERENCED} responses")
+            if row := await find(response_id):
+                response = await asyncio.to_thread(sse.loads, row.response_json)
+                said |= {item["id"]: item for item in response["output"]}
         if item_id not in said:
             raise BadInput(f"Item with id '{item_id}' not found.", path, "item_not_found")
     return said
 
 
 def _resolved(
-    chain: Sequence[Item], input: Sequence[Item], said: Mapping[str, Item], unseal: Unseal
+    chain: Sequence[Item], input: Sequence[Item], said: Mapping[str, Item], sealer_of: SealerOf
 ) -> list[Item]:
     """Return the input in its long form, with what its items stand for in their places; raises BadInput."""
     size = sum(map(n_bytes, chain))
@@ -140,7 +142,7 @@ def _resolved(
         path = f"input[{i}]"
         if is_reference(item):
             item = said[item["id"]]
-        item = _long_form(_opened(item, path, unseal), ids)
+        item = _long_form(_opened(item, path, sealer_of), ids)
         if is_trigger(item) and i < len(input) - 1:
             raise BadInput("The 'compaction_trigger' item must be the final input item.", path)
         size += n_bytes(item)
@@ -156,32 +158,26 @@ def n_bytes(item: Item) -> int:
     return len(json_text) + VALUE_BYTES * n_values(outside_strings(json_text))
 
 
-def _opened(item: Item, path: str, unseal: Unseal) -> Item:
+def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
     """Return an item with the text of its sealed blob, if it has one; raises BadInput."""
+    kind = str(item.get("type"))
     blob = item.get("encrypted_content")
-    is_sealed_thought = item.get("type") == "reasoning" and blob and not item.get("content")
-    if item.get("type") != "compaction" and not is_sealed_thought:
+    is_sealed_thought = kind == "reasoning" and blob and not item.get("content")
+    if kind != "compaction" and not is_sealed_thought:
         return item
     try:
-        opened = unseal(item["type"], str(blob))
-    except ValueError as error:
+        opened = sealer_of(kind).loads(str(blob))
+    except (BadData, UnicodeError) as error:
+        made = "that this server has made for this client, with the secret that it has now"
         # Clients know it by its code: https://github.com/openai/codex/issues/8145
-        raise BadInput(str(error), f"{path}.encrypted_content", "invalid_encrypted_content") from error
+        code = "invalid_encrypted_content"
+        raise BadInput(f"Expected a blob of {kind} {made}.", f"{path}.encrypted_content", code) from error
     return item | {"content" if is_sealed_thought else "summary": opened}
 
 
 def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
     """Makes `encrypted_content`, which is good for one owner and purpose. It is signed, not secret."""
     return URLSafeSerializer(secret, f"{purpose}\0{owner}", signer_kwargs={"digest_method": hashlib.sha256})
-
-
-def unseal(secret: bytes, owner: str, purpose: str, blob: str) -> str:
-    """Return the text in `encrypted_content`; raises ValueError."""
-    try:
-        return str(sealer(secret, owner, purpose).loads(blob))
-    except (BadData, UnicodeError) as error:
-        made = "that this server has made for this client, with the secret that it has now"
-        raise ValueError(f"expected a blob of {purpose} {made}") from error
 
 
 def _too_long(expected: str) -> BadInput:
@@ -201,7 +197,7 @@ def with_image_texts(value: Any) -> Any:
         return value
     type_ = str(value.get("type"))
     if type_ in IMAGES:
-        return {"type": IMAGES[type_], "text": IMAGE_TEXT}
+        return {"type": "text", "text": IMAGE_TEXT}
     texts = {name: with_image_texts(member) for name, member in value.items()}
     image_member = IMAGE_MEMBERS.get(type_)
     if texts.get(image_member) is not None:
@@ -217,30 +213,24 @@ def _long_form(item: Item, ids: set[str]) -> Item:
 
     What is not an item, or not a part, is left for messages.py to refuse.
     """
-    kind = "message" if item.get("type") is None else str(item["type"])
+    long: Item = {"type": "message", "status": "completed"}
+    long |= {name: member for name, member in item.items() if member is not None}
+    kind = str(long["type"])
     if kind not in ITEM_TYPES:
         return item
-    id_ = item.get("id")
-    if not isinstance(id_, str) or not id_ or id_ in ids:
-        id_ = new_id(PREFIXES.get(kind, "item"))
-    ids.add(id_)
-    long = {**item, "id": id_, "type": kind}
-    if kind in WITHOUT_STATUS:
-        return long
-    status = item.get("status") or "completed"
-    if kind not in TOOL_ITEMS and status not in STATUSES:
-        status = "completed"
-    long["status"] = status
+    if not isinstance(item.get("id"), str) or item["id"] in ids:
+        long["id"] = new_id(PREFIXES.get(kind, "item"))
+    ids.add(long["id"])
+    if kind == "reasoning":
+        long = {"summary": [], "content": []} | long
     lists = PARTS.get(kind, {})
     if kind == "message" and item.get("role") == "assistant":
         lists = {"content": "output_text"}
     for name, part_type in lists.items():
-        parts = item.get(name)
-        if kind == "reasoning" and not parts:
-            parts = []
+        parts = long.get(name)
         if name == "content" and isinstance(parts, str):
             parts = [{"type": "text", "text": parts}]
-        if isinstance(parts, list):  # a result may be a string
+        if isinstance(parts, list):  # the output of a call may be a string
             long[name] = [_long_part(part, part_type) for part in parts]
     return long
 
@@ -250,9 +240,9 @@ def _long_part(part: Any, part_type: str) -> Any:
     type_ = str(part.get("type")) if isinstance(part, dict) else ""
     if type_ not in PART_TEXTS:
         return part
-    name = PART_TEXTS[type_]
     if type_ == "refusal":
         part_type = type_
+    name = PART_TEXTS[type_]
     long = {"type": part_type, name: part.get(name)}
     if part_type == "output_text":
         long |= {"annotations": [], "logprobs": []}  # which must be there, even empty
@@ -326,11 +316,17 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
     return replace(responses_request(values, conversation, question, request.owner), compacts=True)
 
 
-def compacted(emit: Callable[[Accepted | Compaction | Finish], None], seal: Callable[[str], str]) -> Emit:
-    """Return what takes the outputs, and emits the summary as one sealed item.
+def unsaid(
+    emit: Callable[[Accepted | Compaction | Finish], None], seal: Callable[[str], str] | None = None
+) -> Emit:
+    """Return what takes the outputs of a compaction or a warm-up, and does not tell them.
 
-    It is one item, whatever else the model says: https://github.com/Soju06/codex-lb/issues/971
-    Without a summary there is nothing to compact to, and the response has failed.
+    With `seal`, the summary is emitted as one sealed item, whatever else the model says:
+    https://github.com/Soju06/codex-lb/issues/971. Without a summary the response has failed.
+
+    Else it is a warm-up (`generate: false`, or `prompt_cache_options: {"prewarm": true}`), which puts a
+    prompt into the prefix cache. The one token that params.py asks for does not count:
+    https://github.com/router-for-me/CLIProxyAPI/issues/1901
     """
     texts: list[str] = []
 
@@ -338,31 +334,15 @@ def compacted(emit: Callable[[Accepted | Compaction | Finish], None], seal: Call
         match output:
             case Delta("final", text):
                 texts.append(text)
-            case Finish("stop" | "length") if any(texts):
-                emit(Compaction(seal("".join(texts))))
-                emit(output._replace(reason="stop"))
-            case Finish("stop" | "length"):
-                emit(Finish("failed", output.usage, "The model wrote no summary."))
-            case Accepted() | Finish():
-                emit(output)
-
-    return emit_rest
-
-
-def unsaid(emit: Emit) -> Emit:
-    """Return what takes the outputs of a warm-up, and emits that the prompt was accepted, and is computed.
-
-    A warm-up (`generate: false`, or `prompt_cache_options: {"prewarm": true}`) puts a prompt into the prefix
-    cache. The one token that params.py asks for is not told, and does not count:
-    https://github.com/router-for-me/CLIProxyAPI/issues/1901
-    """
-
-    def emit_rest(output: Accepted | Output | Finish) -> None:
-        match output:
             case Finish("stop" | "length", usage):
-                if usage:
-                    usage = replace(usage, output_tokens=0, reasoning_tokens=0)
-                emit(Finish("stop", usage))
+                output = Finish("stop", usage)
+                if seal and any(texts):
+                    emit(Compaction(seal("".join(texts))))
+                elif seal:
+                    output = Finish("failed", usage, "The model wrote no summary.")
+                elif usage:
+                    output = Finish("stop", replace(usage, output_tokens=0, reasoning_tokens=0))
+                emit(output)
             case Accepted() | Finish():
                 emit(output)
 

@@ -15,8 +15,8 @@ Rules of this file:
 2. Instructions and the system and developer messages right after them are one system message; later ones
    stay where they are.
 3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
-4. Each result follows its call, once, in the order of the calls. Each call has its result, unless it could
-   not be run: a limit cut it, or its arguments are not an object.
+4. Each result follows its call, once, in the order of the calls. Each call of a function has its result,
+   unless it could not be run: a limit cut it, or its arguments are not an object.
 5. The arguments of a call are an object, as Llama's, Mistral's and Qwen3-Coder's templates want it. Those
    that are not a JSON object are the one member of one: https://github.com/vllm-project/vllm/issues/43995
 6. Each call has an id of ours, which Mistral's template takes: nine letters and digits. Some clients begin
@@ -32,9 +32,18 @@ from typing import Any, NamedTuple
 import sse
 from request.body import MAX_VALUES, n_values, outside_strings, too_many_values
 from request.ids import PREFIXES
-from request.refusals import BadInput, no_images
-from request.tool_items import CALL_IDS, IMAGE_MEMBERS, IMAGE_TEXT, MAY_LACK_RESULT, TOOL_ITEMS, TYPE_SUFFIX
-from request.tools import CLIENT_TOOLS, as_arguments, as_json, flat, qualified_name
+from request.refusals import BadInput, missing, no_images
+from request.tool_items import (
+    ARGUMENTS,
+    CALL_IDS,
+    IMAGE_MEMBERS,
+    IMAGE_TEXT,
+    RESULT_SUFFIXES,
+    RESULTS,
+    SUFFIX,
+    TOOL_ITEMS,
+)
+from request.tools import CLIENT_TOOLS, as_json, flat, qualified_name
 from request.validation import Object, Place, list_of, one_of, place, text, text_or_array
 
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
@@ -111,7 +120,7 @@ class Conversation:
     def close(self, path: str) -> list[Message]:
         """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result."""
         if not self._messages:
-            raise BadInput(f"'{path}' has no message.", path)
+            raise missing(path)
         for call_id, call in self._open_calls.items():
             if call.needs_result:
                 raise BadInput(f"No tool output found for function call {call_id}.", path)
@@ -137,20 +146,9 @@ PART_TEXTS = {
     "text":           "text",
     "refusal":        "refusal",
 }
-
-#   type of a part     that of a text in its place
-IMAGES = {
-    "input_image":    "input_text",
-    "image_url":      "text",
-}
-
-#   type of a call     its member that holds what the tool gets
-PAYLOADS = {
-    "function":       "arguments",
-    "custom":         "input",
-}
 # fmt: on
-
+IMAGES = ("input_image", "image_url")  # types of parts
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 objects = list_of(place, MAX_ITEMS)
 
@@ -168,9 +166,6 @@ def content_text(content: Any, path: str) -> str:
     return "\n".join(lines)
 
 
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-
-
 def add_message(conversation: Conversation, message: Place) -> None:
     role = message.need("role", one_of(*ROLES))
     conversation.add_text(ROLES[role], message.need("content", content_text))
@@ -178,9 +173,10 @@ def add_message(conversation: Conversation, message: Place) -> None:
 
 def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) -> None:
     name = qualified_name(call.get("namespace", text, ""), call.need("name", text))
-    written = call.need(PAYLOADS[type_], text)
     if type_ == "custom":
-        written = as_arguments(written)
+        written = as_json({"input": call.need("input", text)})
+    else:
+        written = call.need("arguments", text)
     conversation.add_call(call_id, name, written, is_cut=call.members.get("status") == "incomplete")
 
 
@@ -200,8 +196,6 @@ def add_item(conversation: Conversation, item: Place) -> None:
             add_message(conversation, item)
         case "reasoning":
             # The model's own words; a summary is in another's, and no model was trained on it.
-            for part in item.get("summary", objects, []):
-                part.need("text", text)
             if reasoning := item.get("content", content_text, ""):
                 conversation.add_text("assistant", reasoning, "reasoning_content")
         case "function_call" | "custom_tool_call":
@@ -218,29 +212,23 @@ def add_item(conversation: Conversation, item: Place) -> None:
 
 
 def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
-    """Add an item with a row in TOOL_ITEMS as a call of a function, as its result, or as both."""
-
-    def given(names: str) -> Object:
-        return {name: item.members[name] for name in names.split() if item.members.get(name) is not None}
-
-    arguments_of, result_of = TOOL_ITEMS[type_]  # names of members
+    """Add an item of another tool as a call of a function, as its result, or as both (tool_items.py)."""
     image_member = IMAGE_MEMBERS.get(type_, "")
     if item.members.get(image_member) not in (None, IMAGE_TEXT):
         raise no_images(f"{item.path}.{image_member}")
-    function = TYPE_SUFFIX.split(type_)[0]
-    call_id = function  # a search that the server runs has no id
-    own_id = "id" if arguments_of and result_of else "call_id"
-    for name in given(CALL_IDS.get(type_, own_id)):
-        call_id = item.need(name, text)
-        break
-    if arguments_of:
+    function = SUFFIX.split(type_)[0]
+    is_result = type_.endswith(RESULT_SUFFIXES)
+    call_id = item.get(CALL_IDS.get(type_, "call_id"), text, function)
+    given = {name: value for name, value in item.members.items() if value is not None}
+    if not is_result:
         arguments: Object = {}
-        for name, value in given(arguments_of).items():
-            arguments |= value if isinstance(value, dict) else {name: value}
-        may_lack_result = item.members.get("status") == "incomplete" or type_ in MAY_LACK_RESULT
-        conversation.add_call(call_id, function, as_json(arguments), may_lack_result)
-    if result_of:
-        results = given(result_of)
+        for name in filter(given.__contains__, ARGUMENTS):
+            arguments |= given[name] if isinstance(given[name], dict) else {name: given[name]}
+        conversation.add_call(call_id, function, as_json(arguments), is_cut=True)
+    results = {name: given[name] for name in RESULTS if name in given}
+    if is_result and not results:
+        results = {"status": given.get("status", "completed")}
+    if results:
         match [*results.values()]:
             case [str(result)]:
                 pass
@@ -259,8 +247,6 @@ def from_responses(items: Items, instructions: str | None, chain: Items = ()) ->
         conversation.add_text("system", instructions)
     for item in placed(items, chain):
         add_item(conversation, item)
-    if not items:
-        raise BadInput("'input' has no message.", "input")
     return conversation.close("input")
 
 
@@ -300,19 +286,13 @@ def from_chat(messages: Items) -> list[Message]:
 def add_assistant(conversation: Conversation, message: Place) -> None:
     # Reasoning has two names: https://docs.vllm.ai/en/latest/features/reasoning_outputs.html
     reasoning = message.get("reasoning_content", text, "") or message.get("reasoning", text, "")
-    refusal = message.get("refusal", text, "")
-    calls = message.get("tool_calls", objects, [])
     if reasoning:
         conversation.add_text("assistant", reasoning, "reasoning_content")
-    may_lack_content = reasoning or calls or refusal
-    if message.members.get("content") is not None or not may_lack_content:
-        add_message(conversation, message)
-    if refusal:
-        conversation.add_text("assistant", refusal)
-    for call in calls:
+    conversation.add_text("assistant", message.get("content", content_text, ""))
+    conversation.add_text("assistant", message.get("refusal", text, ""))
+    for call in message.get("tool_calls", objects, []):
         type_ = call.get("type", one_of(*CLIENT_TOOLS), "function")
-        fields = flat(Place(call.members | {"type": type_}, call.path), is_chat=True)
-        add_call(conversation, type_, call.need("id", text), fields)
+        add_call(conversation, type_, call.need("id", text), flat(call.members | {"type": type_}, call.path))
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------
@@ -325,27 +305,18 @@ def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]
 
 
 def turn_starts(messages: list[Message]) -> list[int]:
-    """Return where the conversation may begin, after its system message: at 0, at its second turn, ...
-
-    A turn begins with a user message, unless that stands between a call and its result.
-    """
+    """Return where the conversation may begin, after its system message: at 0, at its second turn, ..."""
     _, turns = split_system(messages)
-    starts = []
-    unmet: set[str] = set()  # ids of the calls of results from message i on, which stand before it
-    for i in reversed(range(1, len(turns))):
-        message = turns[i]
-        if message["role"] == "user" and not unmet:
-            starts.append(i)
-        if message["role"] == "tool":
-            unmet.add(message["tool_call_id"])
-        unmet.difference_update(call["id"] for call in message.get("tool_calls", []))
-    return [0, *reversed(starts)]
+    return [0, *(i for i, message in enumerate(turns) if i and message["role"] == "user")]
 
 
 def without_old_turns(messages: list[Message], start: int) -> list[Message]:
     """Return the messages from one of turn_starts() on; the system message at the beginning stays.
 
+    A result goes with its call, even if a user has spoken between them:
     https://platform.openai.com/docs/api-reference/responses/create (truncation)
     """
     system, turns = split_system(messages)
-    return [*system, *turns[start:]]
+    kept = turns[start:]
+    ids = {call["id"] for message in kept for call in message.get("tool_calls", [])}
+    return system + [message for message in kept if message.get("tool_call_id") in {None} | ids]

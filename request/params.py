@@ -4,9 +4,9 @@
     body of POST /v1/chat/completions  --from_chat()-------> Request
 
 A new parameter is one row of COMMON (both APIs), RESPONSES or CHAT: the check of its value, its default, and
-whether the response object repeats it. One that is only to be refused is a name in NOT_BUILT or a row of
-REFUSED. What a parameter does is a field of Request, filled in request(), which knows chat's names alone:
-from_responses() and from_chat() first give what has another name, or stands elsewhere, the name there.
+whether the response object repeats it. One that is only to be refused is a name in NOT_BUILT. What a
+parameter does is a field of Request, filled in request(), which knows chat's names alone: responses_request()
+and from_chat() first give what has another name, or stands elsewhere, the name there.
 
 Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. What OpenAI
 lacks (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, chat_template_kwargs) has vLLM's names:
@@ -15,28 +15,25 @@ https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 Rules of this file:
 1. null means absent.
 2. What would change the meaning of the answer and is not built is refused with `unsupported_parameter`.
-3. Unknown parameters and hosted tools are accepted, as https://github.com/openresponses/openresponses wants
-   it, and named in Request.not_run, so that the answer can say so.
+3. Unknown parameters and unknown types of tools are accepted, as https://github.com/openresponses/openresponses
+   wants it, and named in Request.not_run, so that the answer can say so.
 4. A hint, which cannot change the answer, is accepted, and echoed if the response has a place for it.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
 from request import messages
-from request.refusals import BadInput, shown, unsupported, wrong_value
+from request.refusals import BadInput, shown, wrong_value
 from request.tools import (
-    HOSTED,
     MAX_TOOLS,
     DeclaredTool,
     StructuredOutput,
     Tool,
-    ToolChoice,
     read_tool,
-    response_format,
     structured_output,
     text_format,
     tool_choice,
@@ -44,7 +41,6 @@ from request.tools import (
 from request.validation import (
     Check,
     Object,
-    anything,
     boolean,
     hint,
     integer,
@@ -57,7 +53,7 @@ from request.validation import (
     refused,
     string,
     text,
-    text_or_array,
+    text_or_object,
 )
 
 Defaults = Mapping[str, Any]  # of a model's parameters, by their names (generation_config.json)
@@ -70,7 +66,7 @@ class Request:
     model: str
     owner: str  # who asks: digest of the API key; "": the server needs none
     explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
-    not_run: tuple[str, ...]  # unknown parameters and hosted tools: accepted, and without any effect
+    not_run: tuple[str, ...]  # unknown parameters and types of tools: accepted, and without any effect
     messages: list[messages.Message]
     tools: list[Object]  # as chat templates take them, even if tool_choice is none
     called: dict[str, Tool]  # those that calls may mean, by their names in `tools`; {}: tool_choice is none
@@ -85,10 +81,10 @@ class Request:
     stop: tuple[str, ...]
     stop_token_ids: list[int]
     ignore_eos: bool  # go on after the model's own end
-    store: bool  # Responses: keep the response, so that it can be retrieved and continued
     parallel_tool_calls: bool
     template_kwargs: Object  # variables of the chat template, such as enable_thinking
     echo: Object  # Responses: the members of the response object that repeat the request
+    store: bool = False  # Responses: keep the response, so that it can be retrieved and continued
     truncate: bool = False  # drop the oldest messages rather than refuse a prompt that is too long
     seal_reasoning: bool = False  # Responses: reasoning items carry `encrypted_content`
     background: bool = False  # Responses: the run does not end with the HTTP request
@@ -109,26 +105,15 @@ def token_id(value: str, path: str) -> int:
 
 
 def stop(value: Any, path: str) -> tuple[str, ...]:
-    check_stop = string(MAX_STOP, min_length=1)
-    if isinstance(value, str):
-        return (check_stop(value, path),)
-    return tuple(list_of(check_stop, max_items=4)(value, path))
+    strings = [value] if isinstance(value, str) else value
+    return tuple(list_of(string(1, MAX_STOP), max_items=4)(strings, path))
 
 
 def input_items(value: Any, path: str) -> Any:
     """Return the items of the input; a text is a message of the user."""
-    if isinstance(text_or_array(value, path), str):
-        return [{"role": "user", "content": value}]
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
     return list_of(mapping, messages.MAX_ITEMS)(value, path)
-
-
-def template_kwargs(value: Any, path: str) -> Object:
-    """Accept what the template may know, but for what begins another turn than the assistant's."""
-    kwargs: Object = mapping(value, path)
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if name in kwargs:
-            raise unsupported(f"{path}.{name}", "The answer always begins a new turn of the assistant.")
-    return kwargs
 
 
 # --- the parameters -----------------------------------------------------------------------------------------
@@ -167,37 +152,33 @@ INCLUDES = (  # openai.types.responses.ResponseIncludable
     SEALED_REASONING,
     LOGPROBS,
 )
-# vLLM's and llama.cpp's, and for these values ask for nothing: false, "", [].
+# OpenAI's, vLLM's and llama.cpp's. For these values they ask for nothing: false, 0, "", [].
 NOT_BUILT = (
     "structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar", "grammar",
     "bad_words", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids", "use_beam_search", "echo",
     "include_stop_str_in_output", "add_special_tokens", "truncate_prompt_tokens", "thinking_token_budget",
-    "repetition_detection", "documents", "chat_template", "continue_final_message",
+    "repetition_detection", "documents", "chat_template", "continue_final_message", "min_tokens",
+    "moderation", "background_options", "prompt", "context_management", "audio", "prediction",
+    "web_search_options",
 )  # fmt: skip
+# And these for true, or 1, which is their default.
+NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_generation_prompt")
 
 reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
-prompt_cache_options = members(prewarm=boolean, mode=hint, ttl=hint, comparison_response_id=hint)
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
+stream_options = members(include_usage=boolean)
 
 NOT_HERE = "It is not built here."
 
 # fmt: off
-#   refused in both APIs           refused(why, values that ask for nothing)
-REFUSED: dict[str, Check] = dict.fromkeys(NOT_BUILT, refused(NOT_HERE, False, "", [])) | {
-    "min_tokens":                  refused(NOT_HERE, 0),
-    "best_of":                     refused(NOT_HERE, 1),
-    "skip_special_tokens":         refused(NOT_HERE, True),
-    "include_reasoning":           refused(NOT_HERE, True),
-    "add_generation_prompt":       refused(NOT_HERE, True),
-    "moderation":                  refused("This server does not moderate."),
+#   refused in both APIs, each     refused(why, values that ask for nothing)
+REFUSED: dict[str, Check] = {
+    **dict.fromkeys(NOT_BUILT,      refused(NOT_HERE, False, "", [])),
+    **dict.fromkeys(NOT_TURNED_OFF, refused(NOT_HERE, True)),
 }
 #   refused in chat completions
 NOT_BUILT_IN_CHAT = REFUSED | {
-    "store":                       refused("This server keeps Responses, not chat completions.", False),
     "modalities":                  refused("This server takes and gives text.", ["text"]),
-    "audio":                       refused("This server takes and gives text."),
-    "prediction":                  refused("This server does not take predictions."),
-    "web_search_options":          refused("This server does not search the web."),
     "functions":                   refused("Use 'tools'."),
     "function_call":               refused("Use 'tool_choice'."),
 }
@@ -212,9 +193,6 @@ MOVED = {
 #   refused in the Responses API
 REFUSED_IN_RESPONSES = REFUSED | {
     "conversation":                refused("There are none here; send their items as input."),
-    "background_options":          refused("A background response runs once there is room."),
-    "prompt":                      refused("This server has no stored prompts."),
-    "context_management":          refused("This server does not compact by itself.", []),
     "n":                           refused("A response is one answer; ask for each.", 1),
     "logprobs":                    refused("Use 'include' and 'top_logprobs'.", False),
 } | {
@@ -237,18 +215,20 @@ SAMPLING = {
 }
 
 COMMON = SAMPLING | {
-    "model":                  Parameter(string(256, min_length=1)),
+    "model":                  Parameter(string(1, 256)),
     "stream":                 Parameter(boolean,                         False),
+    "stream_options":         Parameter(stream_options,                  {}),
     "top_logprobs":           Parameter(integer(0, 20),                  0,          True),
     "stop":                   Parameter(stop,                            ()),
-    "stop_token_ids":         Parameter(list_of(integer(0, 2**31), max_items=128), []),
+    "stop_token_ids":         Parameter(list_of(integer(0, 2**31), 128), []),
     "ignore_eos":             Parameter(boolean,                         False),
+    "tools":                  Parameter(list_of(read_tool, MAX_TOOLS),   [],         True),
     "parallel_tool_calls":    Parameter(boolean,                         True,       True),
-    "tool_choice":            Parameter(anything,                        "auto",     True),
-    "metadata":               Parameter(pairs_of(string(64), string(512), 16), {},    True),
-    "chat_template_kwargs":   Parameter(template_kwargs,                 {}),
-    "safety_identifier":      Parameter(string(128),                     None,       True),
-    "prompt_cache_key":       Parameter(string(1024),                    None,       True),
+    "tool_choice":            Parameter(text_or_object,                  "auto",     True),
+    "metadata":               Parameter(pairs_of(string(0, 64), string(0, 512), 16), {}, True),
+    "chat_template_kwargs":   Parameter(mapping,                         {}),
+    "safety_identifier":      Parameter(string(0, 128),                  None,       True),
+    "prompt_cache_key":       Parameter(string(0, 1024),                 None,       True),
     "prompt_cache_retention": Parameter(hint),
     "service_tier":           Parameter(hint),
     "user":                   Parameter(hint),
@@ -256,14 +236,12 @@ COMMON = SAMPLING | {
 
 RESPONSES = COMMON | {
     "input":                  Parameter(input_items),
-    "tools":                  Parameter(list_of(read_tool, MAX_TOOLS),   [],         True),
     "generate":               Parameter(boolean,                         True),
-    "prompt_cache_options":   Parameter(prompt_cache_options,            {}),
+    "prompt_cache_options":   Parameter(members(prewarm=boolean),        {}),
     "instructions":           Parameter(text,                            None,       True),
-    "previous_response_id":   Parameter(string(256),                     None,       True),
+    "previous_response_id":   Parameter(string(0, 256),                  None,       True),
     "store":                  Parameter(boolean,                         True,       True),
     "background":             Parameter(boolean,                         False,      True),
-    "stream_options":         Parameter(members(include_obfuscation=boolean),          {}),
     "max_output_tokens":      Parameter(integer(1, 2**31),               None,       True),
     "max_tool_calls":         Parameter(integer(1, 2**31),               None,       True),  # of hosted tools
     "include":                Parameter(list_of(one_of(*INCLUDES)),      []),
@@ -274,19 +252,17 @@ RESPONSES = COMMON | {
 
 CHAT = COMMON | {
     "messages":               Parameter(list_of(mapping, messages.MAX_ITEMS)),
-    "tools":                  Parameter(list_of(partial(read_tool, is_chat=True), MAX_TOOLS), []),
     "n":                      Parameter(integer(1, 16),                  1),
     "max_tokens":             Parameter(integer(1, 2**31)),
     "max_completion_tokens":  Parameter(integer(1, 2**31)),
     "logprobs":               Parameter(boolean,                         False),
-    "stream_options":         Parameter(members(include_usage=boolean, include_obfuscation=boolean), {}),
-    "response_format":        Parameter(response_format,                 {}),
+    "response_format":        Parameter(text_format,                     {}),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
 } | {name: Parameter(check) for name, check in NOT_BUILT_IN_CHAT.items()}
 # fmt: on
 
 
-# --- a body to a Request ------------------------------------------------------------------------------------
+# --- reading them -------------------------------------------------------------------------------------------
 
 
 def model_name(body: Any) -> str:
@@ -296,12 +272,15 @@ def model_name(body: Any) -> str:
     return str(COMMON["model"].check(body.get("model"), "model"))
 
 
-def read(body: Any, rows: Mapping[str, Parameter], defaults: Defaults) -> Object:
+def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults) -> Object:
     """Return the value of every parameter in the table, each checked by itself; raises BadInput.
 
     `defaults` are the model's own (generation_config.json).
     """
     values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
+    if body.get("conversation") and body.get("previous_response_id"):
+        message = "'conversation' and 'previous_response_id' cannot both be set."
+        raise BadInput(message, "conversation", "mutually_exclusive_parameters")
     given = [name for name in body if body[name] is not None]
     for name in given:
         if name in rows:
@@ -312,12 +291,8 @@ def read(body: Any, rows: Mapping[str, Parameter], defaults: Defaults) -> Object
     return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run}
 
 
-def read_responses(body: Any, defaults: Defaults) -> Object:
-    """Return the parameters of a body of POST /v1/responses: all that can be checked without its chain."""
-    if isinstance(body, dict) and body.get("conversation") and body.get("previous_response_id"):
-        message = "'conversation' and 'previous_response_id' cannot both be set."
-        raise BadInput(message, "conversation", "mutually_exclusive_parameters")
-    return read(body, RESPONSES, defaults)
+# The parameters of a body of POST /v1/responses: all that can be checked without its chain.
+read_responses = partial(read, RESPONSES)
 
 
 def from_responses(body: Any, defaults: Defaults, owner: str = "") -> Request:
@@ -332,17 +307,11 @@ def responses_request(values: Object, chain: Sequence[Object], input: Any, owner
     Raises BadInput.
     """
     conversation = messages.from_responses(input, values["instructions"], chain)
-    declared = values["tools"]
     brought = [read_tool(*tool) for tool in messages.brought_tools(input, chain)]
-    hosted = [entry.echo["type"] for entry in declared + brought if entry.echo["type"] in HOSTED]
-    tools = _offered(declared, brought)
-    choice = tool_choice(tools, values["tool_choice"])
-    effort = values["reasoning"].get("effort")
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
     echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
-        "tools": [entry.echo for entry in declared],
-        "tool_choice": choice.echo,
-        "reasoning": {"effort": effort, "summary": values["reasoning"].get("summary")},
+        "tools": [entry.echo for entry in values["tools"]],
+        "reasoning": {"effort": None, "summary": None} | values["reasoning"],
         "text": {"format": {"type": "text"}} | values["text"],
         "service_tier": SERVICE_TIER,
     }
@@ -354,49 +323,41 @@ def responses_request(values: Object, chain: Sequence[Object], input: Any, owner
         # To warm the cache up, one token is chosen with the last row of the prompt; no client is told of it.
         "max_tokens": values["max_output_tokens"] if generate else 1,
         "logprobs": LOGPROBS in values["include"],
-        "response_format": values["text"].get("format", {}),
+        "response_format": echo["text"]["format"],
         "schema_path": "text.format.schema",
-        "reasoning_effort": effort,
+        "reasoning_effort": echo["reasoning"]["effort"],
         "generate": generate,
         "truncate": values["truncation"] == "auto",
         "seal_reasoning": SEALED_REASONING in values["include"],
-        "not_run": values["not_run"] + hosted,
     }
-    return request(values | by_chats_names, tools, choice)
-
-
-def _offered(declared: Iterable[DeclaredTool], brought: Iterable[DeclaredTool]) -> list[Tool]:
-    """Return the tools of a request, then those that items have brought; raises BadInput."""
-    loaded = {tool.qualified_name: tool for entry in brought for tool in entry.tools}
-    offered = []
-    for i, entry in enumerate(declared):
-        for tool in entry.tools:
-            if tool.is_deferred and tool.qualified_name not in loaded:
-                why = "This server searches no tools, so the model would never know of it."
-                raise unsupported(f"tools[{i}].defer_loading", why)
-            offered.append(tool)
-    own = {tool.qualified_name for tool in offered}
-    return offered + [tool for name, tool in loaded.items() if name not in own]
+    return request(values | by_chats_names, brought)
 
 
 def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/chat/completions; raises BadInput."""
-    values = read(body, CHAT, defaults) | {"owner": owner, "echo": {}}
-    if values["top_logprobs"] and not values["logprobs"]:
-        raise wrong_value("top_logprobs", "logprobs to be true if it is not 0", values["top_logprobs"])
+    values = read(CHAT, body, defaults) | {"owner": owner, "echo": {}}
     values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
+    values["logprobs"] |= values["top_logprobs"] > 0
     values["messages"] = messages.from_chat(values["messages"])
     values["schema_path"] = "response_format.json_schema.schema"
-    tools = [tool for entry in values["tools"] for tool in entry.tools]
-    return request(values, tools, tool_choice(tools, values["tool_choice"]))
+    return request(values)
 
 
-def request(values: Object, tools: list[Tool], choice: ToolChoice) -> Request:
-    """Return the Request of parameters that have chat's names."""
+def request(values: Object, brought: Sequence[DeclaredTool] = ()) -> Request:
+    """Return the Request of parameters that have chat's names, and of the tools that items have brought."""
+    declared = [tool for entry in values["tools"] for tool in entry.tools]
+    tools = {tool.qualified_name: tool for tool in declared}
+    if len(tools) < len(declared):
+        raise wrong_value("tools", "every name once", [tool.qualified_name for tool in declared])
+    for entry in brought:
+        for tool in entry.tools:
+            tools.setdefault(tool.qualified_name, tool)
+    choice = tool_choice(tools, values["tool_choice"])
     must = structured_output(
         tools, choice, values["response_format"], values["schema_path"], values["parallel_tool_calls"]
     )
-    not_run = [*dict.fromkeys(values["not_run"])][:MAX_NOT_RUN]
+    not_offered = [entry.echo["type"] for entry in (*values["tools"], *brought) if not entry.tools]
+    not_run = [*dict.fromkeys(values["not_run"] + not_offered)][:MAX_NOT_RUN]
     effort = values["reasoning_effort"]
     thinking = {}  # what the chat templates of reasoning models take
     if effort is not None:
@@ -404,14 +365,13 @@ def request(values: Object, tools: list[Tool], choice: ToolChoice) -> Request:
     meant = {
         # As much of each name as a header may repeat: printable ASCII without quotes.
         "not_run": tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in not_run),
-        "tools": [tool.definition() for tool in tools],
-        "called": {} if choice.calls == "none" else {tool.qualified_name: tool for tool in tools},
+        "tools": [tool.definition() for tool in tools.values()],
+        "called": {} if choice.calls == "none" else tools,
         "structured_output": must,
         "named_call": choice.named,
         "include_usage": values["stream_options"].get("include_usage") or not values["stream"],
         "sampling": {name: values[name] for name in SAMPLING},
         "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
-        "store": bool(values["store"]),
         "template_kwargs": thinking | values["chat_template_kwargs"],
     }
     known = values | meant

@@ -21,14 +21,13 @@ from store import Item
 
 Query = Mapping[str, str]
 
-STREAMED = ("true", "True", "1")  # of `stream`
-NOT_STREAMED = ("false", "False", "0")
 NUMBER = re.compile("[0-9]{1,18}")  # int() raises for thousands of digits
 
 
 def wants_stream(query: Query) -> bool:
     """Return whether a GET of a response asks for its events; raises BadInput."""
-    return one_of(*STREAMED, *NOT_STREAMED)(query.get("stream", "false"), "stream") in STREAMED
+    value = one_of("true", "false")(query.get("stream", "false").lower(), "stream")
+    return bool(value == "true")
 
 
 def starting_after(query: Query) -> int:
@@ -48,20 +47,21 @@ def number(query: Query, name: str, default: int, low: int, high: int) -> int:
 def page(items: Sequence[Item], query: Query) -> dict[str, Any]:
     """Return the page of `items` (oldest first) that `limit`, `order`, `after` ask for; raises BadInput."""
     limit = number(query, "limit", 20, 1, 100)
-    following = list(items)
+    ordered = list(items)
     if one_of("asc", "desc")(query.get("order", "desc"), "order") == "desc":
-        following.reverse()
-    after = query.get("after")
-    if after:
-        ids = [item.id for item in following]
+        ordered.reverse()
+    ids = [item.id for item in ordered]
+    start = 0
+    if after := query.get("after"):
         if after not in ids:
             raise wrong_value("after", "the id of an input item", after)
-        following = following[ids.index(after) + 1 :]
-    shown = following[:limit]
+        start = ids.index(after) + 1
+    end = start + limit
+    shown = ids[start:end]
     return {
         "object": "list",
-        "data": [sse.Encoded(item.item_json) for item in shown],
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
-        "has_more": len(following) > limit,
+        "data": [sse.Encoded(item.item_json) for item in ordered[start:end]],
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+        "has_more": end < len(ids),
     }

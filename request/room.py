@@ -135,7 +135,6 @@ class Rooms:
         n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
         self.max_body_bytes = max_body_bytes
         self.streams = Room("open requests", max_streams, is_shared)
-        self.answers = Room("answers on their way", max_streams, is_shared)  # a poll needs no stream
         self.sockets = Room("open WebSockets", max_streams, is_shared)
         self.bytes = Room("bytes of bodies", n_bytes, is_shared)
         self.parsing = Turns(N_PARSED)
@@ -180,10 +179,9 @@ class Visit:
         self.hold(self.rooms.streams, min(n_streams, max(1, self.rooms.streams.n_total // 2)))
 
     def load(self, n_bytes: int) -> None:
-        """Hold what is about to be loaded for an answer, as a quarter of all at most; raises BadInput."""
-        self.hold(self.rooms.bytes, min(n_bytes, self.rooms.bytes.n_total // 4))
+        """Hold what is about to be loaded beside what is held already, such as the chain of a body.
 
-    def load_too(self, n_bytes: int) -> None:
-        """Hold what is about to be loaded beside what is held already, such as the chain of a body."""
+        It counts as a quarter of all at most: else one that is larger could never be read. Raises BadInput.
+        """
         room = self.rooms.bytes
         self.hold(room, self.held[room] + min(n_bytes, room.n_total // 4))

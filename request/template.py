@@ -171,15 +171,12 @@ PROBE_TURN: list[Message] = [
 class ChatTemplate:
     """How one model wants its prompts."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        """`tokens`: bos_token, eos_token, ..., which templates write by name; `tool_source`: the template for
-        requests with tools, None if it is the same. Raises BadTemplate.
-        """
-        self.source = source + (tool_source or "")
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """`tokens`: bos_token, eos_token, ..., which templates write by name. Raises BadTemplate."""
+        self.source = source
         self._tokens = tokens
         try:
             self._template = _parsed(source)
-            self._tool_template = _parsed(tool_source or source)
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
@@ -206,13 +203,12 @@ class ChatTemplate:
         except (TypeError, ValueError) as error:
             expected = f"a JSON object in {config_file}, and text in {template_file}"
             raise BadTemplate(f"expected {expected}: {error}") from error
-        if isinstance(source, str):
-            source = [{"name": "default", "template": source}]
-        sources = {entry["name"]: entry["template"] for entry in source or []}
-        if "default" not in sources:
+        if isinstance(source, list):  # of named ones
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if source is None:
             looked = f"looked for {template_file} and for chat_template in {config_file}"
             raise BadTemplate(f"no chat template: {looked}")
-        return cls(sources["default"], _special_tokens(config), sources.get("tool_use"))
+        return cls(source, _special_tokens(config))
 
     def render(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
         """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
@@ -229,17 +225,16 @@ class ChatTemplate:
         return self._fill(messages, tools, now, kwargs)
 
     def _fill(self, messages: list[Message], tools: Tools, now: datetime, kwargs: Object) -> str:
-        template = self._tool_template if tools else self._template
         variables = {
             **self._tokens,
             **kwargs,
             "messages": [_with_thinking(message) for message in messages],
-            "tools": [_with_description(tool) for tool in tools] if tools else None,
+            "tools": tools or None,
             "add_generation_prompt": True,
             "strftime_now": now.strftime,
         }
         try:
-            return template.render(variables)
+            return self._template.render(variables)
         except MemoryError:  # no fault of these messages
             raise
         except Exception as error:  # anything that a template raises, it raises over these messages
@@ -253,12 +248,6 @@ class ChatTemplate:
         except BadInput:
             return False
         return all(word in prompt for word in words)
-
-
-def _with_description(tool: Object) -> Object:
-    """Some templates take it for granted that a function has a description."""
-    function = tool["function"]
-    return tool | {"function": function | {"description": function.get("description", "")}}
 
 
 def _with_thinking(message: Message) -> Message:

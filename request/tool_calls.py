@@ -125,7 +125,7 @@ class InputDecoder:
     def close(self) -> str:
         """Return what was held back: of a call that has ended in the midst of it, or other arguments."""
         has_ended = self._is_inside and self._held.startswith('"')
-        if has_ended or "".join(self._held.split()) == "{}":  # the call had no arguments
+        if has_ended or self._held.strip() == "{}":  # the call had no arguments
             return ""
         return self._held
 

@@ -2,7 +2,7 @@
 
     shell_call {call_id: "c", action: {commands: [...]}}     a call "c" of shell with {"commands": [...]}
     shell_call_output {call_id: "c", output: [...]}          its result {"output": [...]}
-    web_search_call {id: "ws_1", action: {query: "x"}}       a call and its result: it has run elsewhere
+    mcp_call {name: "x", arguments: "{}", output: "y"}       a call and its result: it has run elsewhere
 
 Agents send back what other models have called, of tools that this server does not have. No model here was
 trained on those items, but each was trained on calls of functions; so they are told as those, by
@@ -12,8 +12,8 @@ Authority: openai.types.responses.ResponseInputItemParam. What becomes of a sess
 https://github.com/caozhiyuan/copilot-api/issues/359
 
 Rules of this file:
-1. A new type is one row of TOOL_ITEMS, and nothing else.
-2. The members that the row names are told, as they came; other members mean nothing to a model.
+1. A new type is one name in TOOL_ITEMS, which also says what it is: `_output` and `_response` are results.
+2. The members that are named here are told, as they came; others mean nothing to a model.
 3. Images are refused, by the name of their place, unless items.py has put a text there (IMAGE_TEXT).
 """
 
@@ -21,37 +21,38 @@ import re
 
 IMAGE_TEXT = "[an image, which cannot be shown here]"
 
-# fmt: off
-# What is told of an item of one type: its members, with blanks between their names.
-#   arguments  an object is the arguments, anything else is one of them; "": the item is not a call
-#   result     "": the result is another item
-#   type of an item             arguments                      result
-TOOL_ITEMS: dict[str, tuple[str, str]] = {
-    "shell_call":              ("action",                      ""),
-    "shell_call_output":       ("",                            "output"),
-    "local_shell_call":        ("action",                      ""),
-    "local_shell_call_output": ("",                            "output"),
-    "apply_patch_call":        ("operation",                   ""),
-    "apply_patch_call_output": ("",                            "status output"),
-    "computer_call":           ("action actions",              ""),
-    "computer_call_output":    ("",                            "output"),
-    "tool_search_call":        ("arguments",                   ""),
-    "tool_search_output":      ("",                            "tools"),
-    "program":                 ("code",                        ""),
-    "program_output":          ("",                            "result"),
-    "mcp_approval_request":    ("server_label name arguments", ""),
-    "mcp_approval_response":   ("",                            "approve reason"),
-    "mcp_list_tools":          ("server_label",                "tools error"),
-    "mcp_call":                ("server_label name arguments", "output error"),
-    "web_search_call":         ("action",                      "status"),
-    "file_search_call":        ("queries",                     "results status"),
-    "code_interpreter_call":   ("code",                        "outputs status"),
-    "image_generation_call":   ("revised_prompt",              "result status"),
-}
+TOOL_ITEMS = (
+    "shell_call", "shell_call_output",
+    "local_shell_call", "local_shell_call_output",
+    "apply_patch_call", "apply_patch_call_output",
+    "computer_call", "computer_call_output",
+    "tool_search_call", "tool_search_output",
+    "program", "program_output",
+    "mcp_approval_request", "mcp_approval_response",
+    "mcp_list_tools", "mcp_call",
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
+)  # fmt: skip
+SUFFIX = re.compile("_call|_request|_output|_response")  # begins after the name of the tool
+RESULT_SUFFIXES = ("_output", "_response")
 
-#   type of an item            its member that is the id of the call, or another one if that is not given; in
-CALL_IDS = {                 # other types it is `call_id`, or `id` if call and result are one item
-    "local_shell_call_output": "call_id id",
+# Members that are told. An object is the arguments, anything else is one of them.
+ARGUMENTS = (
+    "action",
+    "actions",
+    "operation",
+    "code",
+    "server_label",
+    "name",
+    "arguments",
+    "queries",
+    "revised_prompt",
+)
+RESULTS = ("output", "outputs", "result", "results", "tools", "error", "approve", "reason")
+
+# fmt: off
+#   type of an item            its member that is the id of the call; in other types it is `call_id`
+CALL_IDS = {
+    "local_shell_call_output": "id",
     "mcp_approval_request":    "id",
     "mcp_approval_response":   "approval_request_id",
 }
@@ -62,5 +63,3 @@ IMAGE_MEMBERS = {
     "image_generation_call":   "result",
 }
 # fmt: on
-MAY_LACK_RESULT = ("mcp_approval_request",)  # the user may go on without an answer to it
-TYPE_SUFFIX = re.compile("_call|_output|_request|_response")  # begins after the name of the tool

@@ -11,11 +11,11 @@ strict tools) and https://platform.openai.com/docs/guides/structured-outputs (fo
 
 Rules of this file:
 1. Chat keeps the members of a tool, a reference or a format below a key named like its type, where Responses
-   has them beside the type. flat() moves them there first, so there is one reader for both APIs.
+   has them beside the type. flat() moves them there first, so there is one reader, and both APIs take both.
 2. Models know functions with JSON arguments, and nothing else: a custom tool is defined to the model as a
    function of one string, `input`, and a tool in a namespace by a qualified name, `namespace__name`.
-3. Hosted tools, which a server would run itself, are accepted, and the model is not told of them: Codex sends
-   some unasked. Request.not_run names them.
+3. Any other type of tool is one that a server would run itself. It is accepted, and the model is not told of
+   it: Codex sends some unasked, and new types come each month. Request.not_run names them.
 4. tool_choice limits the calls, never the prompt: other tools in it would change its beginning, and so lose
    the prefix cache.
 5. What is demanded is enforced by constrained decoding, never left to the prompt. It holds for what follows
@@ -44,40 +44,23 @@ from request.validation import (
 )
 
 Schema = Object  # a JSON schema
+ByName = Mapping[str, "Tool"]  # tools by Tool.qualified_name
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_QUALIFIED_NAME = 64 + len("__") + 64  # characters of Tool.qualified_name
 MAX_TOOLS = 128
 MAX_GRAMMAR = 2**16  # characters
 
-CLIENT_TOOLS: tuple[str, ...] = ("function", "custom")
-HOSTED = (  # openai.types.responses.ToolParam
-    "apply_patch",
-    "code_interpreter",
-    "computer",
-    "computer_use_preview",
-    "file_search",
-    "image_generation",
-    "local_shell",
-    "mcp",
-    "programmatic_tool_calling",
-    "shell",
-    "tool_search",
-    "web_search",
-    "web_search_2025_08_26",
-    "web_search_preview",
-    "web_search_preview_2025_03_11",
-)
-TOOL_TYPES: tuple[str, ...] = (*CLIENT_TOOLS, "namespace", *HOSTED)
-NESTED_IN_CHAT = (*CLIENT_TOOLS, "grammar", "json_schema")  # types whose members have a key of that name
+CLIENT_TOOLS = ("function", "custom")
 
 
-def flat(given: Place, is_chat: bool = False) -> Place:
-    """Return an object in Responses' form. Chat's form is taken in Responses too; chat takes no other."""
+def flat(value: Any, path: str) -> Place:
+    """Return an object with its members beside its type: rule 1."""
+    given = place(value, path)
     type_ = str(given.members.get("type"))
-    if given.members.get(type_) is None and not (is_chat and type_ in NESTED_IN_CHAT):
+    if given.members.get(type_) is None:
         return given
-    return Place(given.need(type_, mapping) | {"type": type_}, f"{given.path}.{type_}")
+    return Place(given.need(type_, mapping) | {"type": type_}, f"{path}.{type_}")
 
 
 # --- a tool -------------------------------------------------------------------------------------------------
@@ -114,7 +97,6 @@ class Tool(NamedTuple):
     strict: bool = False  # a function's arguments are held to `parameters`
     custom: bool = False
     grammar: Grammar | None = None  # a custom tool's; None: it takes any text
-    is_deferred: bool = False  # the model shall know of it when a search has found it, and not before
 
     @property
     def qualified_name(self) -> str:
@@ -136,15 +118,12 @@ class Tool(NamedTuple):
         }
 
     def definition(self) -> Object:
-        """Return the tool as chat templates take it: always a function."""
-        told = {"name": self.qualified_name, "description": self.description, "parameters": self.schema()}
-        function = {name: value for name, value in told.items() if value is not None}
+        """Return the tool as chat templates take it: always a function, and one that has a description."""
+        function: Object = {"name": self.qualified_name, "description": self.description or ""}
+        schema = self.schema()
+        if schema is not None:
+            function["parameters"] = schema
         return {"type": "function", "function": function}
-
-
-def as_arguments(input: str) -> str:
-    """Return the input of a custom tool as the arguments in which the model wrote it, or would have."""
-    return as_json({"input": input})
 
 
 def as_json(value: Any) -> str:
@@ -159,117 +138,96 @@ class DeclaredTool(NamedTuple):
     """One entry of `tools`, read."""
 
     echo: Object  # the entry as the response object repeats it
-    tools: list[Tool]  # what it lets the model call: a namespace several tools, a hosted tool none
+    tools: list[Tool]  # what it lets the model call: a namespace several tools, any other type none
 
 
 NOT_ASYNC = "This server waits for the result of every call."
+# A function has all of these in the response object: zod schema of github.com/openresponses/openresponses.
+NOT_GIVEN = {"description": None, "parameters": None, "strict": False}
 
 check_tool = members(
+    type=text,
+    name=identifier,
     description=text,
     parameters=mapping,
     strict=boolean,
     format=mapping,
-    defer_loading=boolean,
+    defer_loading=boolean,  # a hint: to load a tool later saves tokens, and changes no answer
     **{"async": refused(NOT_ASYNC, False)},
 )
 
 
-def read_tool(value: Any, path: str, is_chat: bool = False, namespace: str = "") -> DeclaredTool:
-    """Read an entry of `tools`; raises BadInput.
-
-    The echo has all keys, null for what the client leaves out, as the zod schema of
-    https://github.com/openresponses/openresponses wants it.
-    """
-    tool = flat(place(value, path), is_chat)
-    types = CLIENT_TOOLS if is_chat or namespace else TOOL_TYPES
-    type_ = tool.need("type", one_of(*types))
-    if type_ in HOSTED:
-        return DeclaredTool(tool.members, [])
+def read_tool(value: Any, path: str, namespace: str = "") -> DeclaredTool:
+    """Read an entry of `tools`; raises BadInput."""
+    tool = flat(value, path)
+    type_ = tool.need("type", text)
+    if type_ not in (*CLIENT_TOOLS, "namespace"):
+        return DeclaredTool(tool.members, [])  # rule 3
     name = tool.need("name", identifier)
-    echo = {"type": type_, "name": name}
+    echo = check_tool(*tool)
     if type_ == "namespace":
-        echo["description"] = tool.get("description", text, "")
         inner = tool.need("tools", list_of(partial(read_tool, namespace=name), MAX_TOOLS))
         echo["tools"] = [entry.echo for entry in inner]
         return DeclaredTool(echo, [tool for entry in inner for tool in entry.tools])
-    fields = check_tool(*tool)
-    description = echo["description"] = fields.get("description")
-    made = Tool(name, namespace, description, is_deferred=fields.get("defer_loading", False))
+    made = Tool(name, namespace, echo.get("description"))
     if type_ == "function":
-        given = {"parameters": fields.get("parameters"), "strict": fields.get("strict", False)}
-        return DeclaredTool(echo | given, [made._replace(**given)])
-    input_format = flat(Place(fields.get("format", {"type": "text"}), f"{tool.path}.format"), is_chat)
+        echo = NOT_GIVEN | echo
+        return DeclaredTool(echo, [made._replace(parameters=echo["parameters"], strict=echo["strict"])])
     grammar = None
-    if input_format.need("type", one_of("text", "grammar")) == "grammar":
-        syntax = input_format.need("syntax", one_of("lark", "regex"))
-        definition = input_format.need("definition", string(MAX_GRAMMAR, min_length=1))
-        grammar = Grammar(syntax, definition, f"{input_format.path}.definition")
-    return DeclaredTool(
-        echo | {"format": input_format.members}, [made._replace(custom=True, grammar=grammar)]
-    )
+    if "format" in echo:
+        input_format = flat(echo["format"], f"{tool.path}.format")
+        if input_format.need("type", one_of("text", "grammar")) == "grammar":
+            syntax = input_format.need("syntax", one_of("lark", "regex"))
+            definition = input_format.need("definition", string(1, MAX_GRAMMAR))
+            grammar = Grammar(syntax, definition, f"{input_format.path}.definition")
+    return DeclaredTool(echo, [made._replace(custom=True, grammar=grammar)])
 
 
 # --- tool_choice --------------------------------------------------------------------------------------------
 
 Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
-CALLS: tuple[str, ...] = get_args(Calls)
 
 
 class ToolChoice(NamedTuple):
     calls: Calls
     allowed: list[Tool]  # those that may be called
-    named: bool  # it names one tool, which must be called once
-    echo: Any  # as the response object repeats it, in Responses' form
+    named: bool = False  # it names one tool, which must be called once
 
 
-def tool_choice(tools: list[Tool], value: Any) -> ToolChoice:
+def tool_choice(by_name: ByName, value: Any) -> ToolChoice:
     """Return whether tools may or must be called, and which; raises BadInput."""
-    by_name = {tool.qualified_name: tool for tool in tools}
-    if len(by_name) < len(tools):
-        raise wrong_value("tools", "every name once", [tool.qualified_name for tool in tools])
-    choice = _choice(by_name, value)
+    if isinstance(value, str):
+        choice = ToolChoice(one_of(*get_args(Calls))(value, "tool_choice"), [*by_name.values()])
+    else:
+        given = flat(value, "tool_choice")
+        type_ = given.need("type", text)
+        if type_ in CLIENT_TOOLS:
+            choice = ToolChoice("required", _referred(by_name, value, "tool_choice"), named=True)
+        elif type_ == "allowed_tools":
+            lists = given.need("tools", list_of(partial(_referred, by_name), MAX_TOOLS))
+            mode = given.need("mode", one_of("auto", "required"))
+            choice = ToolChoice(mode, [tool for tools in lists for tool in tools])
+        else:
+            why = f"This server runs no tools, so none can be forced: {shown(type_)}"
+            raise unsupported("tool_choice.type", why)
     if choice.allowed:
         return choice
     if choice.calls == "required":
         raise wrong_value("tool_choice", "functions or custom tools to choose from", value)
-    return choice._replace(calls="none")
+    return ToolChoice("none", [])
 
 
-def _choice(by_name: Mapping[str, Tool], value: Any) -> ToolChoice:
-    if isinstance(value, str):
-        return ToolChoice(one_of(*CALLS)(value, "tool_choice"), [*by_name.values()], False, value)
-    given = flat(place(value, "tool_choice"))
+def _referred(by_name: ByName, value: Any, path: str) -> list[Tool]:
+    """Return the tool that a reference names: for one that a server would run itself there is none."""
+    given = flat(value, path)
     type_ = given.need("type", text)
-    if type_ in CLIENT_TOOLS:
-        echo, allowed = _referred(by_name, value, "tool_choice")
-        return ToolChoice("required", allowed, True, echo)
-    if type_ == "allowed_tools":
-        referred = given.need("tools", list_of(partial(_referred, by_name), MAX_TOOLS, min_items=1))
-        mode = given.need("mode", one_of("auto", "required"))
-        echo = {"type": type_, "mode": mode, "tools": [echo for echo, _ in referred]}
-        return ToolChoice(mode, [tool for _, found in referred for tool in found], False, echo)
-    if type_ in CALLS:
-        raise wrong_value("tool_choice", f"the string '{type_}'", value)
-    why = f"This server runs no tools, so none can be forced: {shown(type_)}"
-    raise unsupported("tool_choice.type", why)
-
-
-def _referred(by_name: Mapping[str, Tool], value: Any, path: str) -> tuple[Object, list[Tool]]:
-    """Return a reference as it is repeated, and the tool that it names: for a hosted one there is none."""
-    given = place(value, path)
-    type_ = given.get("type", one_of(*CLIENT_TOOLS, *HOSTED), "function")
-    if type_ in HOSTED:
-        return {"type": type_}, []
-    fields = flat(Place(given.members | {"type": type_}, path))
-    name = fields.need("name", text)
-    echo = {"type": type_, "name": name}
-    if namespace := fields.get("namespace", text, ""):
-        echo["namespace"] = namespace
-    known_as = qualified_name(namespace, name)
-    tool = by_name.get(known_as)
+    if type_ not in CLIENT_TOOLS:
+        return []
+    name = qualified_name(given.get("namespace", text, ""), given.need("name", text))
+    tool = by_name.get(name)
     if tool is None or tool.custom != (type_ == "custom"):
-        raise wrong_value("tool_choice", "the type and name of one of 'tools'", known_as)
-    return echo, [tool]
+        raise wrong_value("tool_choice", "the type and name of one of 'tools'", name)
+    return [tool]
 
 
 # --- what the answer must be --------------------------------------------------------------------------------
@@ -286,31 +244,21 @@ class StructuredOutput(NamedTuple):
     schema_path: str = ""  # where `schema` stands in the request
 
 
-check_format = members(
-    type=one_of("text", "json_schema", "json_object"),
-    name=text,
-    description=text,
-    schema=mapping,
-    strict=boolean,
-)
+check_format = members(type=text, name=identifier, description=text, schema=mapping, strict=boolean)
 
 
 def text_format(value: Any, path: str) -> Object:
     """Check the format of a text, and return it in Responses' form."""
-    given = Place(check_format(value, path), path)
-    if given.need("type", text) == "json_schema":
+    given = flat(value, path)
+    if given.need("type", one_of("text", "json_schema", "json_object")) == "json_schema":
         given.need("name", identifier)
         given.need("schema", mapping)
-    return given.members
-
-
-def response_format(value: Any, path: str) -> Object:
-    """Check chat's text_format()."""
-    return text_format(*flat(place(value, path), is_chat=True))
+    checked: Object = check_format(*given)
+    return checked
 
 
 def structured_output(
-    tools: list[Tool], choice: ToolChoice, format_: Object, path: str, parallel: bool
+    tools: ByName, choice: ToolChoice, format_: Object, path: str, parallel: bool
 ) -> StructuredOutput | None:
     """Return what to enforce, None if the model may say anything. Raises BadInput.
 
@@ -319,11 +267,14 @@ def structured_output(
     schemas = {"json_schema": format_.get("schema"), "json_object": {"type": "object"}}
     schema = schemas.get(str(format_.get("type")))
     # The calls that may come are all that a model could write.
-    is_any = len(choice.allowed) == len(tools) and not any(tool.strict or tool.grammar for tool in tools)
+    is_any = len(choice.allowed) == len(tools) and not any(
+        tool.strict or tool.grammar for tool in choice.allowed
+    )
     is_free = choice.calls == "none" or (choice.calls == "auto" and is_any)
     if schema is None and is_free:
         return None
     functions = []
+    inputs = []
     for tool in choice.allowed:
         name = tool.qualified_name
         arguments = {"type": "object"} | (tool.schema() or {})
@@ -331,7 +282,8 @@ def structured_output(
             message = f"Invalid schema for '{name}': arguments are an object."
             raise BadInput(message, "tools", "invalid_json_schema")
         functions.append((name, arguments))
-    inputs = [(tool.qualified_name, tool.grammar) for tool in choice.allowed if tool.grammar]
+        if tool.grammar:
+            inputs.append((name, tool.grammar))
     schema_path = "" if schema is None else path
     one_call = choice.named or not parallel
     return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, schema_path)

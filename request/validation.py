@@ -3,7 +3,7 @@
     (value, its path) --Check--> the value as we use it, or BadInput
 
     list_of(integer(0, 9))([1, 12], "stop_token_ids")
-      --> Invalid value for 'stop_token_ids[1]': expected a number from 0 to 9, got 12.
+      --> Invalid value for 'stop_token_ids[1]': expected an integer from 0 to 9, got 12.
 
 Authority: RFC 8259, section 3, for the types; openai-openapi for the limits that the callers state.
 
@@ -15,6 +15,7 @@ Rules of this file:
 
 from collections.abc import Callable
 from functools import partial
+from operator import pos
 from typing import Any, NamedTuple
 
 from request.refusals import unsupported, wrong_type, wrong_value
@@ -24,11 +25,6 @@ Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it
 
 
 # --- scalars ------------------------------------------------------------------------------------------------
-
-
-def anything(value: Any, path: str) -> Any:
-    """Accept a value that is checked elsewhere."""
-    return value
 
 
 def hint(value: Any, path: str) -> Any:
@@ -53,28 +49,24 @@ real = of_type("a number", int, float)
 text = of_type("a string", str)
 array = of_type("an array", list)
 text_or_array = of_type("a string or an array", str, list)
+text_or_object = of_type("a string or an object", str, dict)
 mapping = of_type("an object", dict)
 
 
-def number(low: float, high: float, check_type: Check = real) -> Check:
+def bounded(check_type: Check, size: Callable[[Any], float], expected: str, low: float, high: float) -> Check:
+    """Accept a value whose size lies within these limits."""
+
     def check(value: Any, path: str) -> Any:
-        if not low <= check_type(value, path) <= high:  # NaN is in no range
-            raise wrong_value(path, f"a number from {low} to {high}", value)
+        if not low <= size(check_type(value, path)) <= high:  # NaN is in no range
+            raise wrong_value(path, f"{expected} from {low} to {high}", value)
         return value
 
     return check
 
 
-integer = partial(number, check_type=whole)
-
-
-def string(max_length: int, min_length: int = 0) -> Check:
-    def check(value: Any, path: str) -> Any:
-        if not min_length <= len(text(value, path)) <= max_length:
-            raise wrong_value(path, f"a string of {min_length} to {max_length} characters", value)
-        return value
-
-    return check
+number = partial(bounded, real, pos, "a number")
+integer = partial(bounded, whole, pos, "an integer")
+string = partial(bounded, text, len, "a string with a length")
 
 
 def one_of(*allowed: str) -> Check:
@@ -89,11 +81,11 @@ def one_of(*allowed: str) -> Check:
 # --- lists and objects --------------------------------------------------------------------------------------
 
 
-def list_of(check_item: Check, max_items: int = 1024, min_items: int = 0) -> Check:
+def list_of(check_item: Check, max_items: int = 1024) -> Check:
+    check_size = bounded(array, len, "a number of items", 0, max_items)
+
     def check(value: Any, path: str) -> list[Any]:
-        if not min_items <= len(array(value, path)) <= max_items:
-            raise wrong_value(path, f"{min_items} to {max_items} items", f"{len(value)} items")
-        return [check_item(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return [check_item(item, f"{path}[{i}]") for i, item in enumerate(check_size(value, path))]
 
     return check
 
@@ -111,12 +103,11 @@ def members(**checks: Check) -> Check:
 
 def pairs_of(check_name: Check, check_value: Check, max_pairs: int) -> Check:
     """Accept an object whose members have any name that passes its check."""
+    check_size = bounded(mapping, len, "a number of members", 0, max_pairs)
 
     def check(value: Any, path: str) -> dict[Any, Any]:
-        pairs = mapping(value, path)
-        if len(pairs) > max_pairs:
-            raise wrong_value(path, f"at most {max_pairs} pairs", f"{len(pairs)} pairs")
-        return {check_name(name, path): check_value(pairs[name], f"{path}.{name}") for name in pairs}
+        pairs = check_size(value, path).items()
+        return {check_name(name, path): check_value(each, f"{path}.{name}") for name, each in pairs}
 
     return check
 
@@ -148,9 +139,8 @@ def refused(why: str, *harmless: Any) -> Check:
     """Accept only the values that ask for nothing, such as the default that a client library always sends."""
 
     def check(value: Any, path: str) -> Any:
-        for allowed in harmless:
-            if type(value) is type(allowed) and value == allowed:  # in Python, 0 == False
-                return value
-        raise unsupported(path, why)
+        if value not in harmless:
+            raise unsupported(path, why)
+        return value
 
     return check

@@ -187,7 +187,7 @@ CAPS = {
     "devices":    18_700,
     "dialects":    9_870,
     "gateway":    11_270,
-    "request":    16_080,
+    "request":    15_000,
     "service":    11_020,
 }
 # fmt: on

@@ -209,7 +209,7 @@ def test_stream_in_a_query_is_true_or_false(server: Server) -> None:
         refused = server.get(path(id_) + f"?stream={word}")
         assert (refused.status, refused.json["error"]["param"]) == (400, "stream")
         assert len(refused.body) < 300
-    for word in ("false", "False", "0"):
+    for word in ("false", "False"):
         assert server.get(path(id_) + f"?stream={word}").json["id"] == id_
 
 
@@ -592,7 +592,7 @@ ODD: Json = MEANT | {
     "model": "tiny",
     "input": [{"role": "user", "content": [{"type": "input_text", "text": TOKYO, "zz": JUNK}]}],
     "tools": [TOOL],
-    "tool_choice": {"type": "function", "name": TOOL["name"], "zz": JUNK},
+    "tool_choice": {"type": "function", "name": TOOL["name"]},
     "reasoning": {"effort": "none", "zz": JUNK},
     "text": {"format": {"type": "text", "zz": JUNK}},
     "stream_options": {"zz": JUNK},
@@ -725,7 +725,7 @@ MISSING, VALUE = "missing_required_parameter", "invalid_value"
 #   change to a good request                   status param                   code
 REFUSED: list[tuple[Json, int, str | None, str]] = [
     ({"model": "gpt-5"},                       404,    "model",                "model_not_found"),
-    ({"input": []},                            400,    "input",                VALUE),
+    ({"input": []},                            400,    "input",                MISSING),
     ({"input": LONG_TEXT},                     400,    None,                   "context_length_exceeded"),
     ({"temperature": 3},                       400,    "temperature",          VALUE),
     ({"tools": [{"type": "function"}]},        400,    "tools[0].name",        MISSING),

@@ -61,7 +61,7 @@ INPUTS = tuple((tool.name, tool.grammar) for tool in (PATCH, WHEN) if tool.gramm
 
 
 def custom(name: str, input: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {tools.as_arguments(input)}}}\n</tool_call>'
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {tools.as_json({"input": input})}}}\n</tool_call>'
 
 
 REQUIRED = Must("required", FUNCTIONS)

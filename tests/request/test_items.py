@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from functools import partial
 from typing import Any
 
 import pydantic
@@ -15,7 +16,7 @@ from audit import schema
 from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
 from request import items
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
-from request.items import compacted, n_bytes, resolve, summary_request
+from request.items import n_bytes, resolve, sealer, summary_request, unsaid
 from request.messages import MAX_ITEMS
 from request.params import from_responses
 from request.refusals import BadInput
@@ -58,13 +59,12 @@ def resolved(
         looked_up.append(response_id)
         return {KEPT: row}.get(response_id)
 
-    def unseal(purpose: str, blob: str) -> str:
-        if blob != "blob":
-            raise ValueError("expected a blob that this server has made")
-        return f"the {purpose}"
-
-    chain, own = asyncio.run(resolve(input, previous_response_id, find, unseal))
+    chain, own = asyncio.run(resolve(input, previous_response_id, find, partial(sealer, b"", "")))
     return chain, own, looked_up
+
+
+def blob(purpose: str) -> str:
+    return str(sealer(b"", "", purpose).dumps(f"the {purpose}"))
 
 
 def without_id(item: Json) -> Json:
@@ -88,13 +88,13 @@ def test_a_response_is_looked_up_once_and_only_if_it_is_named() -> None:
 
 
 def test_blobs_become_their_text() -> None:
-    thought = {"type": "reasoning", "encrypted_content": "blob"}
+    thought = {"type": "reasoning", "encrypted_content": blob("reasoning")}
     as_text = {"content": [{"type": "reasoning_text", "text": "the reasoning"}]}
-    compaction = {"type": "compaction", "encrypted_content": "blob"}
-    own = [without_id(item) for item in resolved([thought, thought | as_text, compaction])[1]]
+    compaction = {"type": "compaction", "encrypted_content": blob("compaction")}
+    first, second, third = resolved([thought, thought | as_text, compaction])[1]
     read = thought | as_text | {"summary": [], "status": "completed"}
-    assert own == [read, read, compaction | {"summary": "the compaction"}]
-    assert compaction == {"type": "compaction", "encrypted_content": "blob"}  # what came is not changed
+    assert without_id(first) == without_id(second) == read
+    assert third["summary"] == "the compaction"
     with pytest.raises(BadInput) as refusal:
         resolved([QUESTION, compaction | {"encrypted_content": None}])
     assert refusal.value.param == "input[1].encrypted_content"
@@ -123,13 +123,11 @@ SHORT_FORMS: list[Json] = [
     texts_of("user", "text", "output_text"),
     texts_of("developer", "input_text"),
     {"role": "assistant", "content": [REFUSAL]},
-    {"role": "user", "content": "hi", "status": "done"},
-    {"role": "user", "content": "hi", "status": 5},
     {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
     {"type": "reasoning", "content": "hm", "summary": None},
-    {"type": "reasoning", "content": [{"type": "text", "text": "hm"}], "status": "done"},
+    {"type": "reasoning", "content": [{"type": "text", "text": "hm"}], "status": None},
     CALLED | {"output": "hi"},
-    CALLED | {"output": [{"type": "text", "text": "hi"}], "status": "success"},
+    CALLED | {"output": [{"type": "text", "text": "hi"}]},
     CALLED | {"type": "custom_tool_call_output", "output": [{"type": "output_text", "text": "hi"}]},
 ]
 
@@ -220,7 +218,7 @@ def test_references_name_so_many_responses() -> None:
         return ROW._replace(response_json=json.dumps(RESPONSE | {"output": said}))
 
     with pytest.raises(BadInput, match="too long"):
-        asyncio.run(resolve(references, None, find, lambda _, blob: blob))
+        asyncio.run(resolve(references, None, find, partial(sealer, b"", "")))
 
 
 # --- compactions --------------------------------------------------------------------------------------------
@@ -236,7 +234,7 @@ def test_a_trigger_is_the_last_item() -> None:
 
 
 def test_a_chain_after_a_compaction_has_nothing_of_what_it_stands_for() -> None:
-    compaction = {"id": NEW_ITEM("cmp"), "type": "compaction", "encrypted_content": "blob"}
+    compaction = {"id": NEW_ITEM("cmp"), "type": "compaction", "encrypted_content": blob("compaction")}
     trigger = {"id": "cmpt_1", "type": "compaction_trigger"}
     response_json = json.dumps(RESPONSE | {"output": [compaction]})
     row = ROW._replace(items_json=json.dumps([QUESTION, SAID, trigger]), response_json=response_json)
@@ -248,7 +246,7 @@ USAGE = Usage(7, 3)
 
 def made_of(*outputs: Accepted | Output | Finish) -> list[Any]:
     made: list[Any] = []
-    take = compacted(made.append, seal=lambda text: f"sealed {text}")
+    take = unsaid(made.append, seal=lambda text: f"sealed {text}")
     for output in outputs:
         take(output)
     return made

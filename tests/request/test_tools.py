@@ -124,7 +124,7 @@ def test_calls_in_the_clients_words(found: list[Output], gets: list[Output]) -> 
 
 def test_what_the_model_is_told() -> None:
     told = {name: tool.definition() for name, tool in TOOLS.items()}
-    assert told["f"] == {"type": "function", "function": {"name": "f"}}
+    assert told["f"] == {"type": "function", "function": {"name": "f", "description": ""}}
     assert told["docs__search"]["function"]["parameters"] == {"type": "object"}
     patch = told["patch"]["function"]
     assert patch["description"] == "Edit."
