@@ -33,7 +33,7 @@ HALF = http_bytes(RESPONSES, HI | {"input": "x" * 2 * SMALL_BODY_BYTES})[:-5]
 async def arrive(visit: Visit) -> None:
     """Ten bytes come, and no more."""
     async with body.arriving(visit) as note:
-        note(10)
+        await note(10)
         await asyncio.Event().wait()
 
 
@@ -56,7 +56,7 @@ def test_a_body_that_comes_has_more_time(monkeypatch: pytest.MonkeyPatch) -> Non
     async def read() -> None:
         with Rooms(2).visit("") as visit:
             async with body.arriving(visit) as note:
-                note(10)
+                await note(10)
                 await asyncio.sleep(0.05)
 
     asyncio.run(read())
@@ -72,7 +72,7 @@ def test_bodies_of_one_owner_leave_room() -> None:
             async def upload(owner: str) -> None:
                 visit = held.enter_context(rooms.visit(owner))
                 note = await held.enter_async_context(body.arriving(visit))
-                note(2**20)
+                await note(2**20)
 
             await upload("y")
             for _ in range(7):
