@@ -12,12 +12,10 @@ Not here: whether the answers are right (tests/gpu), single kernels (kernels.py)
 import argparse
 import importlib
 import itertools
-import os
 import time
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
 import numpy as np
 
@@ -25,12 +23,11 @@ from benches import weights as shapes
 from benches.harness import Case, Figures, Row, Run, generate, number_option, report, speed
 from checkpoint.config import Config, read_config
 from checkpoint.weights import read_weights
-from devices.cuda import NO_GRAPHS, NO_PDL, CudaOps
+from devices.cuda import CudaOps
 from engine import Engine
 from model import PAGE
 
-#             name         environment
-CONTENDERS = {"engine": {}, "no-early": {NO_PDL: "1"}, "no-graphs": {NO_GRAPHS: "1"}}
+CONTENDERS = "engine", "no-early", "no-graphs"  # as it is, and without a feature
 
 READ = r"""
 extern "C" __global__ void read_all(const unsigned *x, int n, unsigned *out) {
@@ -95,8 +92,10 @@ def run(args: argparse.Namespace) -> None:
     length = max(*args.contexts, *args.prompts) + args.new + 1
     engines: dict[str, Engine] = {}
     for name in args.contenders:
-        with patch.dict(os.environ, CONTENDERS[name]):
-            ops = ops_of(args, length)
+        ops = ops_of(args, length)
+        ops._uses_graphs = name != "no-graphs"
+        if name == "no-early":
+            ops._kernels._driver = None
         engines[name] = Engine(ops)
     runs: dict[str, Run] = {name: partial(generate, engine) for name, engine in engines.items()}
     cases: list[Case] = []

@@ -37,10 +37,10 @@ def launches(ops: CudaOps, spans: list[Span]) -> dict[str, list[Launch]]:
         found.setdefault(arguments[0], []).append(arguments)
 
     with ops._stream:
-        memory, host, step = ops._upload_step(spans, [Context(GREEDY, [], [])] * len(spans))
+        host, step = ops._upload_step(spans, [Context(GREEDY, [], [])] * len(spans))
         step.views["pick_rows"][:, 4] = CHAINS
     ops._stream.synchronize()
-    memory.free.append(host)
+    host.free.append(host)
     kernels = ops._kernels
     ops._kernels = cast(Kernels, SimpleNamespace(launch=launch))
     ops._compute(step)

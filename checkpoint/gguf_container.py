@@ -15,7 +15,8 @@ takes seconds for a vocabulary, and holds no count against the size of the file.
 Rules of this file:
   * A file is not believed. Each count and size is checked against the bytes that are there before anything is
     made of it, and a header has at most MAX_HEADER_BYTES. This bounds time and memory.
-  * Tensors follow one another in their order, as llama.cpp requires, so no tensor overlaps another.
+  * Tensors follow one another in their order, as llama.cpp requires, so no tensor overlaps another, and none
+    stands twice.
   * What is wrong raises ValueError; read() makes UnsupportedModel of it, in one line.
 """
 
@@ -31,15 +32,10 @@ from checkpoint.blocks import FLOATS, Blocks, sizes
 from checkpoint.config import UnsupportedModel
 
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
-MAX_DIMS = 4
 ALIGNMENT = 32  # bytes of the data, unless general.alignment says otherwise
-POWERS_OF_2 = [2**n for n in range(16)]
 
-# GGUF's number of a type of value
 U32, U64 = np.dtype("<u4"), np.dtype("<u8")
-STRING, ARRAY = 8, 9
-NUMBERS = dict(enumerate(map(np.dtype, ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))))
-NUMBERS |= {10: U64, 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+STRING, ARRAY = 8, 9  # GGUF's numbers of types of values, beside those of numbers
 
 # Formats of tensors that are no floats
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -61,9 +57,7 @@ class Header:
         start = self.position
         self.position += n * dtype.itemsize
         if self.position > len(self._data):
-            raise ValueError(
-                f"{n} values at byte {start} of the header, which ends at byte {len(self._data)}"
-            )
+            raise ValueError(f"{n} values at byte {start}, but the header ends at byte {len(self._data)}")
         return np.frombuffer(self._data[start : self.position], dtype)
 
     def integer(self, dtype: np.dtype[Any]) -> int:
@@ -71,20 +65,24 @@ class Header:
 
     def string(self) -> str:
         n_bytes = self.integer(U64)
-        return self.numbers(NUMBERS[0], n_bytes).tobytes().decode()
+        return self.numbers(np.dtype(np.uint8), n_bytes).tobytes().decode()
 
     def value(self) -> Any:
         """Read the type of a value, then the value."""
+        from gguf import GGUFReader, GGUFValueType  # here, for it takes a while
+
         kind = self.integer(U32)
+        n = 1
+        is_array = kind == ARRAY
+        if is_array:
+            kind = self.integer(U32)
+            n = self.integer(U64)
         if kind == STRING:
-            return self.string()
-        if kind != ARRAY:
-            return self.numbers(NUMBERS[kind], 1)[0].item()
-        kind = self.integer(U32)
-        n = self.integer(U64)
-        if kind == STRING:
-            return [self.string() for _ in range(n)]  # ends with the bytes: each string takes 8 or more
-        return self.numbers(NUMBERS[kind], n)
+            strings = (self.string() for _ in range(n))  # ends with the bytes: each string takes 8 or more
+            return list(strings) if is_array else next(strings)
+        dtype: Any = GGUFReader.gguf_scalar_to_np[GGUFValueType(kind)]
+        numbers = self.numbers(np.dtype(dtype), n)
+        return numbers if is_array else numbers.item()
 
 
 @lru_cache(maxsize=1)  # as_directory() reads a file, and then map_tensors()
@@ -92,16 +90,13 @@ def read(file: Path) -> Container:
     """Map a file; raises UnsupportedModel for one that is unreadable, cut, or contradicts itself."""
     try:
         return parse(np.memmap(file, np.uint8, mode="r").view(np.ndarray))
-    except OSError as error:
-        raise UnsupportedModel(f"{file.resolve()}: {error.strerror}") from error
-    except (ValueError, KeyError) as error:  # also text that is not UTF-8, and an empty file
-        reason = f"a value of type {error}" if isinstance(error, KeyError) else error
-        raise UnsupportedModel(f"{file.resolve()} is not a GGUF file, or broken: {reason}") from None
+    except (OSError, ValueError, KeyError) as error:  # also text that is not UTF-8, and an empty file
+        raise UnsupportedModel(f"{file.resolve()} is not a GGUF file that can be read: {error}") from None
 
 
 def parse(data: NDArray[np.uint8]) -> Container:
     header = Header(data)
-    magic = header.numbers(NUMBERS[0], 4).tobytes()
+    magic = header.numbers(np.dtype(np.uint8), 4).tobytes()
     version = header.integer(U32)
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"it begins with {magic!r}, version {version}; supported: b'GGUF', 2 or 3")
@@ -110,45 +105,49 @@ def parse(data: NDArray[np.uint8]) -> Container:
     metadata: dict[str, Any] = {}
     for _ in range(n_entries):
         name = header.string()
-        if name in metadata:
-            raise ValueError(f"{name[:80]!r} stands twice in the metadata")
         metadata[name] = header.value()
     step = metadata.get("general.alignment", ALIGNMENT)
-    if type(step) is not int or step not in POWERS_OF_2:
-        raise ValueError(f"general.alignment is {str(step)[:80]!r}; supported: powers of 2")
-    places = [read_place(header) for _ in range(n_tensors)]
+    if type(step) is not int or step < 1:
+        raise ValueError(f"general.alignment is {str(step)[:80]!r}; supported: a number of bytes")
+    places: dict[str, Place] = {}
+    for _ in range(n_tensors):
+        name = header.string()
+        places[name] = read_place(header, name[:80])
     start = begin = -(-header.position // step) * step
     tensors: dict[str, NDArray[Any] | Blocks] = {}
-    for name, block_format, shape, n_bytes, offset in places:
-        end = begin + n_bytes
-        if name in tensors or start + offset != begin or end > len(data):
-            raise ValueError(f"tensor {name} is there twice, or does not lie at bytes {begin} to {end}")
-        tensors[name] = tensor_of(block_format, shape, data[begin:end])
+    for name, place in places.items():
+        end = begin + place.n_bytes
+        if start + place.offset != begin or end > len(data):
+            raise ValueError(f"tensor {name[:80]!r} does not lie at bytes {begin} to {end}, or stands twice")
+        tensors[name] = tensor_of(place, data[begin:end])
         begin = -(-end // step) * step
     return Container(metadata, tensors)
 
 
-def read_place(header: Header) -> tuple[str, str, tuple[int, ...], int, int]:
-    """Read what the header says of a tensor: its name, format, shape, bytes, and offset in the data."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # here, for it takes a while
+class Place(NamedTuple):
+    """What the header says of a tensor."""
 
-    name = header.string()
-    n_dims = header.integer(U32)
-    if not name.isprintable() or not 1 <= n_dims <= MAX_DIMS:
-        raise ValueError(f"tensor {name[:80]!r} has {n_dims} dimensions; supported: 1 to {MAX_DIMS}")
-    dims = [header.integer(U64) for _ in range(n_dims)]
-    kind = GGMLQuantizationType(header.integer(U32))
-    if kind.name not in FLOATS and (kind.name not in BLOCKS or n_dims != 2):
-        supported = f"{', '.join(FLOATS)}; for matrices also {', '.join(BLOCKS)}"
-        raise ValueError(f"tensor {name} is {kind.name} {dims}; supported: {supported}")
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    if 0 in dims or dims[0] % block:
-        raise ValueError(f"tensor {name} has the sizes {dims}; supported: rows of whole blocks of {block}")
-    n_bytes = math.prod(dims) // block * block_bytes
-    return name, kind.name, tuple(reversed(dims)), n_bytes, header.integer(U64)
+    format: str
+    shape: tuple[int, ...]
+    n_bytes: int
+    offset: int  # in the data
 
 
-def tensor_of(block_format: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> NDArray[Any] | Blocks:
-    if block_format in FLOATS:
-        return data.view(FLOATS[block_format]).reshape(shape)
-    return Blocks(block_format, data.reshape(shape[0], -1, sizes(block_format).n_bytes))
+def read_place(header: Header, name: str) -> Place:
+    from gguf import GGMLQuantizationType  # here, for it takes a while
+
+    dims = header.numbers(U64, header.integer(U32)).tolist()
+    block_format = GGMLQuantizationType(header.integer(U32)).name
+    n_numbers, n_bytes = sizes(block_format)
+    is_supported = block_format in FLOATS or (block_format in BLOCKS and len(dims) == 2)
+    if not is_supported or not dims or 0 in dims or dims[0] % n_numbers:
+        supported = f"{', '.join(FLOATS)}; for matrices of whole blocks also {', '.join(BLOCKS)}"
+        raise ValueError(f"tensor {name!r} is {block_format} {dims[:9]}; supported: {supported}")
+    n_bytes *= math.prod(dims) // n_numbers
+    return Place(block_format, tuple(reversed(dims)), n_bytes, header.integer(U64))
+
+
+def tensor_of(place: Place, data: NDArray[np.uint8]) -> NDArray[Any] | Blocks:
+    if place.format in FLOATS:
+        return data.view(FLOATS[place.format]).reshape(place.shape)
+    return Blocks(place.format, data.reshape(place.shape[0], -1, sizes(place.format).n_bytes))

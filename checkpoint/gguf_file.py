@@ -19,7 +19,6 @@ Rules of this file:
 
 import atexit
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
@@ -58,10 +57,10 @@ def entry(metadata: Metadata, name: str, kind: type | UnionType, is_optional: bo
     return value
 
 
-def choice(metadata: Metadata, name: str, supported: Collection[str], is_optional: bool = False) -> Any:
+def choice(metadata: Metadata, name: str, supported: Collection[str]) -> str:
     """Return the value of an entry that is one of some texts; raises UnsupportedModel."""
-    value = entry(metadata, name, str, is_optional)
-    if value is not None and value not in supported:
+    value: str = entry(metadata, name, str)
+    if value not in supported:
         raise UnsupportedModel(f"{name} is {value[:80]!r}; supported: {', '.join(supported)}")
     return value
 
@@ -83,8 +82,8 @@ CONFIG_FIELDS = {
     "rope_theta": "rope.freq_base",
 }
 OPTIONAL_FIELDS = {"num_key_value_heads", "head_dim", "rope_theta"}
-UNSUPPORTED = ("attention.sliding_window", "expert_count")  # entries that would change the forward pass
-ROPE_SCALINGS = ("none", "linear", "yarn")
+# Entries that would change the forward pass
+UNSUPPORTED = ("attention.sliding_window", "expert_count", "rope.scaling.factor")
 
 
 def config_json(container: Container) -> dict[str, Any]:
@@ -106,16 +105,9 @@ def config_json(container: Container) -> dict[str, Any]:
         value = metadata.get(f"{architecture}.{suffix}")
         if np.any(value):
             raise UnsupportedModel(f"{architecture}.{suffix} is {str(value)[:80]!r}; supported: none")
-    prefix = f"{architecture}.rope.scaling."
-    rope_type = choice(metadata, f"{prefix}type", ROPE_SCALINGS, is_optional=True)
-    if rope_type not in (None, "none"):
-        fields["rope_scaling"] = {
-            "rope_type": rope_type,
-            "factor": entry(metadata, f"{prefix}factor", NUMBER),
-        }
-        original = entry(metadata, f"{prefix}original_context_length", NUMBER, is_optional=True)
-        fields["original_max_position_embeddings"] = original
-    return fields | end_ids(metadata)
+    ends = [token_id(metadata, "eos"), token_id(metadata, "eot")]  # an answer ends at either
+    fields["eos_token_id"] = sorted({number for number in ends if number is not None})
+    return fields
 
 
 def token_id(metadata: Metadata, name: str) -> int | None:
@@ -126,12 +118,6 @@ def token_id(metadata: Metadata, name: str) -> int | None:
     if number is not None and not 0 <= number < n_tokens:
         raise UnsupportedModel(f"{key} is {number}; there are {n_tokens} tokens")
     return number
-
-
-def end_ids(metadata: Metadata) -> dict[str, list[int]]:
-    """For config.json and generation_config.json: an answer ends at eos, or at eot if there is one."""
-    ends = [token_id(metadata, "eos"), token_id(metadata, "eot")]
-    return {"eos_token_id": sorted({number for number in ends if number is not None})}
 
 
 # --- tokenizer.json -----------------------------------------------------------------------------------------
@@ -156,9 +142,7 @@ def split(digits: str) -> pre_tokenizers.PreTokenizer:
 # tokenizer.ggml.pre: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 PRE_TOKENIZERS = {
     "gpt-2": GPT_2,
-    "olmo": GPT_2,
     "smollm": DIGITS,
-    "starcoder": DIGITS,
     "llama-bpe": split(r"\p{N}{1,3}"),
     "qwen2": split(r"\p{N}"),
     "deepseek-r1-qwen": split(r"\p{N}"),
@@ -209,25 +193,13 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 # --- the directory ------------------------------------------------------------------------------------------
 
 
-PREFIX = "llmref-gguf-"  # of the directory's name; the process id follows
-
-
 @cache
 def as_directory(file: Path, presets: str = "{}") -> Path:
     """Make a temporary directory, named as the file, that is removed when Python ends.
 
-    A process that was killed leaves its own, which the next one removes. `presets` is JSON: what a
-    generation_config.json says besides.
+    `presets` is JSON: generation_config.json.
     """
-    for left_over in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        process_id = left_over.name.removeprefix(PREFIX).partition("-")[0]
-        try:
-            os.kill(int(process_id), 0)  # sends nothing
-        except ProcessLookupError:
-            shutil.rmtree(left_over, ignore_errors=True)
-        except (PermissionError, ValueError, OverflowError):
-            pass  # it runs, as another user's; or the directory is not ours
-    root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+    root = Path(tempfile.mkdtemp(prefix="llmref-gguf-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     directory = root / file.stem
     directory.mkdir()
@@ -242,7 +214,7 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
             )
         texts = {
             "config.json": json.dumps(config_json(container)),
-            "generation_config.json": json.dumps(end_ids(metadata) | json.loads(presets)),
+            "generation_config.json": presets,
             "tokenizer.json": tokenizer_json(metadata),
             "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
             "chat_template.jinja": entry(metadata, "tokenizer.chat_template", str),

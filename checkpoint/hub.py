@@ -54,8 +54,6 @@ def from_hub(model: str, revision: str | None) -> Path:
     except Exception as error:  # the client's own, its HTTP client's or OSError, by version and by cause
         reason = str(error).strip().split("\n")[0]
         raise HubError(
-            f"no model {model} at {revision or 'main'}: no directory {Path(model).absolute()},"
-            f" none in {constants.HF_HUB_CACHE},"
-            f" none to be had from {constants.ENDPOINT} ({type(error).__name__}: {reason});"
-            " give a directory that holds the model"
+            f"no model {model} at {revision or 'main'} in {constants.HF_HUB_CACHE}, or to be had from"
+            f" {constants.ENDPOINT} ({type(error).__name__}: {reason}); give a directory that holds the model"
         ) from error

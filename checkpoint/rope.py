@@ -14,7 +14,6 @@ Rules of this file:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +30,8 @@ class Rope:
 
     rope_theta: float
     rope_type: str = "default"  # a key of ROPE_TYPES
-    factor: float = 1.0  # linear, llama3, yarn: how much longer the context has become
-    original_max_position_embeddings: int = 0  # llama3, yarn: the context before that
+    original_max_position_embeddings: int = 0  # llama3, yarn: the context as first trained
+    factor: float = 1.0  # linear, llama3, yarn: how much longer it has become
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -44,7 +43,7 @@ class Rope:
 def rope_table(rope: Rope, head_dim: int, n: int) -> NDArray[np.complex64]:
     """cos + i sin of every pair's angle at positions 0 .. n-1. (n, head_dim/2)"""
     trained: Freq = rope.rope_theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    freq, magnitude = ROPE_TYPES[rope.rope_type].scale(rope, trained)
+    freq, magnitude = ROPE_TYPES[rope.rope_type](rope, trained)
     angles = np.arange(n)[:, None] * freq  # (n, head_dim/2) float64
     table = np.empty(angles.shape, np.complex64)
     table.real = np.cos(angles) * magnitude
@@ -106,15 +105,10 @@ def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
     return freq * kept + freq / factor * (1 - kept)
 
 
-class Scaling(NamedTuple):
-    scale: Callable[[Rope, Freq], tuple[Freq, float]]
-    required: tuple[str, ...] = ()  # numbers that config.json must have; the others have defaults
-
-
 # rope_type
-ROPE_TYPES = {
-    "default": Scaling(unscaled),
-    "linear": Scaling(linear, ("factor",)),
-    "llama3": Scaling(llama3, ("factor", "low_freq_factor", "high_freq_factor")),
-    "yarn": Scaling(yarn),
+ROPE_TYPES: dict[str, Callable[[Rope, Freq], tuple[Freq, float]]] = {
+    "default": unscaled,
+    "linear": linear,
+    "llama3": llama3,
+    "yarn": yarn,
 }

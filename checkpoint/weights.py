@@ -21,17 +21,17 @@ Rules of this file:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from checkpoint import gguf_file
 from checkpoint.blocks import FLOATS, Blocks, decoded
-from checkpoint.config import Config, Experts, FieldCheck, UnsupportedModel, check_fields, listing, read_json
+from checkpoint.config import Config, Experts, FieldCheck, UnsupportedModel, check_fields, read_json
 
 Array = NDArray[np.float32]
 Tensor = NDArray[Any] | Blocks  # float32, float16, bfloat16 as uint16, or uint8; in a GGUF file also blocks
@@ -108,14 +108,12 @@ class Weights:
     head: Matrix  # (vocab_size, dim) the same object as embed when tied
 
     @property
-    def arrays(self) -> list[Any]:
-        """All arrays and matrices; one that is embedding and head is one."""
-        arrays = {id(array): array for part in (self, *self.layers) for array in vars(part).values()}
-        return [array for array in arrays.values() if hasattr(array, "nbytes")]
-
-    @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
+        """Of all arrays and matrices, those of experts too; one that is embedding and head counts once."""
+        values = {id(value): value for part in (self, *self.layers) for value in vars(part).values()}
+        del values[id(self.layers)]
+        arrays = [value if isinstance(value, list) else [value] for value in values.values()]
+        return sum(getattr(array, "nbytes", 0) for array in chain(*arrays))
 
 
 class Part(NamedTuple):
@@ -236,15 +234,12 @@ def all_parts(c: Config) -> list[Part]:
     return parts
 
 
+NUMBERS_OF = {"blocks": 2, "scales": 0}  # in an entry of a tensor of MXFP4; elsewhere each is one
+
+
 def n_params(c: Config) -> int:
-    """Count the numbers that the checkpoint holds; a byte of MXFP4 blocks has two, and a scale is none."""
-    n = 0
-    for part in all_parts(c):
-        if part.field.endswith("_blocks"):
-            n += 2 * math.prod(part.shape)
-        elif not part.is_mxfp4:
-            n += math.prod(part.shape)
-    return n
+    """Count the numbers that the checkpoint holds."""
+    return sum(NUMBERS_OF.get(part.field.split("_")[-1], 1) * math.prod(part.shape) for part in all_parts(c))
 
 
 def n_weight_bytes(c: Config) -> int:
@@ -284,9 +279,7 @@ def read_weights(
     check_tensors(tensors, config)
     outer = fuse(tensors, outer_parts(config), config, pack_outer or pack)
     layers: list[Layer] = []
-    # A bar on a terminal, for weights that take more than about a second. None: unless stderr is a terminal.
-    disable = None if n_weight_bytes(config) >= 1e9 else True
-    for i in tqdm(range(config.n_layers), "Reading weights", unit="layer", disable=disable):
+    for i in range(config.n_layers):
         layers.append(Layer(**fuse(tensors, layer_parts(config, i), config, pack)))
     return Weights(outer["embed"], layers, outer["norm"], outer.get("head", outer["embed"]))
 
@@ -305,11 +298,10 @@ def check_tensors(tensors: Tensors, config: Config) -> None:
     embed: Any = tensors["model.embed_tokens.weight"]
     for name in sorted(tensors.keys() - parts):
         extra: Any = tensors[name]
-        if name == "lm_head.weight" and np.array_equal(extra, embed):
-            continue  # the head is tied, and saved all the same
-        if name.endswith("rotary_emb.inv_freq"):
-            continue  # old Llama files hold it, though it follows from rope_theta
-        raise UnsupportedModel(f"tensor {name} has no place in a {config.model_type} with this config.json")
+        is_tied_head = name == "lm_head.weight" and np.array_equal(extra, embed)
+        # Old Llama files hold inv_freq, though it follows from rope_theta.
+        if not is_tied_head and not name.endswith("rotary_emb.inv_freq"):
+            raise UnsupportedModel(f"tensor {name} has no place in this {config.model_type}")
 
 
 def fuse(tensors: Tensors, parts: list[Part], config: Config, pack: Packer) -> dict[str, Matrix]:
@@ -358,18 +350,14 @@ def map_tensors(directory: Path) -> Tensors:
     """Return all tensors of model.safetensors, or of an index's shards, as views of memory maps."""
     if (directory / "model.gguf").is_file():
         return gguf_file.map_tensors(directory / "model.gguf")
-    single = directory / "model.safetensors"
+    shards = ["model.safetensors"]
     index = directory / "model.safetensors.index.json"
-    if single.is_file():
-        return map_file(single)
-    if not index.is_file():
-        raise UnsupportedModel(f"no {single.name}, no {index.name} in {directory}: {listing(directory)}")
-    fields = read_json(index)
-    check_fields(fields, {"weight_map": FILE_NAMES}, index)
+    if index.is_file():
+        fields = read_json(index)
+        check_fields(fields, {"weight_map": FILE_NAMES}, index)
+        shards = sorted({*fields["weight_map"].values()})
     tensors: Tensors = {}
-    for shard in sorted({*fields["weight_map"].values()}):
-        if not (directory / shard).is_file():
-            raise UnsupportedModel(f"no {shard}, which {index} names: {listing(directory)}")
+    for shard in shards:
         tensors |= map_file(directory / shard)
     return tensors
 

@@ -26,7 +26,6 @@ import importlib.metadata
 import logging
 import sys
 import time
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -48,8 +47,8 @@ from devices.cpu_kernels import (
     silu_product,
     store_rows,
 )
-from devices.microkernel import FAST_BFLOAT16, WIDTH
-from devices.panels import Panels, pack
+from devices.microkernel import WIDTH
+from devices.panels import pack
 from model import PAGE, Array, Batch, Ints, NumpyOps, Span, forward
 
 log = logging.getLogger("cpu")
@@ -99,7 +98,7 @@ class FastOps(NumpyOps):
         self._small = SMALL
         load_tbb()
         self.get_ready()
-        self.about = f"Numba, {self._n_threads} threads, {about(weights)}"
+        self.about = f"Numba, {self._n_threads} threads, {weights.nbytes / 1e6:.0f} MB of weights"
 
     @staticmethod
     def page_bytes(config: Config) -> int:
@@ -196,11 +195,11 @@ class FastOps(NumpyOps):
         return y
 
     def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
-        y = np.empty((len(x), w.n_out), np.float32)
+        y = np.empty((len(x), w[0].n_out), np.float32)
         for e in np.unique(experts):  # what no row has chosen is not read
             rows = experts == e
-            matrix = w.expert(e)
-            y[rows] = self._product(self._stored(x[rows], matrix.inputs(len(x[rows]))), matrix, None)
+            some = x[rows]
+            y[rows] = self._product(self._stored(some, w[e].inputs(len(some))), w[e], None)
         if b is not None:
             y += b[experts]
         return y
@@ -251,14 +250,3 @@ class AttentionBlocks:
 def padded(head_dim: int) -> int:
     """Numbers of a value in the KV cache: whole tiles."""
     return -(-head_dim // WIDTH) * WIDTH
-
-
-def about(weights: Weights) -> str:
-    """Say how large the weights are, and what products round."""
-    sizes = Counter[str]()
-    for matrix in weights.arrays:
-        if isinstance(matrix, Panels):
-            sizes[matrix.format] += matrix.nbytes
-    formats = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in sizes.most_common())
-    multiplied = ", multiplied in bfloat16" if "BF16" in sizes and FAST_BFLOAT16 else ""
-    return f"{sum(sizes.values()) / 1e6:.0f} MB of weights ({formats}){multiplied}"

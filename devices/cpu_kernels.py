@@ -297,12 +297,16 @@ def write_cache(key, value, offset, keys, values):
 def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary):
     """Rotate queries and keys in place, and write keys and values to the KV cache.
 
-    heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), kv as of attention()
+    heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), kv as of attention().
+    The values that follow the last row of a page become 0: they are multiplied by 0, and the memory may hold
+    NaN.
     """
     n_kv_heads = kv.shape[3]
     n_rotated = heads.shape[1] - n_kv_heads
     for r in prange(len(heads)):
         turn = turns[positions[r]]
+        offset = positions[r] % PAGE
+        is_last = r + 1 == len(heads) or pages[r + 1] != pages[r]
         if is_rotary:
             for h in range(n_rotated):
                 rotate(heads[r, h], turn)
@@ -310,7 +314,10 @@ def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary):
             keys = key_panels(kv[pages[r], i, 0, h])
             values = value_panels(kv[pages[r], i, 1, h])
             key = heads[r, n_rotated - n_kv_heads + h]
-            write_cache(key, heads[r, n_rotated + h], positions[r] % PAGE, keys, values)
+            write_cache(key, heads[r, n_rotated + h], offset, keys, values)
+            if is_last:
+                values[:, offset // 2, :, offset % 2 + 1 :] = 0
+                values[:, offset // 2 + 1 :] = 0
 
 
 @kernel
@@ -348,37 +355,7 @@ def exponentials(s, maximum):
 
 
 @kernel
-def add_values(probs, values, first_sees, n, sums, ahead):
-    """sums += probs @ values for a page, of which a row reads only what it sees: the rest may be NaN.
-
-    The first n queries see `first_sees` tokens, the next n one more, and so on.
-    """
-    n_pairs = min(PAGE, max(0, first_sees)) // 2  # that all see
-    if n_pairs > 0:
-        add_product(probs[:, : 2 * n_pairs], values[:, :n_pairs], sums, True, ahead)
-    last_sees = min(PAGE, first_sees + len(sums) // n - 1)
-    others = values[:, n_pairs : (last_sees + 1) // 2].copy()
-    for r in range(len(sums) - n, -1, -n):  # backwards: what a row does not see becomes 0, and stays so
-        sees = min(PAGE, first_sees + r // n)
-        if sees <= 2 * n_pairs:
-            break
-        if sees < 2 * (n_pairs + others.shape[1]):
-            others[:, sees // 2 - n_pairs, :, sees % 2] = 0
-        add_product(probs[r : r + n, 2 * n_pairs :], others, sums[r : r + n], True, 0)
-
-
-@kernel
-def attend_block(
-    heads,
-    kv,
-    i,
-    h,
-    sinks,
-    page_table,
-    positions,
-    window,
-    y,
-):
+def attend_block(heads, kv, i, h, sinks, page_table, positions, window, y):
     """Attend from the rows of one block, with the query heads that share key head h; see attention()."""
     n_kv_heads, head_dim = kv.shape[3], heads.shape[2]
     n = y.shape[1] // n_kv_heads  # query heads that share a key head
@@ -411,7 +388,7 @@ def attend_block(
             end = position + 1 - begin  # to end
             first = min(SPAN, max(0, low) // PAGE * PAGE)  # the same pages, wherever the block begins
             last = min(SPAN, -(-end // PAGE) * PAGE)
-            probs[r, :first] = 0
+            probs[r] = 0
             if first >= last:
                 continue
             scores[r, first : max(first, low)] = -np.inf
@@ -429,25 +406,14 @@ def attend_block(
             values = value_panels(kv[page_table[p], i, 1, h])
             column = p * PAGE - begin
             ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]
-            first_sees = positions[0] + 1 - p * PAGE
-            add_values(probs[:, column : column + PAGE], values, first_sees, n, sums, ahead)
+            add_product(probs[:, column : column + PAGE], values, sums, True, ahead)
     for r in range(n_queries):
         for d in range(head_dim):
             y[r // n, h * n + r % n, d] = sums[r, d] / totals[r]
 
 
 @kernel
-def attention(
-    heads,
-    kv,
-    i,
-    sinks,
-    page_tables,
-    positions,
-    blocks,
-    window,
-    y,
-):
+def attention(heads, kv, i, sinks, page_tables, positions, blocks, window, y):
     """y = softmax(q k^T / sqrt(head_dim)) v; a row sees itself and the window - 1 tokens before it.
 
     heads are those of rotate_and_cache(), of which q comes first; y (n_rows, n_heads, head_dim). sinks
@@ -457,18 +423,9 @@ def attention(
     n_kv_heads = kv.shape[3]
     for task in prange(len(blocks) * n_kv_heads):
         first, stop, number = blocks[task // n_kv_heads]
-        rows = positions[first:stop]
-        attend_block(
-            heads[first:stop],
-            kv,
-            i,
-            task % n_kv_heads,
-            sinks,
-            page_tables[number],
-            rows,
-            window,
-            y[first:stop],
-        )
+        rows, page_table = positions[first:stop], page_tables[number]
+        h = task % n_kv_heads
+        attend_block(heads[first:stop], kv, i, h, sinks, page_table, rows, window, y[first:stop])
 
 
 KERNELS = (product, store_rows, rms_norm, silu_product, rotate_and_cache, attention)

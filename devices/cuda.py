@@ -21,7 +21,6 @@ Not here: arithmetic (kernels.cu), launches and PDL (kernels.py), which rows com
 
 import importlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,14 +56,13 @@ from devices.steps import (
     DeviceStep,
     Expected,
     HostMemory,
-    StepInFlight,
     StepMemory,
     bucket,
     buckets,
+    decoding_rows,
     is_prompt,
     n_bytes,
     n_rows,
-    n_splits,
     pick_fields,
     row_fields,
     sampling_flags,
@@ -76,15 +74,6 @@ from model import PAGE, Span, forward
 from sampling import Choice, Context
 
 log = logging.getLogger("gpu")
-
-# Environment variables that switch a feature off, if a driver is in doubt; none changes a bit.
-NO_PDL = "LLMREF_NO_PDL"  # kernels do not start before the one before them has ended
-NO_GRAPHS = "LLMREF_NO_GRAPHS"  # steps are launched kernel by kernel
-
-
-class OutOfMemory(MemoryError):
-    """One line: what the device has, what the server needs, and which options change that."""
-
 
 # ---- weights -----------------------------------------------------------------------------------------------
 
@@ -185,22 +174,20 @@ def tiles_a_row(config: Config) -> int:
     return -(-group_size(config) // QUERIES)
 
 
-def needed_bytes(config: Config, max_seq_len: int, n_pages: int, max_batch: int) -> dict[str, int]:
-    """Bytes on the device, by what they are for."""
-    shapes = buffer_shapes(config, max_seq_len, max_batch)
-    return {
-        "weights": n_weight_bytes(config),
-        "pages": n_pages * CudaOps.page_bytes(config),
-        "buffers": sum(n_bytes(*shape) for shape in shapes.values()),
-    }
-
-
 def room(config: Config, max_seq_len: int, max_batch: int, cp: Any = None) -> int:
-    """Bytes that are left for pages, a tenth of the device apart."""
+    """Return the bytes that are left for pages, a tenth of the device apart; raises MemoryError."""
     if cp is None:
         cp = importlib.import_module("cupy")
     free, total = cp.cuda.Device().mem_info
-    return int(free - total // 10 - sum(needed_bytes(config, max_seq_len, 0, max_batch).values()))
+    shapes = buffer_shapes(config, max_seq_len, max_batch).values()
+    needed = n_weight_bytes(config) + sum(n_bytes(*shape) for shape in shapes)
+    left = int(free - total // 10 - needed)
+    if left < CudaOps.page_bytes(config):
+        raise MemoryError(
+            f"the GPU has {free / 1e9:.2f} GB left; weights and buffers take {needed / 1e9:.2f}, and"
+            " the KV cache more: lower --max-batch or --max-model-len, or take a smaller model"
+        )
+    return left
 
 
 def missing() -> str | None:
@@ -263,7 +250,7 @@ class CudaOps:
         self.max_wanted = max_wanted(max_batch)
         self._max_rows = max_rows(max_batch)
         self._split_keys = split_keys(config)
-        self._uses_graphs = not os.environ.get(NO_GRAPHS)
+        self._uses_graphs = True
         self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep.sizes; None: it cannot be captured
         # What the device has of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
@@ -272,29 +259,15 @@ class CudaOps:
         self._counted: list[tuple[Any, int]] = [(None, 0)] * max_batch
         self._stream = cp.cuda.Stream(non_blocking=True)
         with self._stream:
-            try:
-                self._allocate(weights)
-            except cp.cuda.memory.OutOfMemoryError:
-                raise OutOfMemory(self._memory_report()) from None
-            driver = None if os.environ.get(NO_PDL) else open_driver(cp)
-            self._kernels = Kernels(cp, config, driver)
-            if driver and not self._can_overlap():
-                self._kernels = Kernels(cp, config)
+            self._allocate(weights)
+            self._kernels = Kernels(cp, config, open_driver(cp))
             log.info("loading the kernels: some seconds if they have not been compiled before")
             self._kernels.load()
 
     @staticmethod
     def pack(w: Any) -> Any:
         """Bring a matrix to the device as it is read: the host never holds more than one of them."""
-        cp = importlib.import_module("cupy")
-        try:
-            return upload(cp, w)
-        except cp.cuda.memory.OutOfMemoryError:
-            n_total = cp.cuda.Device().mem_info[1]
-            raise OutOfMemory(
-                f"The GPU has {n_total / 1e9:.2f} GB, and the weights alone find no room. "
-                "Take a smaller model, end what else uses the GPU, or take --device cpu."
-            ) from None
+        return upload(importlib.import_module("cupy"), w)
 
     @staticmethod
     def page_bytes(config: Config) -> int:
@@ -324,55 +297,27 @@ class CudaOps:
             self._memory[n] = StepMemory(layout, numbers, views(layout, numbers), [])
         self._stream.synchronize()
 
-    def _memory_report(self) -> str:
-        n_total = self._cp.cuda.Device().mem_info[1]
-        needed = needed_bytes(self.config, self.max_seq_len, self.n_pages, self.max_batch)
-        parts = ", ".join(f"{name} {n / 1e9:.2f}" for name, n in needed.items())
-        return (
-            f"The GPU has {n_total / 1e9:.2f} GB, of which others may use a part, and"
-            f" {sum(needed.values()) / 1e9:.2f} GB are wanted ({parts}). "
-            "Lower --kv-memory, --max-batch or --max-model-len."
-        )
-
-    def _can_overlap(self) -> bool:
-        """Do this driver and CuPy take a CUDA graph of two kernels of which one starts early (PDL)?"""
-        arrays = {"w": self.weights.norm, "x": self._buffers["x"], "rows": None, "y": self._buffers["normed"]}
-
-        def launch(n: int) -> None:
-            for _ in range(n):
-                self._kernels.launch("rms_norm", (1,), arrays)
-
-        try:
-            launch(1)
-            self._capture(partial(launch, 2)).launch(self._stream)
-            self._stream.synchronize()
-        except Exception as error:
-            log.warning("kernels do not overlap: %s", error)
-            return False
-        return True
-
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> StepInFlight:
+    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> HostMemory:
         """Begin a step. `contexts` has one for each wanted row, in the order of the rows."""
         with self._stream:
-            step = self._next_step(spans) or self._upload_step(spans, contexts)
-            memory, host, batch = step
+            host, batch = self._next_step(spans) or self._upload_step(spans, contexts)
             if batch.comes_again:
                 self._replay(batch)
             else:
                 self._compute(batch)
             self._download_choices(host)
-        return StepInFlight(memory, host)
+        return host
 
-    def read(self, step: StepInFlight) -> list[list[Choice]]:
+    def read(self, step: HostMemory) -> list[list[Choice]]:
         """Wait for the step; return the choices of each span, one for each of its wanted rows."""
-        step.host.arrived.synchronize()
-        choices = list(step.host.read_choices())
-        step.memory.free.append(step.host)
+        step.arrived.synchronize()
+        choices = list(step.read_choices())
+        step.free.append(step)
         return choices
 
-    def _next_step(self, spans: Sequence[Span]) -> tuple[StepMemory, HostMemory, DeviceStep] | None:
+    def _next_step(self, spans: Sequence[Span]) -> tuple[HostMemory, DeviceStep] | None:
         """The step whose numbers the device has made itself; None if these spans need others.
 
         A chained span follows the last step of its slot, so its Sampling is the same.
@@ -380,7 +325,7 @@ class CudaOps:
         if self._decoding is None or any(span.token_ids is not None for span in spans):
             return None
         step = self._decoding
-        rows = [(span.slot, span.start, n_splits(span, self._split_keys)) for span in spans]
+        rows = decoding_rows(spans, self._split_keys)
         if rows != [(slot, position + 1, n) for slot, position, n in step.rows]:
             return None
         self._decoding = step._replace(rows=rows)
@@ -389,11 +334,11 @@ class CudaOps:
         for span in spans:
             if len(span.pages) > len(self._page_tables[span.slot]):  # the same sequence's, so it only grows
                 self._upload_page_table(span, host)
-        return step.memory, host, step.batch
+        return host, step.batch
 
     def _upload_step(
         self, spans: Sequence[Span], contexts: Sequence[Context]
-    ) -> tuple[StepMemory, HostMemory, DeviceStep]:
+    ) -> tuple[HostMemory, DeviceStep]:
         """Copy a step's numbers to the device.
 
         A step of decoding is padded to a size that comes again, for its CUDA graph. One of whole prefill
@@ -404,9 +349,10 @@ class CudaOps:
             raise ValueError(f"{n} rows, {len(contexts)} wanted: at most {self._max_rows}, {self.max_wanted}")
         max_parts = len(self._buffers["part"])
         tiles = step_tiles(spans, group_size(self.config), self._split_keys, max_parts)
-        is_decode = not tiles.whole and tiles.n_split == len(spans)
+        n_split = len(tiles.split)
+        is_decode = not tiles.whole and n_split == len(spans)
         is_of_whole_chunks = all(is_prompt(span) and n_rows(span) == self.chunk for span in spans)
-        sizes = n, len(contexts), tiles.n_split
+        sizes = n, len(contexts), n_split
         if is_decode:
             sizes = (bucket(n),) * 3
         memory = self._memory[bucket(n) if is_decode else ANY_SIZE]
@@ -420,17 +366,17 @@ class CudaOps:
         host.expected = Expected.of(spans, contexts)
         memory.numbers.set(host.numbers, self._stream)
         comes_again = is_decode or is_of_whole_chunks
-        batch = DeviceStep(memory.views, *sizes, tiles.n_whole, tiles.n_splits, is_decode, comes_again)
+        batch = DeviceStep(memory.views, *sizes, len(tiles.whole), tiles.n_splits, is_decode, comes_again)
         self._decoding = None
         if advances:
-            rows = [(span.slot, span.start, n_splits(span, self._split_keys)) for span in spans]
+            rows = decoding_rows(spans, self._split_keys)
             self._decoding = DecodingStep(rows, memory, batch, host.expected)
-        return memory, host, batch
+        return host, batch
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
         if memory.free:
             return memory.free.pop()
-        return HostMemory(self._cp, memory.layout, self._buffers["page_tables"].shape)
+        return HostMemory(self._cp, memory, self._buffers["page_tables"].shape)
 
     def _download_choices(self, host: HostMemory) -> None:
         """Copy the choices to the host, as soon as they are made."""
@@ -502,15 +448,11 @@ class CudaOps:
         self._compute(batch)
         if self._uses_graphs and batch.sizes not in self._graphs:
             # Everything is loaded now: a capture must not do that.
-            self._graphs[batch.sizes] = self._captured(batch)
-
-    def _captured(self, batch: DeviceStep) -> Any:
-        """The CUDA graph of a step; None if the driver does not take it: then kernels are launched."""
-        try:
-            return self._capture(partial(self._compute, batch))
-        except Exception as error:
-            log.warning("no graph of %d rows: %s", batch.n_rows, error)
-            return None
+            try:
+                self._graphs[batch.sizes] = self._capture(partial(self._compute, batch))
+            except Exception as error:
+                log.warning("no graph of %d rows: %s", batch.n_rows, error)
+                self._graphs[batch.sizes] = None
 
     def _capture(self, work: Callable[[], None]) -> Any:
         """The CUDA graph of what `work` launches."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from checkpoint.config import Config, Experts, UnsupportedModel
+from checkpoint.config import Config, UnsupportedModel
 from model import PAGE
 
 FAST_CODE = Path(__file__).parents[1] / "kernels.cu"
@@ -45,31 +45,10 @@ PENALISED, BIASED, MASKED, CHAINS, ADVANCES = 1, 2, 4, 8, 16  # flags of a row t
 TILE_WIDTH, PICK_ROW_WIDTH, SETTINGS_WIDTH, SEEDS_WIDTH, CHOICE_WIDTH = 6, 6, 6, 3, 2 + 2 * MAX_TOP
 GROUP_WIDTH = 3  # and of groups, which `route` writes
 THREADS, PICK_THREADS = 256, 1024  # of a block
-NO_LIMIT = 2**31 - 1
 
-SHARED: dict[str, int | str] = {
-    "PAGE": PAGE,
-    "QUERIES": QUERIES,
-    "NORMED_ROWS": NORMED_ROWS,
-    "MAX_TOP": MAX_TOP,
-    "PENALISED": PENALISED,
-    "BIASED": BIASED,
-    "MASKED": MASKED,
-    "CHAINS": CHAINS,
-    "ADVANCES": ADVANCES,
-    "TILE_WIDTH": TILE_WIDTH,
-    "PICK_ROW_WIDTH": PICK_ROW_WIDTH,
-    "SETTINGS_WIDTH": SETTINGS_WIDTH,
-    "SEEDS_WIDTH": SEEDS_WIDTH,
-    "CHOICE_WIDTH": CHOICE_WIDTH,
-    "GROUP_WIDTH": GROUP_WIDTH,
-    "THREADS": THREADS,
-    "PICK_THREADS": PICK_THREADS,
-    "SEEN_IN_PROMPT": "0x80000000u",  # bit of a token's count, which `count` sets and `pick` reads
-}
-
-
-NO_EXPERTS = Experts(0, 1, 1, (), normalised=True, has_biases=False, limit=None, alpha=1.0, mxfp4=False)
+# All numbers above by name, and the bit of a token's count that `count` sets and `pick` reads
+SHARED: dict[str, int | str] = {name: value for name, value in globals().items() if type(value) is int}
+SHARED |= {"PAGE": PAGE, "SEEN_IN_PROMPT": "0x80000000u"}
 
 
 class Shape(NamedTuple):
@@ -106,8 +85,7 @@ assert all(shape is ONE_TILE or shape.min_rows > NORMED_ROWS for shape in SHAPES
 def constants(config: Config, shape: Shape) -> dict[str, int | str]:
     """All that the .cu files are compiled with."""
     c = config
-    experts = c.experts or NO_EXPERTS
-    return SHARED | {
+    found = SHARED | {
         "DIM": c.dim,
         "HIDDEN_DIM": c.hidden_dim,
         "N_HEADS": c.n_heads,
@@ -126,16 +104,19 @@ def constants(config: Config, shape: Shape) -> dict[str, int | str]:
         "BLOCK_COLUMNS": shape.columns,
         "PAIR_COLUMNS": shape.pair_columns,
         "LOGITS_COLUMNS": shape.logits_columns,
-        # of a mixture of experts; for a model without, kernels.cu has no kernels of experts
-        "N_EXPERTS": experts.n,
-        "N_CHOSEN": experts.n_chosen,
-        "EXPERT_DIM": experts.hidden_dim,
-        "PACKED": int(experts.mxfp4),
-        "NORMALISED": int(experts.normalised),
-        "CLAMPED": int(experts.limit is not None),
-        "LIMIT": f"{experts.limit or 0.0!r}f",
-        "ALPHA": f"{experts.alpha!r}f",
     }
+    if c.experts:  # kernels.cu has no kernels of experts for a model without
+        found |= {
+            "N_EXPERTS": c.experts.n,
+            "N_CHOSEN": c.experts.n_chosen,
+            "EXPERT_DIM": c.experts.hidden_dim,
+            "PACKED": int(c.experts.mxfp4),
+            "NORMALISED": int(c.experts.normalised),
+            "CLAMPED": int(c.experts.limit is not None),
+            "LIMIT": f"{c.experts.limit or 0.0!r}f",
+            "ALPHA": f"{c.experts.alpha!r}f",
+        }
+    return found
 
 
 def group_size(config: Config) -> int:
@@ -181,6 +162,9 @@ def shape_for(n_rows: int, n_columns: int, enough_blocks: int) -> Shape:
         if n_rows >= shape.min_rows and n_blocks >= enough_blocks:
             return shape
     return ONE_TILE
+
+
+NO_LIMIT = 2**31 - 1
 
 
 def check_sizes(config: Config) -> None:

@@ -16,7 +16,7 @@ Not here: reading files (checkpoint/weights.py), the loop of all products (micro
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Panels:
 
     In a panel lie WIDTH outputs side by side, block of inputs after block, so that a kernel reads memory from
     front to back: words (n_panels, n_blocks) of records for blocks, (n_panels, n_blocks, WIDTH, inputs of a
-    block) for floats. The matrices of experts have an axis more, which comes first.
+    block) for floats.
     """
 
     n_out: int
@@ -52,9 +52,6 @@ class Panels:
     @property
     def is_quantized(self) -> bool:
         return self.format not in DTYPES
-
-    def expert(self, e: int) -> "Panels":
-        return replace(self, words=self.words[e])
 
     def inputs(self, n_rows: int, of_bfloat16: Any = None) -> NDArray[Any]:
         """Memory for rows of x in the form that the product takes: store_row() fills it.
@@ -166,33 +163,26 @@ def pack_blocks(w: Blocks) -> Panels:
     return Panels(n_out, w.n_in, w.format, words)
 
 
-def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Panels:
-    """Pack a matrix, the blocks that stack to one, or the matrices of experts, in the format of this name.
+def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Any:
+    """Return Panels of a matrix, or of blocks that stack to one, in the format of this name.
+
+    Of the matrices of experts it is a list.
 
     Without a name floats and MXFP4 stay as exact as they are, and blocks as with_minima() leaves them; those
     of different formats that stack to one matrix become Q8_0.
     """
-    if isinstance(w, Mxfp4) or (isinstance(w, np.ndarray) and w.ndim == 3):
-        return pack_experts(w)
+    if isinstance(w, Mxfp4):
+        return [pack_blocks(Blocks("MXFP4", rows)) for rows in gguf_bytes(w)]
     if isinstance(w, list):
         parts = [with_minima(part) for part in w]
         formats = {part.format for part in parts}
         if len(formats) == 1 and name in (None, *formats):
             return pack_blocks(parts[0]._replace(data=np.concatenate([part.data for part in parts])))
+    elif w.ndim == 3:
+        return [pack_floats(np.ascontiguousarray(matrix)) for matrix in w]
     elif name is None or name == narrowest(w)[0]:
         return pack_floats(w)
     numbers: Array = unpacked(w)
     if name == "BF16" or numbers.shape[1] % BLOCK:
         return pack_floats(bfloat16(numbers))
     return pack_blocks(quantized(numbers, name or "Q8_0"))
-
-
-def pack_experts(w: NDArray[Any] | Mxfp4) -> Panels:
-    """Pack matrices (n_experts, n_out, n_in) one after another."""
-    rows = gguf_bytes(w) if isinstance(w, Mxfp4) else w
-    n_experts, n_out, *rest = rows.shape
-    padding = [(0, 0), (0, -n_out % WIDTH)] + [(0, 0)] * len(rest)  # so that each begins a panel
-    rows = np.pad(rows, padding).reshape(-1, *rest)
-    panels = pack_blocks(Blocks("MXFP4", rows)) if isinstance(w, Mxfp4) else pack_floats(rows)
-    words = panels.words.reshape(n_experts, -1, *panels.words.shape[1:])
-    return replace(panels, n_out=n_out, words=words)

@@ -387,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
+#if N_EXPERTS
 // ---- Mixture of experts -----------------------------------------------------------------------------------
 // x += sum of share * down(swiglu(gate_up(rms_norm(x)))) over the experts that a row has chosen
 //                                                                                         NumpyOps.experts
@@ -477,3 +478,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int pair = i / DIM * N_CHOSEN; pair < (i / DIM + 1) * N_CHOSEN; pair++)
     x[i] += shares[pair] * expert_y[(size_t)pair * DIM + i % DIM];
 }
+#endif  // N_EXPERTS

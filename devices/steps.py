@@ -86,18 +86,20 @@ def pinned(cp: Any, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
 class HostMemory:
     """Pinned memory that a step in flight copies from and to, and no other until the step is read."""
 
-    def __init__(self, cp: Any, layout: "np.dtype[Any]", page_tables_shape: tuple[int, ...]) -> None:
+    def __init__(self, cp: Any, memory: "StepMemory", page_tables_shape: tuple[int, ...]) -> None:
+        self.free = memory.free  # where it goes when the step is read
         self.page_tables = pinned(cp, "i4", page_tables_shape)  # (max_batch, max_pages)
-        self.numbers = pinned(cp, "u1", (layout.itemsize,))
-        self.views = views(layout, self.numbers)
+        self.numbers = pinned(cp, "u1", (memory.layout.itemsize,))
+        self.views = views(memory.layout, self.numbers)
         self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # what `pick` writes
         self.arrived = cp.cuda.Event(disable_timing=True)
         self.expected = Expected([], [])
 
     def fill(self, fields: Mapping[str, Any]) -> None:
         """Write the values of fields, row after row, and padding after them."""
-        for name, values in fields.items():
+        for name, rows in fields.items():
             flat = self.views[name].reshape(-1)
+            values = np.ravel(rows)
             flat[: len(values)] = values
             flat[len(values) :] = PADDING.get(name, 0)
 
@@ -139,13 +141,6 @@ class StepMemory(NamedTuple):
     numbers: DeviceArray  # (layout.itemsize,) uint8
     views: dict[str, DeviceArray]
     free: list[HostMemory]  # those that no step in flight uses
-
-
-class StepInFlight(NamedTuple):
-    """A step that was launched and not yet read: where its choices will be."""
-
-    memory: StepMemory
-    host: HostMemory
 
 
 def bucket(n: int) -> int:
@@ -204,17 +199,9 @@ def row_fields(spans: Sequence[Span]) -> dict[str, list[int]]:
 class StepTiles(NamedTuple):
     """The tiles of a step (kernels.cu): each has QUERIES queries of a span to one key head."""
 
-    split: list[int]  # with split attention, TILE_WIDTH numbers each
-    whole: list[int]  # those that a block takes as a whole
+    split: list[tuple[int, ...]]  # with split attention, TILE_WIDTH numbers each
+    whole: list[tuple[int, ...]]  # those that a block takes as a whole
     n_splits: int  # of the longest sequence among the split ones, as n_splits() rounds it
-
-    @property
-    def n_split(self) -> int:
-        return len(self.split) // TILE_WIDTH
-
-    @property
-    def n_whole(self) -> int:
-        return len(self.whole) // TILE_WIDTH
 
 
 def n_splits(span: Span, split_keys: int) -> int:
@@ -222,9 +209,14 @@ def n_splits(span: Span, split_keys: int) -> int:
     return bucket(-(-span.end // split_keys))
 
 
+def decoding_rows(spans: Sequence[Span], split_keys: int) -> list[tuple[int, int, int]]:
+    """Of each span of a row: slot, position, splits that there are places for."""
+    return [(span.slot, span.start, n_splits(span, split_keys)) for span in spans]
+
+
 def step_tiles(spans: Sequence[Span], group_size: int, split_keys: int, max_parts: int) -> StepTiles:
     """Tiles of prefill chunks are many, and taken as a whole; so are others for which `part` has no room."""
-    split, whole = list[int](), list[int]()
+    split, whole = list[tuple[int, ...]](), list[tuple[int, ...]]()
     first_row = n_parts = 0
     most_splits = 1
     for span in spans:
@@ -236,7 +228,7 @@ def step_tiles(spans: Sequence[Span], group_size: int, split_keys: int, max_part
             n_parts += size * n
             most_splits = max(most_splits, n)
         for first_query in range(0, size * group_size, QUERIES):
-            tiles += (first_row, span.start, size, first_query, span.slot, first_part)
+            tiles.append((first_row, span.start, size, first_query, span.slot, first_part))
         first_row += size
     return StepTiles(split, whole, most_splits)
 

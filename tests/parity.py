@@ -87,6 +87,7 @@ PARAMETERS_3 = {"rope_parameters": LLAMA3 | OWN}  # as transformers 5 writes it
 YARN_PARAMETERS = {"rope_parameters": YARN | OWN}
 NO_PARAMETERS = {"rope_parameters": {"rope_type": "default"} | OWN}
 ALL_ROTARY = {"no_rope_layers": [1] * 4}
+NOPE = {"no_rope_layers": [1, 1, 1, 0]}  # as an interval of 4 has it
 HEADS = {"head_dim": 20}  # not hidden_size / num_attention_heads, which is 12
 ALL_HEADS = {"num_key_value_heads": 4}  # no grouping
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -98,6 +99,7 @@ SLIDE = WINDOW | {"use_sliding_window": True}
 UPPER_SLIDE = SLIDE | {"max_window_layers": 2}
 ODD = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 LATE = {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}
+LAST = {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}
 
 CHOICE = {"num_experts_per_tok": 3}
 ONE_LESS = {"num_experts_per_tok": 2}
@@ -140,11 +142,11 @@ CASES = {
     "qwen3-attention-bias":   Case("qwen3",   HEADS | {"attention_bias": True}, THETA),
     "qwen3-yarn-parameters":  Case("qwen3",   HEADS | YARN_PARAMETERS,          NO_PARAMETERS),
     "qwen3-layer-types":      Case("qwen3",   HEADS | SLIDE | ODD,              NO_WINDOW),
-    "smollm3":                Case("smollm3", OWN,                              ALL_ROTARY,       "BF16"),
-    "smollm3-untied-biases":  Case("smollm3", BIASES | UNTIED,                  ALL_ROTARY),
+    "smollm3":                Case("smollm3", OWN | NOPE,                       ALL_ROTARY,       "BF16"),
+    "smollm3-untied-biases":  Case("smollm3", BIASES | UNTIED | NOPE,           ALL_ROTARY),
     "smollm3-no-rope-layers": Case("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, ALL_ROTARY),
-    "smollm3-window":         Case("smollm3", SLIDE,                            NO_WINDOW),
-    "smollm3-yarn":           Case("smollm3", YARN_PARAMETERS,                  NO_PARAMETERS),
+    "smollm3-window":         Case("smollm3", SLIDE | LAST | NOPE,              NO_WINDOW),
+    "smollm3-yarn":           Case("smollm3", YARN_PARAMETERS | NOPE,           NO_PARAMETERS),
     "mixtral":                Case("mixtral", EXPERTS,                          ONE_LESS),
     "mixtral-window":         Case("mixtral", EXPERTS | WINDOW,                 NO_WINDOW,        "BF16"),
     "qwen3-moe":              Case("qwen3_moe", QWEN_EXPERTS | NORMALISED,      ONE_LESS,         "BF16"),

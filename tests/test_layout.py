@@ -183,8 +183,8 @@ CAPS = {
     "":           33_850,  # the root, bench.py too
     "audit":      23_300,
     "benches":     8_000,
-    "checkpoint": 10_600,
-    "devices":    18_700,
+    "checkpoint":  9_910,
+    "devices":    17_870,
     "dialects":    9_870,
     "gateway":    11_270,
     "request":    15_000,

@@ -1,8 +1,5 @@
 """checkpoint/gguf_file.py and blocks.py on files that the tests' own writer makes of models they have."""
 
-import errno
-import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +12,7 @@ import numpy as np
 import pytest
 
 from checkpoint import gguf_container, gguf_file
-from checkpoint.blocks import Blocks, decoded, quantized, sizes, with_minima
+from checkpoint.blocks import Blocks, decoded, quantized, with_minima
 from checkpoint.config import UnsupportedModel, read_config
 from checkpoint.hub import find
 from checkpoint.weights import Weights, map_tensors, read_weights
@@ -35,18 +32,11 @@ def folder() -> Iterator[Path]:
 # ---- A model comes out as it went in -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama-2", "smollm2", "llama-yarn", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-2", "smollm2", "qwen2", "qwen3"])
 def test_a_file_of_floats_is_the_directory_that_it_was_made_of(name: str, folder: Path) -> None:
-    """Names, order of rows, biases, norms of heads, untied heads, RoPE: the same weights and Config."""
+    """Names, order of rows, biases, norms of heads, untied heads: the same weights and Config."""
     write(folder / "model", CASES[name])
-    scaling = CASES[name].changes.get("rope_scaling", {})
-    prefix = f"{CASES[name].model_type}.rope.scaling"
-    changes = {
-        f"{prefix}.type": scaling.get("rope_type", scaling.get("type")),
-        f"{prefix}.factor": scaling.get("factor"),
-        f"{prefix}.original_context_length": scaling.get("original_max_position_embeddings"),
-    }
-    write_gguf(folder / "model", folder / "made.gguf", "F32", changes)
+    write_gguf(folder / "model", folder / "made.gguf", "F32")
     directory = find(str(folder / "made.gguf"))
     expected, found = read_config(folder / "model"), read_config(directory)
     same = vars(expected) | {"generation": found.generation, "pairs_adjacent": found.pairs_adjacent}
@@ -73,26 +63,6 @@ def test_texts_of_a_file(folder: Path) -> None:
     moment = datetime(2026, 1, 1)
     assert template.render(messages, None, moment) == original.render(messages, None, moment)
     assert read_config(directory).eos_token_ids == (2041,)
-
-
-def test_only_what_a_killed_server_has_left_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a folder gguf-my-model in /tmp ended the start with an error, and gguf-2024-backup was removed."""
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    killed = subprocess.Popen(["true"])
-    killed.wait()
-    left_over = folder / f"llmref-gguf-{killed.pid}-a"
-    others = [
-        f"gguf-{killed.pid}-backup",
-        "gguf-my-model",
-        "llmref-gguf-my-model",
-        "llmref-gguf-9999999999-a",
-    ]
-    for name in (left_over.name, *others):
-        (folder / name).mkdir()
-    write_gguf(TINY, folder / "tiny.gguf")
-    assert find(str(folder / "tiny.gguf")).is_relative_to(folder)
-    assert not left_over.exists()
-    assert all((folder / name).exists() for name in others)
 
 
 # fmt: off
@@ -133,15 +103,6 @@ def test_decoded_blocks_are_those_of_the_gguf_package(name: str, folder: Path) -
     assert np.array_equal(weights.layers[3].w_down, theirs["blk.3.ffn_down.weight"])
 
 
-@pytest.mark.parametrize("name", gguf_container.BLOCKS)
-def test_any_bytes_are_blocks(name: str) -> None:
-    data = np.random.default_rng(0).integers(0, 64, (4, 3, sizes(name).n_bytes)).astype(np.uint8)
-    blocks = Blocks(name, data)  # whose scales are finite
-    kind = gguf.GGMLQuantizationType[name]
-    assert np.array_equal(decoded(blocks), gguf.dequantize(data.reshape(4, -1), kind))
-    assert decoded(blocks).shape == blocks.shape
-
-
 def test_blocks_without_a_minimum_as_such_with_one() -> None:
     blocks = quantized(np.random.default_rng(0).standard_normal((7, 64)).astype(np.float32), "Q4_0")
     assert np.array_equal(decoded(with_minima(blocks)), decoded(blocks))
@@ -153,7 +114,7 @@ def test_blocks_without_a_minimum_as_such_with_one() -> None:
 #  entry of the metadata                    its value     words of the refusal
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "general.architecture":                 ("gemma3\n",  ["architecture is 'gemma3", "llama, qwen2, qwen3"]),
-    "general.alignment":                    (48,          ["general.alignment is '48'", "powers of 2"]),
+    "general.alignment":                    (0,           ["general.alignment is '0'", "a number of bytes"]),
     "qwen3.expert_count":                   (8,           ["qwen3.expert_count is '8'"]),
     "qwen3.block_count":                    (None,        ["no qwen3.block_count"]),
     "qwen3.attention.head_count":           ([4, 4],      ["qwen3.attention.head_count is ndarray"]),
@@ -164,7 +125,7 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     "tokenizer.ggml.bos_token_id":          ("a",         ["tokenizer.ggml.bos_token_id is str 'a'"]),
     "tokenizer.ggml.eos_token_id":          (2048,        ["eos_token_id is 2048; there are 2048 tokens"]),
     "tokenizer.chat_template":              (None,        ["no tokenizer.chat_template"]),
-    "qwen3.rope.scaling.type":              ("longrope",  ["longrope", "none, linear, yarn"]),
+    "qwen3.rope.scaling.factor":            (4.0,         ["qwen3.rope.scaling.factor is '4.0'"]),
     "split.count":                          (2,           ["one of 2 files of a model", "--merge"]),
 }
 # fmt: on
@@ -182,7 +143,6 @@ def refusal(file: Path) -> str:
     with pytest.raises(UnsupportedModel) as error:
         read_weights_of(file)
     message = str(error.value)
-    assert str(file) in message
     assert "\n" not in message
     return message
 
@@ -220,20 +180,18 @@ def test_headers_that_lie(folder: Path) -> None:
         (changed(data, 0, b"GGML"),                 "it begins with b'GGML', version 3; supported: b'GGUF'"),
         (b"",                                       "empty file"),
         (changed(data, 4, b"\1\0\0\0"),             "version 1; supported: b'GGUF', 2 or 3"),
-        (changed(data, 8, HUGE),                    "tensor '' has 0 dimensions"),
-        (changed(data, 24, HUGE),                   f"{2**64 - 1} values at byte 32 of the header"),
+        (changed(data, 8, HUGE),                    "tensor '' is F32 []"),
+        (changed(data, 24, HUGE),                   f"{2**64 - 1} values at byte 32"),
         (changed(data, n_tokens, HUGE),             "values at byte"),
-        (changed(data, n_tokens - 4, b"\x0d\0\0\0"), "or broken: a value of type 13"),
-        (changed(data, end, b"\5\0\0\0"),           "'token_embd.weight' has 5 dimensions"),
-        (changed(data, end + 4, b"\x21"),           "rows of whole blocks of 32"),
-        (changed(data, end + 12, HUGE),             "token_embd.weight is there twice, or does not lie"),
-        (changed(data, end + 12, b"\0\0"),          "token_embd.weight has the sizes [128, 0]"),
-        (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight is I32 [128]; supported: F32, F16"),
+        (changed(data, n_tokens - 4, b"\x0d\0\0\0"), "13 is not a valid GGUFValueType"),
+        (changed(data, end, b"\xff\xff\xff\xff"),   "4294967295 values at byte"),
+        (changed(data, end + 4, b"\x21"),           "'token_embd.weight' is Q4_1 [33, 2048]; supported"),
+        (changed(data, end + 12, HUGE),             "'token_embd.weight' does not lie at bytes"),
+        (changed(data, end + 12, b"\0\0"),          "'token_embd.weight' is Q4_1 [128, 0]"),
+        (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight' is I32 [128]; supported: F32, F16"),
         (changed(data, end + 20, b"\x63\0\0\0"),    "99 is not a valid GGMLQuantizationType"),
-        (changed(data, end + 24, b"\x20"),          "token_embd.weight is there twice, or does not lie"),
-        (changed(data, end - 17, b"\n"),            "tensor '\\noken_embd.weight' has 2 dimensions"),
-        (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "tensor blk.0.attn_v.weight is there twice"),
-        (data.replace(b"qwen3.context_length", b"qwen3.rope.freq_base"), "freq_base' stands twice"),
+        (changed(data, end + 24, b"\x20"),          "'token_embd.weight' does not lie at bytes"),
+        (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "or stands twice"),
     ]
     # fmt: on
     for number, (changed_data, words) in enumerate(cases):
@@ -249,22 +207,7 @@ def test_every_cut_of_a_file_is_one_line(folder: Path) -> None:
         file = folder / "cut.gguf"
         file.write_bytes(data[:n])
         gguf_file.as_directory.cache_clear()
-        assert "is not a GGUF file, or broken: " in refusal(file)
-
-
-def test_a_file_that_cannot_be_read_is_named_as_the_user_has_it(folder: Path) -> None:
-    """The line named the link to it in a temporary folder."""
-    file = folder / "closed.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(np, "memmap", closed_to_us)
-        gguf_file.as_directory.cache_clear()
-        assert refusal(file) == f"{file.resolve()}: Permission denied"
-
-
-def closed_to_us(file: Path, *_: Any, **__: Any) -> None:
-    """As the system says it to all but root."""
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        assert "is not a GGUF file that can be read: " in refusal(file)
 
 
 def test_no_byte_of_a_header_breaks_more_than_the_file(folder: Path) -> None:

@@ -92,8 +92,9 @@ def same(ours: weights.Weights, theirs: weights.Weights) -> bool:
 
 FULL = (None, None, None, None)
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-UPPER = {"sliding_window": 9, "max_window_layers": 3}
 ON = {"sliding_window": 9, "use_sliding_window": True}
+UPPER = ON | {"max_window_layers": 3}
+NOPE = {"no_rope_layers": [1, 0, 1, 0]}
 
 # fmt: off
 #   model_type  config.json over SMALL                     what becomes of it
@@ -104,19 +105,16 @@ CONFIGS = [
     ("llama",   {"attention_bias": True},                  {"qkv_bias": True, "o_bias": True}),
     ("llama",   {"mlp_bias": True},                        {"mlp_bias": True, "o_bias": False}),
     ("llama",   {"sliding_window": 9},                     {"windows": FULL}),
-    ("llama",   {"eos_token_id": [5, 6]},                  {"eos_token_ids": (5, 6)}),
     ("llama",   {"eos_token_id": None},                    {"eos_token_ids": ()}),
     ("mistral", {"sliding_window": 9},                     {"windows": (9,) * 4}),
     ("mistral", {"attention_bias": True},                  {"qkv_bias": False}),
     ("qwen2",   {},                                        {"qkv_bias": True, "o_bias": False}),
-    ("qwen2",   UPPER,                                     {"windows": FULL}),
+    ("qwen2",   {"sliding_window": 9},                     {"windows": FULL}),
+    ("qwen2",   UPPER,                                     {"windows": (None, None, None, 9)}),
     ("qwen2",   {**ON, **SLIDING},                         {"windows": (9, None, 9, None)}),
     ("qwen3",   {},                                        {"qk_norm": True, "qkv_bias": False}),
-    ("smollm3", {},                                        {"rotary": (True, True, True, False)}),
-    ("smollm3", {},                                        {"tied": True, "windows": FULL}),
-    ("smollm3", {"no_rope_layers": [1, 0, 1, 0]},          {"rotary": (True, False, True, False)}),
-    ("smollm3", {"no_rope_layer_interval": 2},             {"rotary": (True, False, True, False)}),
-    ("smollm3", ON,                                        {"windows": (None, None, None, 9)}),
+    ("smollm3", NOPE,                                      {"rotary": (True, False, True, False)}),
+    ("smollm3", NOPE,                                      {"tied": True, "windows": FULL}),
 ]
 # fmt: on
 
@@ -147,6 +145,7 @@ def test_absent_fields_take_the_familys_defaults(model_type: str) -> None:
     head_dim, n_kv_heads, max_seq_len, theta, eos = ABSENT[model_type]
     raw = {name: value for name, value in SMALL.items() if name not in absent}
     raw |= {"model_type": model_type, "num_attention_heads": n_kv_heads, "hidden_size": 6 * n_kv_heads}
+    raw |= SLIDING | NOPE
     config = parse_config(raw, {})
     assert (config.head_dim, config.n_kv_heads, config.max_seq_len) == (head_dim, n_kv_heads, max_seq_len)
     assert (config.rope.rope_theta, config.eos_token_ids) == (theta, eos)
@@ -169,15 +168,16 @@ REFUSED = [
     ({"head_dim": 7},                                         ["head_dim is 7", "even"]),
     ({"hidden_size": 2**31},                                  ["hidden_size is 2147483648", "2147483647"]),
     ({"rms_norm_eps": math.inf},                              ["rms_norm_eps is Infinity"]),
-    ({"mlp_bias": 0},                                         ["mlp_bias is 0", "true or false"]),
     ({"eos_token_id": [2, None]},                             ["eos_token_id is [2, null]", "a list"]),
     ({"partial_rotary_factor": 0.5},                          ["partial_rotary_factor is 0.5"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},    ['rope_type is "dynamic"', "llama3", "yarn"]),
     ({"rope_scaling": {"type": "linear"}},                    ["factor is null"]),
-    ({"rope_scaling": {"type": "llama3", "factor": 8.0}},     ["low_freq_factor is null"]),
     ({"rope_parameters": {"full_attention": {}}},             ["rope_parameters", "all layers"]),
     ({"rope_scaling": "yarn"},                                ['rope_scaling is "yarn"', "an object"]),
     ({"layer_types": ["full_attention"]},                     ["layer_types", "4 times"]),
+    (ON,                                                      ["max_window_layers is null"]),
+    ({"model_type": "smollm3"},                               ["no_rope_layers is [1, 1, 1, 0", "4 times"]),
+    ({"original_max_position_embeddings": 128},               ["original_max_position_embeddings is 128"]),
     ({"layer_types": ["chunked_attention"] * 4},              ["layer_types", "chunked_attention"]),
     ({"model_type": "smollm3", "no_rope_layers": ["1"] * 4},  ["no_rope_layers", "1 or 0, 4 times"]),
     ({"model_type": "qwen3_moe", "num_experts_per_tok": 129}, ["num_experts_per_tok is 129", "128"]),
@@ -212,7 +212,8 @@ def test_whatever_a_field_holds_is_read_or_refused(model_type: str) -> None:
         changes.append({"rope_parameters": {**LLAMA3, "rope_type": kind, field: junk}})
     read = 0
     for change in changes:
-        raw = {**SMALL, "model_type": model_type, "use_sliding_window": True, **change}
+        raw = SMALL | NOPE | {"model_type": model_type, "use_sliding_window": True, "max_window_layers": 1}
+        raw |= change
         with contextlib.suppress(UnsupportedModel):
             config = parse_config(raw, {})
             assert np.isfinite(rope_table(config.rope, config.head_dim, 4)).all(), change
@@ -295,7 +296,7 @@ TENSORS_REFUSED: list[tuple[str, tuple[int, ...] | None, list[str]]] = [
     (LAYER + "mlp.up_proj.weight",      None,     ["model.layers.1.mlp.up_proj.weight (20, 24) is missing"]),
     (LAYER + "self_attn.q_proj.weight", (24, 24), ["1.self_attn.q_proj.weight is (24, 24)", "(32, 24)"]),
     (EMBED,                             (41, 24), ["embed_tokens.weight is (41, 24)", "(40, 24)"]),
-    (LAYER + "self_attn.q_proj.bias",   (32,),    ["1.self_attn.q_proj.bias has no place in a llama"]),
+    (LAYER + "self_attn.q_proj.bias",   (32,),    ["1.self_attn.q_proj.bias has no place in this llama"]),
 ]
 # fmt: on
 
@@ -320,7 +321,7 @@ def test_a_head_beside_a_tied_one_is_ignored_if_it_is_the_same(tmp_path: Path) -
     loaded = read_weights(tmp_path, read_config(tmp_path))
     assert loaded.head is loaded.embed
     save(tmp_path / "model.safetensors", random_tensors(SMALL))
-    refuses(tmp_path, ["lm_head.weight has no place in a llama"])
+    refuses(tmp_path, ["lm_head.weight has no place in this llama"])
 
 
 # ---- Broken files ------------------------------------------------------------------------------------------
@@ -347,10 +348,10 @@ CONFIG, TENSORS = "config.json", "model.safetensors"
 # fmt: off
 #    file     becomes                                                 words of the one line that refuses it
 BROKEN: list[tuple[str, bytes | None, list[str]]] = [
-    (CONFIG,  None,                                                   ["no config.json", f"found {TENSORS}"]),
+    (CONFIG,  None,                                                   ["no config.json in"]),
     (CONFIG,  b"{",                                                   ["config.json is not JSON"]),
     (CONFIG,  b'{"a":' * 10**5,                                       ["config.json is not JSON"]),
-    (TENSORS, None,                                                   ["index.json", "found config.json"]),
+    (TENSORS, None,                                                   ["No such file", TENSORS]),
     (TENSORS, b"<html>not found</html>",                              ["header too large"]),
     (TENSORS, entry(dtype="F8_E4M3", shape=[16], data_offsets=[0, 16]), ["tensor x", "F8_E4M3", "F32, F16"]),
     (TENSORS, entry(dtype="F32", shape=[3], data_offsets=[0, 16]),    ["invalid shape, data type"]),
@@ -384,8 +385,7 @@ def test_index_refused(tmp_path: Path, weight_map: Any) -> None:
     refuses(tmp_path, [f"index.json: weight_map is {json.dumps(weight_map)}; supported: an object", "files"])
 
 
-def test_missing_shard_and_missing_directory(tmp_path: Path) -> None:
+def test_missing_shard(tmp_path: Path) -> None:
     shard(tmp_path, checkpoint(tmp_path))
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    refuses(tmp_path, ["no model-00002-of-00002.safetensors", "index.json", "found config.json"])
-    refuses(tmp_path / "elsewhere", ["no config.json", "no such directory"])
+    refuses(tmp_path, ["model-00002-of-00002.safetensors", "No such file"])

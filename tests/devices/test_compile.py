@@ -96,9 +96,9 @@ def compiled(c: Config, shape: Shape, architecture: str, path: Path = FAST_CODE)
     return found
 
 
-def kernels_of(name: str) -> set[str]:
+def kernels_of(name: str, path: Path = FAST_CODE) -> set[str]:
     """Those that the model has: only a mixture has those of experts."""
-    names = {*signatures(FAST_CODE.read_text())}
+    names = {*signatures(path.read_text())}
     if MODELS[name].experts:
         return names
     return {kernel for kernel in names if kernel not in ("router", "route") and "expert" not in kernel}
@@ -135,7 +135,7 @@ def test_kernels_fit(name: str, shape: Shape, architecture: str) -> None:
 def test_plain_kernels_fit(name: str, architecture: str) -> None:
     """Without shared memory, and in registers alone."""
     used = compiled(MODELS[name], ANY_SHAPE, architecture, PLAIN_CODE)
-    assert used.keys() == signatures(PLAIN_CODE.read_text()).keys()
+    assert used.keys() == kernels_of(name, PLAIN_CODE)
     for kernel, use in used.items():
         assert (use.memory_bytes, use.shared_bytes) == (0, 0), kernel
         assert use.registers <= PLAIN_REGISTERS, kernel

@@ -8,9 +8,9 @@ import pytest
 import model
 import sampling
 from devices.kernels import ANY_SHAPE, FAST_CODE, PLAIN_CODE, constants
-from helpers.device_ops import config
+from helpers.device_ops import MIXTURES
 
-NAMES = constants(config(), ANY_SHAPE).keys()
+NAMES = constants(MIXTURES["mxfp4"], ANY_SHAPE).keys()
 FILES = [FAST_CODE, PLAIN_CODE]
 
 

@@ -440,7 +440,7 @@ def test_same_bits_alone_and_batched() -> None:
 PAGES = [5, 0, 3, 2, 4]  # of one sequence
 NOT_A_NUMBER = 0x7FC0  # in bfloat16
 SOME = ["llama-3", "mistral-window", "qwen3-layer-types", "smollm3-window"]
-SOME += [name for name, case in CASES.items() if FAMILIES[case.model_type].mixture]
+SOME += [name for name, case in CASES.items() if FAMILIES[case.model_type].is_mixture]
 TOKENS = [(11 * i * i + 3) % 90 for i in range(SPAN + 44)]
 
 

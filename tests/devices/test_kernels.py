@@ -247,11 +247,11 @@ def test_the_best_is_forgotten_once_it_is_picked() -> None:
     for slot in (2, -1):
         with m.cuda._stream:
             greedy = Context(Sampling(temperature=0), [], [])
-            memory, host, batch = m.cuda._upload_step([Span(2, [0], [0], 0, 1)], [greedy])
-            memory.views["pick_rows"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
+            host, batch = m.cuda._upload_step([Span(2, [0], [0], 0, 1)], [greedy])
+            batch.views["pick_rows"].set(np.array([[slot, 0, 0, 0, 0, -1]], np.int32))
             m.put("best", np.array([best(np.zeros(1001, np.float32))], np.uint64))
             m.cuda.pick(m.put("raw", np.zeros((1, 1001), np.float32)), batch)
-            memory.free.append(host)
+            host.free.append(host)
             assert m.got("best", 1) == 0
 
 

@@ -16,7 +16,7 @@ from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
 from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, decoded_mxfp4
 from devices.cuda import CudaOps
-from devices.steps import DeviceStep, StepInFlight
+from devices.steps import DeviceStep
 from helpers.emulator import Emulator
 from model import Array, Batch, NumpyOps, Span
 from sampling import Choice, Context, Sampling
@@ -269,10 +269,10 @@ def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
     """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
     contexts = [Context(Sampling(), [], [])] * sum(span.n_wanted for span in spans)
     with m.cuda._stream:
-        memory, host, batch = m.cuda._upload_step(spans, contexts)
+        host, batch = m.cuda._upload_step(spans, contexts)
         m.cuda.attend(m.put("qkv", qkv), m.device_layer, 0, batch)
         y = m.got("y", len(qkv))
-    memory.free.append(host)
+    host.free.append(host)
     return y
 
 
@@ -314,11 +314,11 @@ def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> lis
     picked: list[Choice] = []
     for row, context in zip(raw, contexts, strict=True):
         with m.cuda._stream:
-            memory, host, batch = m.cuda._upload_step([Span(slot, [0], [0], 0, 1)], [context])
+            host, batch = m.cuda._upload_step([Span(slot, [0], [0], 0, 1)], [context])
             m.put("best", np.array([best(row)], np.uint64))
             m.cuda.pick(m.put("raw", row[None]), batch)
             m.cuda._download_choices(host)
-        [[choice]] = m.cuda.read(StepInFlight(memory, host))
+        [[choice]] = m.cuda.read(host)
         picked.append(choice)
     return picked
 
