@@ -1,8 +1,5 @@
 """What a client keeps for us comes back unchanged, or not at all."""
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +10,6 @@ from hypothesis import strategies as st
 from helpers.serving import Server, serve
 from request.items import _opened, sealer
 from request.refusals import BadInput
-from request.room import MAX_BODY_BYTES
 
 KEY = b"k" * 32
 
@@ -63,24 +59,14 @@ def server() -> Iterator[Server]:
 def test_reasoning_comes_back_without_its_text(server: Server) -> None:
     """The model reads the same prompt, be the reasoning given back as text or as the blob alone."""
     thought, said = server.post("/v1/responses", THINK).json["output"]
-    streamed = server.post("/v1/responses", THINK | {"stream": True}).body
-    assert thought["encrypted_content"].encode() in streamed
-    bare = {
-        "id": "rs_1",
-        "type": "reasoning",
-        "summary": [],
-        "encrypted_content": thought["encrypted_content"],
-    }
-    question = {"role": "user", "content": THINK["input"]}
-    more = {"role": "user", "content": "And 3+3?"}
-    counts = {
-        name: server.post("/v1/responses/input_tokens", {"input": [question, *items, said, more]}).json
-        for name, items in {"text": [thought], "blob": [bare], "nothing": []}.items()
-    }
-    assert counts["text"] == counts["blob"]
-    with serve("--secret", "kept over restarts") as again:
-        body = {"model": "tiny", "input": [question, bare, said, more]}
-        assert again.post("/v1/responses", body).status == 200
+    blob = thought["encrypted_content"]
+    bare = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": blob}
+    question, more = ({"role": "user", "content": text} for text in (THINK["input"], "And 3+3?"))
+    counts: list[Any] = []
+    for thinking in (thought, bare):
+        body = {"model": "tiny", "input": [question, thinking, said, more]}
+        counts.append(server.post("/v1/responses/input_tokens", body).json)
+    assert counts[0] == counts[1]
     with serve() as stranger:
         reply = stranger.post("/v1/responses", body)
         assert (reply.status, reply.json["error"]["param"]) == (400, "input[1].encrypted_content")
@@ -90,18 +76,3 @@ def test_no_blob_unasked(server: Server) -> None:
     """Absent, not null: the schema of Open Responses knows no null there."""
     thought, _ = server.post("/v1/responses", THINK | {"include": []}).json["output"]
     assert "encrypted_content" not in thought
-
-
-@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_compressed_bodies(server: Server, encoding: str, pack: Any) -> None:
-    body = pack(json.dumps({"model": "tiny", "input": "hi"}).encode())
-    assert server.post("/v1/responses", body, Content_Encoding=encoding).status == 200
-    assert server.post("/v1/responses", body, Content_Encoding=encoding.upper()).status == 200
-    for broken in (body[:-4], body + body):
-        assert server.post("/v1/responses", broken, Content_Encoding=encoding).status == 400
-    bomb = pack(b" " * (MAX_BODY_BYTES + 1))
-    assert len(bomb) < 20_000
-    reply = server.post("/v1/responses", bomb, Content_Encoding=encoding)
-    assert (reply.status, reply.json["error"]["code"]) == (413, "body_too_large")
-    reply = server.post("/v1/responses", body[:10] + b"x" * 20, Content_Encoding=encoding)
-    assert (reply.status, reply.json["error"]["code"]) == (400, "invalid_json")
