@@ -14,12 +14,10 @@ Not here: what is judged (rules.py and the modules of rules), and how it is told
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from audit import report, session
@@ -29,15 +27,12 @@ from audit.rules import NoReply, NotApplicable
 EXAMPLES = """\
 a server:
   %(prog)s http://127.0.0.1:8000/v1 --model NAME
-  %(prog)s http://127.0.0.1:8000/v1 --profile chat --junit audit.xml --baseline known.txt
+  %(prog)s http://127.0.0.1:8000/v1 --profile chat --junit audit.xml
 
 a recorded stream:
   curl -sN http://127.0.0.1:8000/v1/responses -H 'Content-Type: application/json' \\
       -d '{"model": "m", "input": "hi", "stream": true}' > capture.sse
   %(prog)s capture.sse
-
-two reports:
-  %(prog)s --diff old.json new.json
 
 exit status: 0 all is well; 1 a must is broken (of a recording, or with --strict: any rule);
 2 nothing could be judged: no such file, no server, no such stream, or every rule ended as error or n/a
@@ -56,33 +51,20 @@ def arguments() -> argparse.ArgumentParser:
     add("target", nargs="?", default="-", help="base URL of a server, with its /v1; a file; - for stdin")
     add("--list", action="store_true", help="list the rules with their sources, without asking a server")
     add("--json", action="store_true", help="print JSON instead of text")
-    add("--frames", action="store_true", help="of a recording: show its frames, and judge nothing")
-    add("--diff", nargs=2, type=Path, help="what differs between two JSON reports, the old one first")
     add("--model", default="", help="name of the model; the first of /models if left out")
     add(
         "--api-key",
         default=os.environ.get("AUDIT_API_KEY", ""),
         help="sent as a bearer token; better kept out of the command line, in AUDIT_API_KEY",
     )
-    add("--header", action="append", default=[], help="NAME:VALUE, sent with each request")
     add("--profile", choices=session.PROFILES, default="all", help="which rules; all if left out")
     add("--rules", action="append", default=[], help="only these, such as 'resume*'")
     add("--strict", action="store_true", help="exit status 1 for every failure, not for a failed must alone")
     add("--repeat", type=int, default=1, help="ask all N times; what differs is flaky")
     add("--timeout", type=float, default=BUDGET_S, help="seconds for each rule (%(default)g)")
-    add(
-        "--long",
-        type=json_object,
-        help='members of a body that make an answer long, such as {"ignore_eos": true}; tried out by itself',
-    )
     add("--junit", type=Path, help="write a report for CI, as JUnit XML")
-    add("--json-file", type=Path, help="write what --json prints, for --diff")
-    add("--baseline", type=Path, help="known failures, a line each: 'RULE: reason'")
+    add("--json-file", type=Path, help="write what --json prints")
     return parser
-
-
-def json_object(text: str) -> dict[str, Any]:
-    return dict(json.loads(text))
 
 
 def main() -> int:
@@ -109,14 +91,10 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     """Do what the options ask for; return the lines to print, and the exit status."""
     if options.list:
         return report.listing(session.chosen(options.profile, options.rules)), 0
-    if options.diff:
-        old, new = (report.verdicts(path.read_text(encoding="utf-8")) for path in options.diff)
-        return [*report.difference(old, new)] or ["no verdict differs"], 0
     if urlsplit(options.target).scheme in ("http", "https"):
         return audit(options)
     stream = sys.stdin.buffer.read() if options.target == "-" else Path(options.target).read_bytes()
-    show = report.show_frames if options.frames else report.judge_recording
-    return show(stream, options.json)
+    return report.judge_recording(stream, options.json)
 
 
 # --- a live server ------------------------------------------------------------------------------------------
@@ -124,36 +102,22 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
 
 def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     names = session.chosen(options.profile, options.rules)
-    known = report.read_baseline(options.baseline.read_text(encoding="utf-8")) if options.baseline else {}
-    headers = dict(map(header, options.header))
-    peer = Peer(options.target, options.model, options.api_key, None, headers, options.timeout)
-    apis = session.look(peer, options.long)
-    about = {"url": options.target, "model": peer.model, "apis": apis, "long": peer.long, "known": known}
+    peer = Peer(options.target, options.model, options.api_key, None, options.timeout)
+    apis = session.look(peer)
+    about = {"url": options.target, "model": peer.model, "apis": apis, "long": peer.long}
 
     by_rule: dict[str, session.Result] = {}
-    for result in session.judge_all(peer, names, max(1, options.repeat)):
+    for result in session.judge_all(peer, names, options.repeat):
         by_rule[result.rule] = result
         results = [*by_rule.values()]
         for path, text in ((options.junit, report.junit), (options.json_file, report.to_json)):
             if path:
                 path.write_text(text(results, about), encoding="utf-8")  # rule 2
-    status = report.status(results, options.strict, known)
+    status = report.status(results, options.strict)
     if options.json:
         return [report.to_json(results, about).rstrip()], status
-    lines = [
-        f"{options.target}, model {peer.model}: {' and '.join(apis)}",
-        *report.summary(results, known),
-        *report.against_baseline(results, known),
-        *report.details(results),
-    ]
-    return lines, status
-
-
-def header(text: str) -> tuple[str, str]:
-    name, colon, value = text.partition(":")
-    if not colon or not name.strip():
-        raise ValueError(f"--header: expected NAME:VALUE, got {text!r}")
-    return name.strip(), value.strip()
+    head = f"{options.target}, model {peer.model}: {' and '.join(apis)}"
+    return [head, *report.summary(results), *report.details(results)], status
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ Not here: bytes (frames.py), the Responses API (events.py).
 from collections.abc import Iterator
 
 from audit.rules import rules_of
-from audit.schema import Faults, Json, missing, shortened
-from audit.stream import Capture, changes, choices_of, is_object, markup, usage_faults
+from audit.schema import Faults, Json, missing
+from audit.stream import Capture, agreed, changes, choices_of, is_object, markup, usage_faults
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")  # and "function_call", long deprecated
 
@@ -21,8 +21,8 @@ must, should, _ = rules_of("chunks", "chat")
 def choices(capture: Capture) -> Iterator[tuple[int, int, Json]]:
     """Yield (number of the chunk, index of the choice, the choice)."""
     for number, chunk in enumerate(capture.events):
-        for choice in chunk.get("choices", ()):
-            yield number, choice.get("index", 0), choice
+        for choice in chunk["choices"]:
+            yield number, choice["index"] or 0, choice
 
 
 # --- what chunks hold ---------------------------------------------------------------------------------------
@@ -62,12 +62,11 @@ def role(capture: Capture) -> Faults:
     """
     begun: set[int] = set()  # choices
     for number, index, choice in choices(capture):
-        delta = choice.get("delta", {})
-        got = delta.get("role")
-        if index not in begun and got != "assistant":
-            yield number, f"expected role 'assistant' in the first delta of a choice, got {got!r}"
-        elif index in begun and "role" in delta:
-            yield number, f"expected no role in later deltas, got {got!r}"
+        delta = choice["delta"]
+        expected = [] if index in begun else ["assistant"]
+        got = [delta["role"]] if "role" in delta else []
+        if got != expected:
+            yield number, f"expected the role in the first delta of a choice alone, got {delta}"
         begun.add(index)
 
 
@@ -80,17 +79,14 @@ def finish_reason(capture: Capture) -> Faults:
     """
     ended: dict[int, str | None] = {}  # choice -> its finish_reason, None until it has one
     for number, index, choice in choices(capture):
-        before = ended.get(index)
-        reason = choice.get("finish_reason")
-        if before is not None:
-            yield number, f"expected nothing of a choice after its finish_reason {before!r}"
+        reason = choice["finish_reason"]
+        if ended.get(index) is not None:
+            yield number, f"expected nothing of a choice after its finish_reason, got {choice}"
         elif reason not in (None, *FINISH_REASONS):
             yield number, f"expected finish_reason to be null or one of {FINISH_REASONS}, got {reason!r}"
-        ended[index] = before or reason
-    for index, reason in ended.items():
-        if reason is None and not any("error" in chunk for chunk in capture.raw):
-            message = f"expected a finish_reason of choice {index}, got the end of the stream"
-            yield len(capture.raw) - 1, message
+        ended[index] = ended.get(index) or reason
+    if None in ended.values() and not any("error" in chunk for chunk in capture.raw):
+        yield len(capture.raw) - 1, "expected a finish_reason of each choice, got the end of the stream"
 
 
 @must
@@ -100,20 +96,19 @@ def call_deltas(capture: Capture) -> Faults:
     SDKs add up the deltas of a call by its index, and concatenate what is repeated
     E02 E04 G02 https://github.com/ggml-org/llama.cpp/pull/13800
     """
-    n_calls: dict[int, int] = {}  # of a choice, so far
+    begun: dict[int, list[int]] = {}  # choice -> indices of its calls
     for number, index, choice in choices(capture):
-        for call in choice.get("delta", {}).get("tool_calls", ()):
-            call_index = call.get("index", "none")
-            called = call.get("function", {}) | call.get("custom", {})
-            if call_index == n_calls.setdefault(index, 0):
-                n_calls[index] += 1
-                if not (call.get("id") and call.get("type") and called.get("name")):
-                    yield number, f"expected a call to begin with id, type and name, got {call}"
-            elif call_index not in range(n_calls[index]):
-                yield number, f"expected the calls of a choice to count 0, 1, 2, ..., got {call_index}"
-            elif {"id", "type"} & call.keys() or "name" in called:
-                yield number, f"expected later deltas of a call to hold index and arguments only, got {call}"
-        if choice.get("finish_reason") == "tool_calls" and not n_calls.get(index):
+        indices = begun.setdefault(index, [])
+        for call in choice["delta"]["tool_calls"]:
+            name = call["function"]["name"] or call["custom"]["name"]
+            head = [call["id"], call["type"], name]
+            is_new = call["index"] not in indices
+            if is_new:
+                yield from agreed(number, "the index of a new call to be", len(indices), call["index"])
+                indices.append(len(indices))
+            if not all(head) if is_new else head != [None] * 3:
+                yield number, f"expected id, type and name in the first delta of a call alone, got {call}"
+        if choice["finish_reason"] == "tool_calls" and not indices:
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
 
 
@@ -126,14 +121,12 @@ def chunk_texts(capture: Capture) -> Faults:
     """
     last = len(capture.events) - 1
     for answer in choices_of(capture.events).values():
-        if answer.end not in ("stop", "tool_calls"):
-            continue
-        if marker := markup(answer.text):
-            yield last, f"expected content without markup of the model's, got {marker}"
-        for call in answer.calls.values():
-            if call["name"] and not is_object(call["arguments"]):
-                got = shortened(call["arguments"])
-                yield last, f"expected the arguments of a call to be a JSON object, got {got!r}"
+        if answer.end in ("stop", "tool_calls"):
+            if marker := markup(answer.text):
+                yield last, f"expected content without markup of the model's, got {marker}"
+            for call in answer.calls.values():
+                if call["name"] and not is_object(call["arguments"]):
+                    yield last, f"expected the arguments of a call to be a JSON object, got {call}"
 
 
 # --- usage and errors ---------------------------------------------------------------------------------------
@@ -146,17 +139,15 @@ def usage_chunk(capture: Capture) -> Faults:
     the API reference: one more chunk with empty choices, and null in all others
     B10 B11 G05 G07 https://github.com/BerriAI/litellm/issues/28735
     """
-    with_usage = [number for number, chunk in enumerate(capture.events) if "usage" in chunk]
-    for number in with_usage:
+    counted = [number for number, chunk in enumerate(capture.events) if "usage" in chunk]
+    for number in counted:
         yield from usage_faults(number, capture.events[number]["usage"], "prompt", "completion")
-    if len(with_usage) > 1:
-        yield with_usage[1], "expected usage once"
-    for number, raw in enumerate(capture.raw):
-        if "choices" in raw and (raw["choices"] == []) != (number in with_usage):
+    for number, chunk in enumerate(capture.raw):
+        if "choices" in chunk and (chunk["choices"] == []) != (number in counted):
             yield number, "expected usage in a chunk without choices, and nothing else in such a chunk"
-        if with_usage and number < with_usage[0] and "usage" not in raw and "choices" in raw:
+        if counted and number < counted[0] and "usage" not in chunk and "choices" in chunk:
             yield number, "expected usage: null in the chunks before the one that has it, got no usage"
-        if with_usage and number > with_usage[0] and raw.get("choices"):
+        if counted and number > counted[0] and (number in counted or chunk.get("choices")):
             yield number, "expected the chunk of the usage to be the last"
 
 
@@ -168,10 +159,8 @@ def error_frame(capture: Capture) -> Faults:
     B13 C20 https://github.com/open-webui/open-webui/issues/29628
     """
     for number, chunk in enumerate(capture.raw):
-        error = chunk.get("error")
-        if not error:
-            continue
-        for fault in missing(error if isinstance(error, dict) else {}, "error"):
-            yield number, fault
-        if number < len(capture.raw) - 1:
-            yield number + 1, "expected nothing after an error but [DONE]"
+        if error := chunk.get("error"):
+            for fault in missing(error if isinstance(error, dict) else {}, "error"):
+                yield number, fault
+            if number < len(capture.raw) - 1:
+                yield number + 1, "expected nothing after an error but [DONE]"

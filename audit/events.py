@@ -25,13 +25,13 @@ from audit.schema import (
     ROWS,
     Faults,
     Json,
+    Typed,
     label,
     missing,
-    shortened,
     unfit,
     without,
 )
-from audit.stream import CALLS, Capture, changes, is_object, markup, usage_faults
+from audit.stream import CALLS, Capture, agreed, changes, is_object, markup, usage_faults
 
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
 TEXTS = ("text", "refusal", "arguments", "input")  # members in which deltas are said once more
@@ -56,12 +56,12 @@ def event_types(capture: Capture) -> Faults:
     """
     for number, event in enumerate(capture.events):
         if event and not is_known(event):
-            yield number, f"expected a type of event that the API has, got {event.get('type')!r}"
+            yield number, f"expected a type of event that the API has, got {event['type']!r}"
 
 
-def is_known(event: Json) -> bool:
+def is_known(event: Typed) -> bool:
     """True if the API has events of its type."""
-    return event.get("type") in EVENTS or label(event) == "response.*"
+    return event["type"] in EVENTS or label(event) == "response.*"
 
 
 @must
@@ -85,14 +85,12 @@ def numbers(capture: Capture) -> Faults:
     """
     expected = 0
     for number, event in enumerate(capture.events):
-        got = event.get("sequence_number", expected)
-        if "sequence_number" not in event:
-            if not is_known(event):
-                continue
-            yield number, "expected a sequence_number, got none"
-        elif got != expected:
+        got = event["sequence_number"]
+        if got is None and not is_known(event):
+            continue
+        if got != expected:
             yield number, f"expected sequence_number {expected}, got {got}"
-        expected = got + 1
+        expected = (got or expected) + 1
 
 
 @should
@@ -103,18 +101,17 @@ def nested_numbers(capture: Capture) -> Faults:
     C02 https://github.com/vllm-project/vllm/pull/37071
     """
     for number, event in enumerate(capture.events):
-        inner = {name: value for name, value in event.items() if name != "sequence_number"}
-        if '"sequence_number":' in json.dumps(inner):
+        if json.dumps(event).count('"sequence_number":') > ("sequence_number" in event):
             yield number, "expected no sequence_number but that of the event"
 
 
 # --- their order --------------------------------------------------------------------------------------------
 
 
-def of_the_response(capture: Capture) -> Iterator[tuple[int, Json]]:
+def of_the_response(capture: Capture) -> Iterator[tuple[int, Typed]]:
     """Yield (number, event) but for what tells of a client's response.steer: it comes whenever it comes."""
     for number, event in enumerate(capture.events):
-        if not str(event.get("type")).startswith("response.steer."):
+        if not event["type"].startswith("response.steer."):
             yield number, event
 
 
@@ -130,7 +127,7 @@ def order(capture: Capture) -> Faults:
         if state == "end":
             return
         event_label = label(event)
-        if event_label not in AFTER and event.get("type") not in EVENTS:
+        if event_label not in AFTER and event["type"] not in EVENTS:
             continue
         if (state, event_label) not in ORDER:
             expected = " or ".join(name for before, name in GRAMMAR if before == state)
@@ -150,7 +147,7 @@ def terminal(capture: Capture) -> Faults:
         if has_ended:
             yield number, "expected nothing after the terminal event"
             return
-        has_ended = event.get("type") in TERMINAL
+        has_ended = event["type"] in TERMINAL
     if not has_ended:
         yield len(capture.events) - 1, f"expected {' or '.join(sorted(TERMINAL))}, got the end of the stream"
 
@@ -158,7 +155,7 @@ def terminal(capture: Capture) -> Faults:
 def snapshots(capture: Capture) -> Iterator[tuple[int, str, Json]]:
     """Yield (number of the event, its type, its response)."""
     for number, event in enumerate(capture.events):
-        if "response" in event and event.get("type") in ROWS["told"]:
+        if "response" in event and event["type"] in ROWS["told"]:
             yield number, event["type"], event["response"]
 
 
@@ -170,9 +167,9 @@ def status(capture: Capture) -> Faults:
     C15 C23 https://github.com/vllm-project/agentic-api/issues/273
     """
     for number, event_type, response in snapshots(capture):
-        if event_type == "response.created" and response.get("background") is True:
+        if event_type == "response.created" and response["background"] is True:
             event_type = "in the background"
-        row = ROWS["told"][event_type] | ROWS["status"].get(str(response.get("status")), {})
+        row = ROWS["told"][event_type] | ROWS["status"].get(response["status"], {})
         for fault in unfit(response, row):
             yield number, f"{event_type}: {fault}"
 
@@ -185,14 +182,12 @@ def item_status(capture: Capture) -> Faults:
     C16 https://github.com/vllm-project/vllm/issues/57998
     """
     for number, event_type, response in snapshots(capture):
-        if event_type not in TERMINAL:
-            continue
-        statuses = [item["status"] for item in response.get("output", ()) if "status" in item]
-        if response.get("status") != "completed" and statuses[-1:] == ["incomplete"]:
+        statuses = [item.get("status", "completed") for item in response["output"]]
+        if response["status"] != "completed" and statuses[-1:] == ["incomplete"]:
             statuses.pop()  # the item that was cut
-        if {*statuses} - {"completed"}:
-            message = "expected items to be completed, but for the last one of a cut response"
-            yield number, f"{message}, got {statuses}"
+        if event_type in TERMINAL and {*statuses} - {"completed"}:
+            expected = "expected items to be completed, but for the last one of a cut response"
+            yield number, f"{expected}, got {statuses}"
 
 
 @should
@@ -214,7 +209,7 @@ def one_response(capture: Capture) -> Faults:
     the API reference: the events of a stream tell of one response
     C06 C07 https://github.com/BerriAI/litellm/issues/19125
     """
-    responses = [event.get("response", {}) for event in capture.events]
+    responses = [event["response"] for event in capture.events]
     yield from changes(responses, lambda name: name not in CHANGING)
 
 
@@ -228,22 +223,19 @@ def ids(capture: Capture) -> Faults:
     SDKs find an item by its id, and answer a call by its call_id
     C04 C06 C07 H04 https://github.com/BerriAI/litellm/issues/30071
     """
-    announced: dict[int, Json] = {}  # output_index -> the item as it was announced
+    announced: dict[str, dict[int, str]] = {"id": {}, "call_id": {}}  # by output_index
     for number, event in enumerate(capture.events):
-        index = event.get("output_index", -1)
-        said = {index: event.get("item", {"id": event.get("item_id")})}
-        if event.get("type") == "response.output_item.added":
-            got = said[index].get("id", announced)
-            if got in [item.get("id") for item in announced.values()]:
-                yield number, f"expected an id that no other item has, got {got!r}"
-            announced |= said
-        elif event.get("type") in TERMINAL:
-            said = dict(enumerate(event.get("response", {}).get("output", ())))
-        for place, member in itertools.product(said, ("id", "call_id")):
-            got = said[place].get(member)
-            expected = announced.get(place, {}).get(member, got)
-            if got not in (None, expected):
-                yield number, f"expected {member} {expected!r} as announced, got {got!r}"
+        said = {event.get("output_index", -1): event.get("item", {"id": event.get("item_id")})}
+        if event["type"] in TERMINAL:
+            said = dict(enumerate(event["response"]["output"]))
+        for (place, item), (member, known) in itertools.product(said.items(), announced.items()):
+            got = item.get(member)
+            if got is not None and event["type"] == "response.output_item.added":
+                if got in known.values():
+                    yield number, f"expected {member} to be that of one item, got {got!r} again"
+                known[place] = got
+            elif got is not None:
+                yield from agreed(number, member, known.get(place, got), got)
 
 
 @must
@@ -255,19 +247,13 @@ def indices(capture: Capture) -> Faults:
     """
     last = {"output_index": -1}
     for number, event in enumerate(capture.events):
-        event_type = event.get("type", "")
-        if event_type == "response.output_item.added":
+        if event["type"] == "response.output_item.added":
             last = {"output_index": last["output_index"] + 1, "content_index": -1, "summary_index": -1}
         for index in last:
-            if index != "output_index" and event_type.endswith("_part.added") and index in event:
-                last[index] += 1
+            if index != "output_index" and event["type"].endswith("_part.added"):
+                last[index] += index in event
             if last[index] >= 0:
-                yield from at_index(number, event, index, last[index])
-
-
-def at_index(number: int, event: Json, index: str, expected: int) -> Faults:
-    if event.get(index, expected) != expected:
-        yield number, f"expected {index} {expected}, got {event[index]}"
+                yield from agreed(number, index, last[index], event.get(index, last[index]))
 
 
 @should
@@ -278,9 +264,8 @@ def announced(capture: Capture) -> Faults:
     C12 https://platform.openai.com/docs/api-reference/responses-streaming
     """
     for number, event in enumerate(capture.events):
-        if event.get("type", "").endswith(".added"):
-            opened: Json = event.get("item") or event.get("part") or {}
-            for fault in unfit(opened, ROWS["announced"]["*"]):
+        if event["type"].endswith(".added"):
+            for fault in unfit(event["item"] or event["part"], ROWS["announced"]["*"]):
                 yield number, fault
 
 
@@ -293,16 +278,14 @@ def annotations(capture: Capture) -> Faults:
     """
     announced: list[Any] = []  # annotations of the part that is open
     for number, event in enumerate(capture.events):
-        if event.get("type") == "response.content_part.added":
+        if event["type"] == "response.content_part.added":
             announced = []
-        elif event.get("type") == "response.output_text.annotation.added":
-            yield from at_index(number, event, "annotation_index", len(announced))
-            announced.append(event.get("annotation"))
+        elif event["type"] == "response.output_text.annotation.added":
+            index = event.get("annotation_index", len(announced))
+            yield from agreed(number, "annotation_index", len(announced), index)
+            announced.append(event["annotation"])
         elif label(event) == "response.content_part.done output_text":
-            got = event["part"].get("annotations", [])
-            if without(got) != without(announced):
-                shown = shortened(json.dumps(got))
-                yield number, f"expected the {len(announced)} annotations that were announced, got {shown}"
+            yield from agreed(number, "annotations", announced, event["part"]["annotations"])
 
 
 @must
@@ -315,42 +298,33 @@ def sums(capture: Capture) -> Faults:
     text = ""  # of the item or part that is open, as its deltas add up
     logprobs: list[Any] = []
     parts: list[Json] = []  # of the item that is open, as they were done
-    items: list[Any] = []  # of the response, as they were done
+    items: list[Json] = []  # of the response, as they were done
     for number, event in enumerate(capture.events):
-        event_type = event.get("type", "")
-        item = event.get("item", {})
-        said = item if item.get("type") in CALLS else event.get("part", event)
-        expected: Any = None
-        got: Any = None
+        event_type = event["type"]
+        item = event["item"]
+        said = item if item["type"] in CALLS else event.get("part", event)
         if event_type.endswith(".delta"):
-            text += event.get("delta", "")
-            logprobs += event.get("logprobs", ())
+            text += event["delta"]
+            logprobs += event["logprobs"]
         elif event_type.endswith(("_item.added", "_part.added")):
             text = ""
             logprobs = []
         elif event_type in TERMINAL:
-            expected = without(items)
-            got = without(event.get("response", {}).get("output", items))
+            yield from agreed(number, "output", items, event.get("response", {}).get("output", items))
         elif event_type.endswith(".done") and event_type in EVENTS:
-            # Parts list the bytes of each token, events do not (openai.types.responses).
-            expected = text, without(logprobs, "bytes")
             got = next((said[member] for member in TEXTS if member in said), text)
-            got = got, without(said.get("logprobs", logprobs), "bytes")
-        if "part" in event and event_type.endswith(".done"):
+            yield from agreed(number, "the sum of the deltas,", text, got)
+            # Parts list the bytes of each token, events do not (openai.types.responses).
+            got = without(said.get("logprobs", logprobs), "bytes")
+            yield from agreed(number, "the logprobs of the deltas,", without(logprobs, "bytes"), got)
+        if event_type.endswith("_part.done"):
             parts.append(said)
         if event_type == "response.output_item.done":
             items.append(item)
             if parts:  # without them the rule order is broken
-                expected = in_any_order(parts)  # summary or content may come first
-                got = in_any_order(item.get("content", []) + item.get("summary", []))
+                got = sorted(item["content"] + item["summary"], key=str)
+                yield from agreed(number, "parts", sorted(parts, key=str), got)  # either may come first
             parts = []
-        if got != expected:
-            shown = shortened(str(expected)), shortened(str(got))
-            yield number, f"expected {shown[0]} as the events before say, got {shown[1]}"
-
-
-def in_any_order(parts: list[Json]) -> list[str]:
-    return sorted(map(json.dumps, without(parts)))
 
 
 # --- usage, texts, arguments --------------------------------------------------------------------------------
@@ -365,7 +339,7 @@ def usage(capture: Capture) -> Faults:
     """
     for number, event_type, response in snapshots(capture):
         if event_type in ("response.completed", "response.incomplete"):
-            yield from usage_faults(number, response.get("usage"), "input", "output")
+            yield from usage_faults(number, response["usage"], "input", "output")
 
 
 @must
@@ -376,8 +350,7 @@ def no_markup(capture: Capture) -> Faults:
     E01 E09 E16 D18 https://github.com/vllm-project/vllm/issues/36435
     """
     for number, event in enumerate(capture.events):
-        texts = [str(event.get(member, "")) for member in ("text", "arguments", "name", "refusal")]
-        if marker := markup("".join(texts)):
+        if marker := markup(event["text"] + event["arguments"] + event["name"] + event["refusal"]):
             yield number, f"expected text without markup of the model's, got {marker}"
 
 
@@ -389,10 +362,7 @@ def arguments(capture: Capture) -> Faults:
     C12 E05 E06 https://github.com/vllm-project/vllm/issues/51697
     """
     for number, event in enumerate(capture.events):
-        item = event.get("item", {})
-        if (item.get("type"), item.get("status")) != ("function_call", "completed"):
-            continue
-        text = item.get("arguments", "")
-        if not is_object(text):
-            expected = "expected the arguments of a completed call to be a JSON object"
-            yield number, f"{expected}, got {shortened(text)!r}"
+        item = event["item"]
+        is_call = (item["type"], item["status"]) == ("function_call", "completed")
+        if is_call and not is_object(item["arguments"]):
+            yield number, f"expected the arguments of a completed call to be a JSON object, got {item}"

@@ -17,18 +17,21 @@ Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an 
 """
 
 import contextlib
-import itertools
+import http.client
 import json
+import socket
+import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
 from audit.events import TERMINAL
-from audit.http import REFUSED, Connection, Reply, connected
+from audit.http import NOT_THERE, REFUSED, Connection, Reply
 from audit.rules import NoReply, NotApplicable, Rule, presumed
-from audit.schema import Json, shortened
-from audit.stream import Answer, events_of, of_chunks, of_response, read, violations
+from audit.schema import Json, Typed, shortened, typed
+from audit.stream import EVENTS, Answer, Capture, events_of, of_chunks, of_response, read, violations
 
 BUSY = {429, 503}
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
@@ -42,24 +45,27 @@ WEATHER: Json = json.loads("""{
 }""")
 TIME: Json = WEATHER | {"name": "get_time", "description": "Get the time in a city"}
 CALLED: Json = {"said": TOKYO, "tools": (WEATHER,), "tool_choice": "required"}
-#   stream           what is asked of the Responses API; "chat", "chat-...": of chat completions
+#   stream           what is asked
 STREAMS: dict[str, Json] = json.loads("""{
     "text":          {},
     "echo":          {"instructions": "Be brief.\\u2028\\u0085\\u2029"},
     "cut":           {"said": "Tell me a very long story about a fox.", "limit": 16},
     "logprobs":      {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
     "background":    {"background": true},
-    "chat":          {},
-    "chat-usage":    {"stream_options": {"include_usage": true}},
-    "chat-cut":      {"said": "Tell me a very long story about a fox.", "limit": 16},
-    "chat-two":      {"n": 2, "temperature": 1, "seed": 1},
-    "chat-logprobs": {"logprobs": true, "top_logprobs": 2}
-}""") | {"call": CALLED, "chat-call": CALLED}
+    "chat":          {"api": "chat"},
+    "chat-usage":    {"api": "chat", "stream_options": {"include_usage": true}},
+    "chat-cut":      {"api": "chat", "said": "Tell me a very long story about a fox.", "limit": 16},
+    "chat-two":      {"api": "chat", "n": 2, "temperature": 1, "seed": 1},
+    "chat-logprobs": {"api": "chat", "logprobs": true, "top_logprobs": 2}
+}""") | {"call": CALLED, "chat-call": CALLED | {"api": "chat"}}
+# What failed, by the error; the first that fits.
+LAYERS = (
+    (socket.gaierror, "name"),
+    (ssl.SSLError, "TLS"),
+    (http.client.HTTPException, "HTTP"),
+    (OSError, "connection"),
+)
 PATHS = {"responses": "/responses", "chat": "/chat/completions"}
-
-
-def api_of(stream: str) -> str:
-    return "chat" if stream.startswith("chat") else "responses"
 
 
 class Peer:
@@ -73,20 +79,12 @@ class Peer:
     shown = ""  # what was answered last: it stands by the verdict
 
     def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key: str = "",
-        long: Json | None = None,
-        headers: Mapping[str, str] | None = None,
-        budget: float = BUDGET_S,
+        self, base_url: str, model: str, api_key: str = "", long: Json | None = None, budget: float = BUDGET_S
     ) -> None:
         self.url = urlsplit(base_url.rstrip("/"))
         self.model = model
         self.long = long or {}
-        self.headers = {"Host": self.url.netloc, "Accept-Encoding": "identity"} | dict(headers or {})
-        if api_key:
-            self.headers["Authorization"] = f"Bearer {api_key}"
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.replies: dict[str, Reply | Exception] = {}  # to what several rules are about
         self._budget = budget
         self.start()
@@ -121,55 +119,52 @@ class Peer:
         """
         api = api or self.api
         is_chat = api == "chat"
-        body: Json = {"model": self.model} | ({} if stream is None else {"stream": stream})
-        if is_chat:
-            messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-            body |= {"messages": messages, "max_tokens": limit, "temperature": 0}
-        else:
-            body |= {"max_output_tokens": limit, "temperature": 0, "input": said}
 
         def typed(type_: str, members: Json) -> Json:
             """Chat completions nest the members in one that is called as the type is."""
             return {"type": type_} | ({type_: members} if is_chat else members)
 
+        body: Json = {"model": self.model, "stream": stream}
+        if is_chat:
+            messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+            body |= {"messages": messages, "max_tokens": limit, "temperature": 0}
+        else:
+            body |= {"max_output_tokens": limit, "temperature": 0, "input": said}
         if tools:
             body["tools"] = [typed("function", tool) for tool in tools]
-        if tool_choice:
-            is_name = tool_choice in [tool["name"] for tool in tools]
-            body["tool_choice"] = typed("function", {"name": tool_choice}) if is_name else tool_choice
+        if tool_choice in [tool["name"] for tool in tools]:
+            tool_choice = typed("function", {"name": tool_choice})
         if schema:
             wire_schema = typed("json_schema", {"name": "x", "schema": schema, "strict": True})
             body |= {"response_format": wire_schema} if is_chat else {"text": {"format": wire_schema}}
-        return PATHS[api], body | more
+        body |= {"tool_choice": tool_choice} | more
+        return PATHS[api], {name: value for name, value in body.items() if value is not None}
 
     @contextlib.contextmanager
-    def open(
-        self, method: str, path: str, body: Json | bytes = b"", is_slow: bool = False, **headers: Any
-    ) -> Iterator[Reply]:
+    def open(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Iterator[Reply]:
         """Yield the reply as it comes, on a connection of its own.
 
         A header that is "" is not sent; a path with // begins at the root of the server.
         """
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         if raw:
-            headers |= {"Content_Type": "application/json", "Content_Length": str(len(raw))}
+            headers["Content_Type"] = "application/json"
+        named = {name.replace("_", "-"): value for name, value in (self.headers | headers).items() if value}
         target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
-        lines = [f"{method} {target} HTTP/1.1"]
-        for name, value in (self.headers | headers).items():
-            if value:
-                lines.append(f"{name.replace('_', '-')}: {value}")
         asked = shortened(f"{method} {path} {raw.decode('utf-8', 'replace')}", 300)
+        has_tls = self.url.scheme == "https"
+        kind = http.client.HTTPSConnection if has_tls else http.client.HTTPConnection
         try:
-            with connected(self.url, self.seconds_left, is_slow) as socket:
-                connection = Connection(socket, self.seconds_left)
-                connection.send("\r\n".join([*lines, "", ""]).encode() + raw)
-                reply = connection.reply(asked)
+            with closing(kind(self.url.netloc, timeout=self.seconds_left())) as server:
+                server.request(method, target, raw or None, named)
+                reply = Connection(server.sock, self.seconds_left).reply(asked)
                 self.shown = f"{asked} -> {reply.status}"
                 yield reply
         except (EOFError, ConnectionResetError) as error:
             raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
-        except OSError as error:
-            raise NoReply(f"{asked} -> {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            layer = next(layer for failure, layer in LAYERS if isinstance(error, failure))
+            raise NoReply(f"{layer}: {asked} -> {error!r}") from error
 
     def ask(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Reply:
         """Ask, and read the whole reply; raises NoReply, for a server that is busy too."""
@@ -201,6 +196,13 @@ class Peer:
         self.shown = str(reply)
         return reply
 
+    def of_each_api(self, **asked: Any) -> Iterator[Reply]:
+        """Yield the replies of the APIs that the server has."""
+        for api in PATHS:
+            reply = self.once(*self.request(api=api, **asked))
+            if reply.status not in NOT_THERE:
+                yield reply
+
     def without_key(self) -> Json:
         """Return the headers of a request without the key."""
         if "Authorization" not in self.headers:
@@ -210,21 +212,17 @@ class Peer:
     # --- streams --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def live(self, is_slow: bool = False, **asked: Any) -> Iterator[Iterator[Json]]:
-        """Yield the events of a stream as they come, one at least; leaving the block leaves the stream."""
-        path, body = self.request(stream=True, **asked)
-        with self.open("POST", path, body, is_slow) as reply:
-            events = events_of(reply.if_stream().pieces)
-            first = next(events, None)
-            if first is None:
-                raise NotApplicable("no event came")
-            yield itertools.chain([first], events)
+    def live(self, api: str = "responses", **asked: Any) -> Iterator[Iterator[Typed]]:
+        """Yield the events of a stream as they come; leaving the block leaves the stream."""
+        with self.open("POST", *self.request(stream=True, api=api, **asked)) as reply:
+            yield (typed(event, EVENTS[api], []) for event in events_of(reply.if_stream().pieces))
+
+    def stream(self, **asked: Any) -> Reply:
+        return self.once(*self.request(stream=True, **asked)).if_stream()
 
     def recorded(self, name: str) -> Reply:
         """Return a stream of STREAMS."""
-        long = self.long if name.endswith("cut") else {}
-        path, body = self.request(stream=True, api=api_of(name), **STREAMS[name], **long)
-        return self.once(path, body).if_stream()
+        return self.stream(**STREAMS[name])
 
     def some_stream(self) -> Reply:
         """Return a stream of an API that the server has."""
@@ -246,35 +244,34 @@ class Peer:
         reply = self.reply(**asked).if_there(REFUSED)
         assert reply.status == 200, "expected status 200"
         assert reply.json, "expected a JSON object"
-        return self._answer("plain", [reply.json])
+        return self._answer([reply.json])
 
     def streamed(self, **asked: Any) -> Answer:
-        reply = self.once(*self.request(stream=True, **asked)).if_stream()
-        return self._answer("streamed", reply.events if self.api == "chat" else [final(reply)])
+        reply = self.stream(**asked)
+        return self._answer(reply.events if self.api == "chat" else [final(reply)])
 
-    def _answer(self, how: str, objects: list[Json]) -> Answer:
+    def _answer(self, objects: list[Json]) -> Answer:
         answer = of_chunks(objects) if self.api == "chat" else of_response(objects[0])
-        self.shown = f"{how}: {json.dumps(answer.outline, ensure_ascii=False)}"
+        self.shown = json.dumps(answer.outline, ensure_ascii=False)
         return answer
 
-    def same_answer(self, one: Json, other: Json, again: Callable[[], Json]) -> None:
-        """Expect two answers to be one; no rule is about a server that says another one if asked `again`."""
-        if one != other:
-            if again() != one:
+    def same_answer(self, ask: Callable[[], Json], told: Json) -> None:
+        """Expect two answers to be one; no rule is about a server that says another one if asked again."""
+        said = ask()
+        if said != told:
+            if ask() != said:
                 raise NotApplicable("the server says something else each time, at temperature 0")
-            differing = [name for name in one | other if one.get(name) != other.get(name)]
-            said = {name: [one.get(name), other.get(name)] for name in differing}
-            self.shown = json.dumps(said, ensure_ascii=False)
+            differing = [name for name in said | told if said.get(name) != told.get(name)]
+            self.shown = str({name: [said.get(name), told.get(name)] for name in differing})
             raise AssertionError("expected the same answer, however it is asked for")
 
 
 def final(reply: Reply) -> Json:
     """Return the response of a stream's terminal event; if there is none, the rule terminal alone says so."""
     last = [{}, *reply.events][-1]
-    response = last.get("response")
-    if last.get("type") not in TERMINAL or not isinstance(response, dict):
+    if last.get("type") not in TERMINAL or not isinstance(last.get("response"), dict):
         raise NotApplicable("the stream does not end with a terminal event")
-    return response
+    return dict(last["response"])
 
 
 # --- the rules of one stream, of a live server --------------------------------------------------------------
@@ -282,21 +279,19 @@ def final(reply: Reply) -> Json:
 
 def judged(rule: Rule, peer: Peer) -> None:
     """Judge by the rule every stream of its kind that the server makes, and of which the end was seen."""
-    names = [name for name in STREAMS if api_of(name) in rule.profiles.split()]
-    reasons: list[NotApplicable | NoReply] = []  # why streams did not come
-    for name in names:
-        try:
-            capture = read(peer.recorded(name).body)
-        except (NotApplicable, NoReply) as reason:
-            if rule.name == "whole-frames" and isinstance(reason.__cause__, AssertionError):
-                raise reason.__cause__ from None
-            reasons.append(reason)
-            continue
-        found = violations(capture, [rule.name])
-        if found:
-            frames = {frame.number: frame.raw.decode("utf-8", "backslashreplace") for frame in capture.frames}
-            peer.shown = shortened(frames.get(found[0].event, "(the end of the stream)").strip(), 300)
-            more = f", and {len(found) - 1} more" if found[1:] else ""
-            raise AssertionError(f"{name}: event {found[0].event}: {found[0].message}{more}")
-    if len(reasons) == len(names):
-        raise reasons[0]
+    captures: dict[str, Capture] = {}
+    reason: Exception | None = None  # why a stream did not come
+    for name, asked in STREAMS.items():
+        if asked.get("api", "responses") in rule.profiles.split():
+            try:
+                captures[name] = read(peer.recorded(name).body)
+            except (NotApplicable, NoReply) as error:
+                reason = error
+                if rule.name == "whole-frames" and isinstance(error.__cause__, AssertionError):
+                    raise error.__cause__ from None
+    if reason and not captures:
+        raise reason
+    for name, capture in captures.items():
+        for violation in violations(capture, [rule.name]):
+            peer.shown = shortened(str(capture.raw[violation.event :][:1]), 300)
+            raise AssertionError(f"{name}: event {violation.event}: {violation.message}")

@@ -1,6 +1,6 @@
 """What streams are made of: the members of events, items, parts and chunks, and which event may follow which.
 
-    JSON object --typed()--> the same object without members of a wrong type
+    JSON object --typed()--> the same object without members of a wrong type, which reads without asking
     JSON object --missing()--> a line for each member that must be there and is not, or has a wrong type
     event --label()--> its name in GRAMMAR        (state, label) --ORDER--> the next state
 
@@ -28,7 +28,13 @@ Json = dict[str, Any]
 Members = dict[str, str]  # name -> type, a key of BASIC or of MEMBERS; with a "?" if it may be absent
 Faults = Iterator[tuple[int, str]]  # (number of an event, what is wrong with it)
 
-BASIC: dict[str, Any] = {"": str, "null": str | None, "int": int, "list": list, "dict": dict, "any": object}
+BASIC: dict[str, list[type]] = {
+    "": [str],
+    "null": [str, type(None)],
+    "int": [int],
+    "list": [list],
+    "dict": [dict],
+}
 
 OBJECTS = """
 usage                 = input_tokens?:int output_tokens?:int total_tokens?:int
@@ -111,7 +117,8 @@ event error                                  = code:any message:any param:any
 
 chunk                 = id object:=chat.completion.chunk created:int model
                         choices:[choice] usage?:usage error?:any
-choice                = index:int delta:delta finish_reason:null
+choice                = index:int delta:delta finish_reason:null message?:delta logprobs?:chat_logprobs
+chat_logprobs         = content?:list
 delta                 = role?:null content?:null tool_calls?:[call]
 call                  = index?:int id?:null type?:null function?:called custom?:called
 called                = name?:null arguments?:null input?:null
@@ -222,15 +229,15 @@ ORDER = GRAMMAR | {(state, "response.failed"): "end" for state in {*GRAMMAR.valu
 AFTER = {event: state for (_, event), state in ORDER.items()}
 
 
-def label(event: Json) -> str:
+def label(event: "Typed") -> str:
     """Name an event as GRAMMAR does: its type, and the type of the item or part that it opens or ends."""
-    event_type = str(event.get("type"))
+    event_type = str(event["type"])
     if HOSTED.match(event_type.removeprefix("response.")):
         return "response.*"
-    inner: Json | None = event.get("item") or event.get("part")
+    inner = event["item"] or event["part"]
     if not inner:
         return event_type
-    inner_type = inner.get("type", "")
+    inner_type = inner["type"]
     if event_type.startswith("response.output_item.") and HOSTED.match(inner_type):
         inner_type = "*"
     return f"{event_type} {inner_type}"
@@ -238,7 +245,21 @@ def label(event: Json) -> str:
 
 # --- objects against their table ----------------------------------------------------------------------------
 
+EMPTY: list[Any] = [None, "", [], {}]  # what an absent member reads as: the first that has its type
 WRONG = object()  # in place of a value of another type
+
+
+class Typed(dict[str, Any]):
+    """An object without members of a wrong type. An absent one reads as what is empty: "", [], {} or None."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.types = MEMBERS[kind]
+
+    def __missing__(self, name: str) -> Any:
+        type_ = self.types.get(name, "any")
+        fitted = [fit(empty, type_, []) for empty in EMPTY]
+        return next((value for value in fitted if value is not WRONG), None)
 
 
 def missing(value: Json, kind: str) -> list[str]:
@@ -248,18 +269,17 @@ def missing(value: Json, kind: str) -> list[str]:
     return faults
 
 
-def typed(value: Json, kind: str, faults: list[str]) -> Json:
+def typed(value: Json, kind: str, faults: list[str]) -> Typed:
     """Return the object without members of another type than the table says, at any depth.
 
     `faults` gets the lines of missing().
     """
-    type_ = value.get("type")
-    what = type_ if kind != "response" and isinstance(type_, str) else f"the {kind}"
-    row = ROWS[kind]["*"] | ROWS[kind].get(str(type_), {})
+    what = value.get("type") or f"the {kind}"
+    row = ROWS[kind]["*"] | ROWS[kind].get(str(what), {})
     faults += [f"{what} lacks {name}" for name in required(row) if name not in value]
-    fitted = {}
+    fitted = Typed(kind)
     for name, member in value.items():
-        fitted[name] = fit(member, MEMBERS[kind].get(name, "any"), faults)
+        fitted[name] = fit(member, fitted.types.get(name, "any"), faults)
         if fitted[name] is WRONG:
             del fitted[name]
             if name in row:
@@ -268,16 +288,13 @@ def typed(value: Json, kind: str, faults: list[str]) -> Json:
 
 
 def fit(value: Any, type_: str, faults: list[str]) -> Any:
-    if type_.startswith("["):
-        if not isinstance(value, list):
-            return WRONG
+    if type_ in MEMBERS and isinstance(value, dict):
+        return typed(value, type_, faults)
+    if type_.startswith("[") and isinstance(value, list):
         return [typed(entry, type_[1:-1], faults) for entry in value if isinstance(entry, dict)]
-    if type_.startswith("="):
-        text = value if isinstance(value, str) else json.dumps(value)
-        return value if text in type_[1:].split("|") else WRONG
-    if type_ in MEMBERS:
-        return typed(value, type_, faults) if isinstance(value, dict) else WRONG
-    is_it = isinstance(value, BASIC[type_]) and not (type_ == "int" and isinstance(value, bool))
+    text = value if isinstance(value, str) else json.dumps(value)
+    is_named = type_.startswith("=") and text in type_[1:].split("|")
+    is_it = is_named or type_ == "any" or type(value) in BASIC.get(type_, [])
     return value if is_it else WRONG
 
 

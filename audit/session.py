@@ -16,22 +16,19 @@ Rules of this file:
 Not here: the rules, what is printed (report.py).
 """
 
+import fnmatch
 import time
 from collections.abc import Iterable, Iterator
-from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from audit import agents, answers, chunks, clients, events, frames, refusals, stored, turns
-from audit.http import NOT_THERE, Reply
+from audit.http import NOT_THERE
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
-from audit.schema import Json
+from audit.schema import Json, typed
+from audit.stream import of_chunks
 
 PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
-GROUPS = (
-    *OF_STREAMS,
-    *("http", "clients", "answers", "agents", "stored", "background", "refusals", "websocket"),
-)
 MODULES = (
     frames,
     events,
@@ -44,7 +41,6 @@ MODULES = (
     turns,
 )  # whose import enters their rules
 Verdict = Literal["pass", "fail", "flaky", "n/a", "error"]
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 class Result(NamedTuple):
@@ -57,12 +53,14 @@ class Result(NamedTuple):
 
 def chosen(profile: str, patterns: Iterable[str]) -> list[str]:
     """Return the rules of a profile whose names match a pattern, if there are any; raises ValueError."""
-    rules = sorted(RULES.values(), key=lambda rule: GROUPS.index(rule.group))
-    names = [rule.name for rule in rules if profile in ("all", *rule.profiles.split())]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+    names = [name for name, rule in RULES.items() if profile in ("all", *rule.profiles.split())]
+    matching: set[str] = set()
+    for pattern in patterns or "*":
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
             raise ValueError(f"no rule of the profile {profile!r} is called {pattern!r}: see --list")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns or "*")]
+        matching.update(matched)
+    return [name for name in names if name in matching]
 
 
 def judge_all(peer: Peer, names: Iterable[str], n_times: int = 1) -> Iterator[Result]:
@@ -73,16 +71,13 @@ def judge_all(peer: Peer, names: Iterable[str], n_times: int = 1) -> Iterator[Re
         for name in names:
             started_at = time.monotonic()
             result = judge(peer, name)
-            seconds = round(time.monotonic() - started_at, 3)
-            known[name] = both(known.get(name, result), result)._replace(seconds=seconds)
+            earlier = known.get(name, result)
+            if earlier.verdict != result.verdict:
+                reason = f"{earlier.verdict}, then {result.verdict}: {earlier.reason}{result.reason}"
+                excerpt = earlier.excerpt or result.excerpt
+                result = Result(name, "flaky", reason, excerpt)
+            known[name] = result._replace(seconds=round(time.monotonic() - started_at, 3))
             yield known[name]
-
-
-def both(earlier: Result, later: Result) -> Result:
-    if earlier.verdict == later.verdict:
-        return later
-    shown = later if later.reason else earlier
-    return shown._replace(verdict="flaky", reason=f"{earlier.verdict}, then {later.verdict}: {shown.reason}")
 
 
 def judge(peer: Peer, name: str) -> Result:
@@ -91,32 +86,30 @@ def judge(peer: Peer, name: str) -> Result:
     try:
         check(peer, name)
     except AssertionError as failure:
-        return Result(name, "fail", str(failure), peer.shown)
+        return Result(name, "fail", str(failure) or f"expected: {RULES[name].title}", peer.shown)
     except NotApplicable as reason:
         return Result(name, "n/a", str(reason))
-    except NoReply as reason:
-        return Result(name, "error", str(reason))
-    except Exception as error:  # a reply that no rule expected: rule 1
-        return Result(name, "error", f"{type(error).__name__} in the rule itself: {error}")
+    except Exception as error:  # NoReply, or what a reply that no rule expected makes of a rule: rule 1
+        return Result(name, "error", f"{type(error).__name__}: {error}")
     return Result(name, "pass")
 
 
 def check(peer: Peer, name: str) -> None:
     """Check what the rule builds on, then the rule."""
     rule = RULES[name]
+    is_chat_only = "chat" in rule.profiles and "responses" not in rule.profiles
     for earlier in rule.after.split():
+        chat_earlier = f"chat-{earlier}"
         with presumed(earlier):
-            check(peer, earlier)
-    peer.api = "responses"
-    if "chat" in rule.profiles and "responses" not in rule.profiles:
-        peer.api = "chat"
+            check(peer, chat_earlier if is_chat_only and chat_earlier in RULES else earlier)
+    peer.api = "chat" if is_chat_only else "responses"
     if rule.group in OF_STREAMS:
         judged(rule, peer)
     elif rule.group == "websocket":
         with turns.connected(peer) as socket:
             rule.check(socket)
     elif rule.requests:
-        refusals.expect_refused(peer, rule.requests)
+        refusals.expect_refused(peer, rule)
     else:
         rule.check(peer)
 
@@ -129,43 +122,27 @@ ENOUGH = 200  # tokens: long enough to be cancelled, left and resumed
 LONG: list[Json] = [{}, {"ignore_eos": True}, {"ignore_eos": True, "min_tokens": ENOUGH}]
 
 
-def look(peer: Peer, long: Json | None = None) -> list[str]:
+def look(peer: Peer) -> list[str]:
     """Return the paths that are answered; raises NoReply if there is nothing that could be audited.
 
-    The peer gets the first model that is listed, if it has none, and `long`, or what is found to make its
-    answers long.
+    The peer gets the first model that is listed, if it has none, and what is found to make its answers long.
     """
-    models = peer.ask("GET", "/models").json
-    if not peer.model:
-        listed = models.get("data") or models.get("models") or [{}]
-        first = listed[0] if isinstance(listed, list) else {}
-        peer.model = str(first.get("id") or ANY_MODEL) if isinstance(first, dict) else ANY_MODEL
+    models = typed(peer.ask("GET", "/models").json, "models", [])["data"]
+    peer.model = peer.model or [*(model["id"] for model in models), ANY_MODEL][0]
     replies = {api: peer.reply(api=api, limit=CUT) for api in PATHS}
     apis = [api for api, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:
-        raise NoReply(f"{nothing_served(peer, replies)}. {'; '.join(map(str, replies.values()))}")
-    peer.long = what_makes_it_long(peer, apis[0]) if long is None else long
-    return [PATHS[api] for api in apis]
-
-
-def nothing_served(peer: Peer, replies: dict[str, Reply]) -> str:
-    """Say why neither API answers."""
-    statuses = {reply.status for reply in replies.values()}
-    if statuses <= NOT_THERE:
-        at_v1 = "" if peer.url.path.endswith("/v1") else f" (try {peer.url.geturl()}/v1)"
-        return f"HTTP: no LLM server of these APIs{at_v1}"
-    if statuses & {401, 403}:
-        return "key: it is missing or wrong; give --api-key KEY"
-    if peer.model == ANY_MODEL:
-        return "model: which? Give --model NAME: the server lists none"
-    return f"model: neither API answers for {peer.model!r}"
-
-
-def what_makes_it_long(peer: Peer, api: str) -> Json:
-    """Return the first of LONG with which the model writes enough; {} if none does."""
+        statuses = {reply.status for reply in replies.values()}
+        layer = f"model: neither API answers for {peer.model!r}; is it the right --model?"
+        if statuses <= NOT_THERE:
+            layer = "HTTP: no LLM server of these APIs; is it the right URL, with its /v1?"
+        elif statuses & {401, 403}:
+            layer = "key: it is missing or wrong; give --api-key KEY"
+        raise NoReply(f"{layer} {'; '.join(map(str, replies.values()))}")
     for members in LONG:
         peer.start()
-        usage = peer.reply(api=api, said=STORY, limit=ENOUGH, **members).json.get("usage") or {}
-        if ENOUGH in (usage.get("output_tokens"), usage.get("completion_tokens")):
-            return members
-    return {}
+        told = of_chunks([peer.reply(api=apis[0], said=STORY, limit=ENOUGH, **members).json])
+        if told.n_output == ENOUGH:
+            peer.long = members
+            break
+    return [PATHS[api] for api in apis]

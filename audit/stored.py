@@ -8,14 +8,13 @@ these are silent, what Azure probed: Azure/azure-sdk-for-net, api-behaviour-cont
 Not here: what must be refused (refusals.py), connections that remember (turns.py).
 """
 
-import json
 import time
 from typing import NamedTuple
 
 from audit.http import NOT_THERE, REFUSED, Reply
 from audit.peer import STORY, Peer, final
 from audit.rules import NoReply, NotApplicable, rules_of
-from audit.schema import Json, missing
+from audit.schema import Json, missing, typed
 from audit.stream import of_response
 
 
@@ -50,7 +49,7 @@ def stored(peer: Peer) -> None:
     F12 https://github.com/EricLBuehler/mistral.rs/issues/1946
     """
     for made in (kept(peer), Kept(peer, final(peer.recorded("text")))):
-        assert made.ask("GET").json == made.response, "expected GET to give the answer once more"
+        assert made.ask("GET").json == made.response
 
 
 @must
@@ -77,7 +76,7 @@ def unknown_id(peer: Peer) -> None:
     kept(peer)
     unknown = Kept(peer, {"id": "resp_00000000000000000000000000000000"})
     for asked in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
-        assert unknown.ask(*asked).status in NOT_THERE, "expected status 404 of an unknown id"
+        assert unknown.ask(*asked).status in NOT_THERE
 
 
 def prompts_of_chain(peer: Peer, **asked: object) -> list[int]:
@@ -107,7 +106,7 @@ def instructions(peer: Peer) -> None:
     # Long instructions of the first turn do not make the second prompt longer than the first was.
     sentence = "Answer in one short sentence, and never mention the weather, the sea or the moon. "
     first, second = prompts_of_chain(peer, instructions=sentence * 40)
-    assert first > second, f"expected a shorter prompt than {first} tokens without instructions, got {second}"
+    assert first > second, f"expected a prompt without instructions, shorter than {first}, got {second}"
 
 
 @must
@@ -119,7 +118,7 @@ def not_stored(peer: Peer) -> None:
     """
     kept(peer)
     reply = Kept(peer, peer.plain(store=False).response).ask("GET")
-    assert reply.status == 404, "expected status 404 of what was not to be stored"
+    assert reply.status == 404
 
 
 @should
@@ -132,7 +131,7 @@ def metadata(peer: Peer) -> None:
     pairs = {"user": "u-1", "note": "caf\u00e9"}
     made = kept(peer, metadata=pairs)
     for response in (made.response, made.ask("GET").json):
-        assert response.get("metadata") == pairs, f"expected the metadata as it was sent, {pairs}"
+        assert response.get("metadata") == pairs
 
 
 @should
@@ -145,10 +144,10 @@ def input_order(peer: Peer) -> None:
     made = kept(peer, said=[{"role": "user", "content": text} for text in ("one", "two", "three")])
     for order, first in (("asc", "one"), ("desc", "three")):
         listed = made.ask("GET", f"/input_items?order={order}&limit=2").if_there().json
-        items = listed.get("data") or [{}]
-        assert len(items) == 2, f"expected two items, for the limit is 2, got {len(items)}"
+        items = typed(listed, "input_items", [])["data"]
+        assert len(items) == 2, "expected two items, for the limit is 2"
         assert listed.get("has_more") is True, "expected has_more, for there are three"
-        assert first in json.dumps(items[0]), f"expected the item {first!r} first with order={order}"
+        assert first in str(items[0]), f"expected the item {first!r} first with order={order}"
 
 
 @should
@@ -163,7 +162,7 @@ def input_items(peer: Peer) -> None:
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
     reply = kept(peer, said=[hi, said, hi]).ask("GET", "/input_items").if_there()
     faults = missing(reply.json, "input_items")
-    assert not faults, f"expected items with ids, and each output_text with annotations: {faults}"
+    assert not faults, faults
 
 
 @should
@@ -174,8 +173,7 @@ def foreground_as_stream(peer: Peer) -> None:
     F09 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
     """
     reply = kept(peer).ask("GET", "?stream=true")
-    is_right = reply.is_refusal or (reply.is_stream and reply.events)
-    assert is_right, "expected a refusal, or the events once more, of a response that was not streamed"
+    assert reply.is_refusal or (reply.is_stream and reply.events)
 
 
 # --- background ---------------------------------------------------------------------------------------------
@@ -208,8 +206,8 @@ def background(peer: Peer) -> None:
     F01 F03 https://github.com/EricLBuehler/mistral.rs/issues/1945
     """
     response = begun(peer).response
-    waits = response.get("status") in ("queued", "in_progress") and response.get("output") == []
-    assert waits, "expected background: true to be refused, or answered with what is queued"
+    assert response.get("status") in ("queued", "in_progress")
+    assert response.get("output") == []
 
 
 @must(after="background")
@@ -220,7 +218,7 @@ def background_completes(peer: Peer) -> None:
     F01 F02 F03 https://github.com/EricLBuehler/mistral.rs/issues/1945
     """
     last = of_response(ended(begun(peer))).outline
-    peer.same_answer(peer.plain().outline, last, lambda: peer.plain().outline)
+    peer.same_answer(lambda: peer.plain().outline, last)
 
 
 @must(after="background")
@@ -232,7 +230,7 @@ def background_stream(peer: Peer) -> None:
     F01 https://github.com/EricLBuehler/mistral.rs/pull/2114
     """
     made = Kept(peer, final(peer.recorded("background")))
-    assert ended(made) == made.response, "expected GET to give what the stream said"
+    assert ended(made) == made.response
 
 
 @must(after="background")
@@ -244,10 +242,9 @@ def background_late_refusal(peer: Peer) -> None:
     """
     reply = peer.reply(said="fox " * 200_000, background=True)
     if not reply.is_refusal:
-        assert reply.status == 200, "expected a refusal of a prompt that is too long"
         last = ended(Kept(peer, reply.json))
-        has_failed = last.get("status") == "failed" and last.get("error")
-        assert has_failed, "expected a prompt that is too long to fail, with an error that says why"
+        assert last.get("status") == "failed"
+        assert last.get("error"), "expected an error that says why"
 
 
 @must(after="background")
@@ -258,19 +255,21 @@ def background_survives(peer: Peer) -> None:
     I05 https://github.com/vllm-project/vllm/pull/23927
     """
     with peer.live(said=STORY, limit=300, background=True, **peer.long) as events:
-        made = Kept(peer, next(events).get("response") or {})
+        made = Kept(peer, next(events)["response"])
         next(events)
-    assert ended(made).get("status") in ("completed", "incomplete"), "expected the run to go on"
+    assert ended(made).get("status") in ("completed", "incomplete")
 
 
 # --- resumed ------------------------------------------------------------------------------------------------
 
 
-def followed(peer: Peer) -> tuple[Kept, Reply, Reply]:
-    """Return a background response that was streamed: its stream, and that of a later reader."""
+def followed(peer: Peer) -> tuple[Kept, Reply]:
+    """Return a background response that was streamed and can be streamed again, and its stream."""
     stream = peer.recorded("background")
     made = Kept(peer, final(stream))
-    return made, stream, made.ask("GET", "?stream=true").if_there(REFUSED)
+    again = made.ask("GET", "?stream=true").if_there(REFUSED)
+    assert again.body == stream.body, "expected the same bytes once more"
+    return made, stream
 
 
 @must(after="background")
@@ -280,18 +279,15 @@ def resume(peer: Peer) -> None:
     the guide on background mode: GET with stream and starting_after
     F09 https://github.com/exo-explore/exo/issues/1356
     """
-    made, stream, follow = followed(peer)
-    assert follow.body == stream.body, "expected the same bytes once more"
+    made, stream = followed(peer)
     n_events = len(stream.events)
     for after in {0, 1, n_events // 2, n_events - 2}:
         reply = made.follow(after)
-        numbers = [event.get("sequence_number") for event in reply.events]
-        expected = [*range(after + 1, n_events)]
-        assert numbers == expected, f"expected events {expected} after {after}, got {numbers}"
         assert stream.body.endswith(reply.body), f"expected the same bytes after {after}"
+        assert len(reply.events) == n_events - after - 1, f"expected the events after {after}"
 
 
-@must(after="background")
+@must(after="resume")
 def resume_end(peer: Peer) -> None:
     """resume-end: starting_after the last event, or beyond, ends at once
 
@@ -299,7 +295,7 @@ def resume_end(peer: Peer) -> None:
     F09 https://github.com/exo-explore/exo/issues/1356
     """
     # No event is to come; a reader of events that were lost may be told how it ended.
-    made, stream, _ = followed(peer)
+    made, stream = followed(peer)
     last = len(stream.events) - 1
     for after in (last, last + 1, 10**6):
         try:
@@ -307,20 +303,19 @@ def resume_end(peer: Peer) -> None:
         except NoReply as error:
             raise AssertionError(f"expected the stream to end after its last event: {error}") from error
         assert reply.status < 500, "expected the end of the stream, or a refusal"
-        numbers = {event.get("sequence_number") for event in reply.events}
-        assert numbers <= {last}, f"expected no event but the last, got {numbers}"
+        assert reply.events in ([], stream.events[-1:]), "expected no event but the last"
 
 
-@should(after="background")
+@should(after="resume")
 def resume_number(peer: Peer) -> None:
     """resume-number: starting_after is refused if it is not the number of an event
 
     Azure's contract of behaviour: a cursor that is not a number is a 400
     F09 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
     """
-    made, _, _ = followed(peer)
+    made, _ = followed(peer)
     for after in ("-1", "-3", "x"):
-        assert made.follow(after).is_refusal, "expected a refusal of what is not the number of an event"
+        assert made.follow(after).is_refusal
 
 
 # --- cancelled, deleted -------------------------------------------------------------------------------------
@@ -335,7 +330,7 @@ def cancelled(peer: Peer) -> Kept:
     made = begun_story(peer)
     reply = made.ask("POST", "/cancel").if_there()
     if reply.status == 400 and ended(made).get("status") in ("completed", "incomplete"):
-        raise NotApplicable("it ended before the cancel; try --long")
+        raise NotApplicable("it ended before the cancel")
     is_cancelled = reply.status == 200 and reply.json.get("status") == "cancelled"
     assert is_cancelled, "expected status cancelled"
     return Kept(peer, reply.json)
@@ -350,7 +345,7 @@ def cancel(peer: Peer) -> None:
     """
     made = cancelled(peer)
     for _ in range(5):  # a late completion must not win
-        assert ended(made) == made.response, "expected a cancelled response to stay as it is"
+        assert ended(made) == made.response
 
 
 @must(after="cancel")
@@ -362,8 +357,7 @@ def cancel_again(peer: Peer) -> None:
     """
     made = cancelled(peer)
     again = made.ask("POST", "/cancel")
-    is_same = again.status == 200 and again.json == made.response
-    assert is_same, "expected the same answer to a second cancel"
+    assert again.json == made.response
 
 
 @should(after="cancel")
@@ -375,8 +369,7 @@ def cancel_completed(peer: Peer) -> None:
     """
     made = begun(peer)
     last = ended(made)
-    reply = made.ask("POST", "/cancel")
-    assert reply.status == 400, f"expected status 400 for the cancel of one that is {last['status']}"
+    assert made.ask("POST", "/cancel").status == 400
     assert ended(made) == last, "expected it to stay as it is"
 
 
@@ -387,8 +380,7 @@ def cancel_synchronous(peer: Peer) -> None:
     the API reference: only responses created with background can be cancelled
     F06 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
     """
-    reply = kept(peer).ask("POST", "/cancel")
-    assert reply.status == 400, "expected status 400 for the cancel of a foreground response"
+    assert kept(peer).ask("POST", "/cancel").status == 400
 
 
 @must(after="cancel")
@@ -400,13 +392,13 @@ def follower_ends(peer: Peer) -> None:
     """
     with peer.live(said=STORY, limit=400, background=True, **peer.long) as events:
         first = next(events)
-        Kept(peer, first.get("response") or {}).ask("POST", "/cancel")
+        Kept(peer, first["response"]).ask("POST", "/cancel")
         try:
             last = [first, *events][-1]
-        except (NoReply, OSError) as error:
-            raise AssertionError(f"expected the stream of a cancelled response to end: {error!r}") from error
-    end = last.get("type"), (last.get("response") or {}).get("status")
-    assert end == ("response.failed", "cancelled"), f"expected a failed response, cancelled, got {end}"
+        except NoReply as error:
+            raise AssertionError(f"expected the stream of a cancelled response to end: {error}") from error
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "cancelled"
 
 
 @should(after="background")
@@ -420,4 +412,4 @@ def delete_running(peer: Peer) -> None:
     reply = made.ask("DELETE").if_there()
     made.ask("POST", "/cancel")
     expected = 404 if reply.status == 200 else 200
-    assert made.ask("GET").status == expected, f"expected what DELETE answered with {reply.status} to hold"
+    assert made.ask("GET").status == expected

@@ -25,12 +25,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from audit.rules import OF_STREAMS, RULES, NotApplicable
-from audit.schema import Faults, Json, printable, shortened, typed, without
+from audit.schema import Faults, Json, Typed, printable, shortened, typed, without
 
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
 
 FRAME = re.compile(rb".*?(?>\r\n|\n|\r)(?:\r\n|\n|\r)", re.DOTALL)  # it ends with a blank line
 LINE_END = re.compile("\r\n|\n|\r")
+COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?[\r\n])*")  # and blank lines
 BOM = b"\xef\xbb\xbf"
 DONE = "[DONE]"
 
@@ -40,55 +41,47 @@ class Frame(NamedTuple):
     raw: bytes
     type: str  # "message" if the frame names none
     data: str | None  # None: without data it is not an event
-    id: str  # the last one that the stream has set
-    fault: str = ""  # of bytes that are no whole frame: they end the stream
+    fault: str  # of bytes that are no whole frame: they end the stream
 
 
 class Capture(NamedTuple):
     kind: str  # "responses" or "chat"
     frames: list[Frame]  # [] if only the events are known
     raw: list[Json]  # the events as they came; {} for one that is not a JSON object
-    events: list[Json]  # the same events without members of a wrong type
+    events: list[Typed]  # the same events without members of a wrong type
 
 
 # --- bytes to events ----------------------------------------------------------------------------------------
 
 
 def frames_of(pieces: Iterable[bytes]) -> Iterator[Frame]:
-    """Yield the frames of a stream as its bytes come, but for those of comments alone."""
+    """Yield the frames of a stream as its bytes come."""
     unread = b""
     start = BOM
-    last_id = ""
     number = 0
     for piece in pieces:
         unread += piece
         end = 0
         for match in FRAME.finditer(unread):
-            raw = match[0].removeprefix(start)
-            fields = fields_of(raw)
-            if fields:
-                event_type = fields.get("event", [""])[-1] or "message"
-                data = "\n".join(fields["data"]) if "data" in fields else None
-                last_id = [last_id, *(id_ for id_ in fields.get("id", ()) if "\0" not in id_)][-1]
-                yield Frame(number, raw, event_type, data, last_id)
-                number += data is not None
+            frame = frame_of(number, match[0].removeprefix(start))
+            yield frame
+            number += frame.data is not None
             start = b""
             end = match.end()
         unread = unread[end:]
     rest = unread.removeprefix(start)
-    if fields_of(rest) or rest[-1:] not in (b"", b"\r", b"\n"):
+    if not COMMENTS.fullmatch(rest):
         fault = f"expected a blank line before the stream ends, got {rest[-80:]!r}"
-        yield Frame(number, rest, "", None, last_id, fault)
+        yield Frame(number, rest, "", None, fault)
 
 
-def fields_of(raw: bytes) -> dict[str, list[str]]:
-    """Collect the values of a frame's lines by the name before the colon; a comment has none."""
-    fields: dict[str, list[str]] = {}
+def frame_of(number: int, raw: bytes) -> Frame:
+    fields: dict[str, list[str]] = {"event": ["message"]}  # their values by the name before the colon
     for line in LINE_END.split(raw.decode("utf-8", "replace")):
         name, _, value = line.partition(":")
-        if name:
-            fields.setdefault(name, []).append(value.removeprefix(" "))
-    return fields
+        fields.setdefault(name, []).append(value.removeprefix(" "))
+    data = "\n".join(fields["data"]) if "data" in fields else None
+    return Frame(number, raw, fields["event"][-1] or "message", data, "")
 
 
 def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
@@ -101,29 +94,23 @@ def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
 
 def read(stream: bytes) -> Capture:
     """Read a recorded stream; raises NotApplicable if it is of neither kind."""
-    return captured(events_of([stream]), stream)
+    return captured([*events_of([stream])], stream)
 
 
-def captured(raw: Iterable[Json], stream: bytes = b"") -> Capture:
+def captured(raw: list[Json], stream: bytes = b"") -> Capture:
     """Make a capture of events, and of their bytes if these are known; raises NotApplicable."""
-    events = list(raw)
-    kind = next(filter(None, map(kind_of, events)), "")
+    kind = ""
+    if any({"choices", "object"} & event.keys() for event in raw):
+        kind = "chat"
+    if any(str(event.get("type")).startswith("response.") for event in raw):
+        kind = "responses"
     if not kind:
         # Most often it is an error's body, which says more than we can.
-        beginning = printable(stream[:400].decode(errors="replace"))
+        beginning = printable(stream[:400].decode(errors="replace")) or "nothing"
         expected = "server-sent events of a Responses stream or of chat completion chunks"
-        got = f"{len(events)} events of neither: {beginning or 'nothing'}"
-        raise NotApplicable(f"expected {expected}, got {got}")
-    return Capture(kind, [*frames_of([stream])], events, [typed(event, EVENTS[kind], []) for event in events])
-
-
-def kind_of(event: Json) -> str:
-    """Name the kind of stream that an event is of; "" for neither."""
-    if str(event.get("type")).startswith("response."):
-        return "responses"
-    if "choices" in event or event.get("object") == "chat.completion.chunk":
-        return "chat"
-    return ""
+        raise NotApplicable(f"expected {expected}, got {beginning}")
+    events = [typed(event, EVENTS[kind], []) for event in raw]
+    return Capture(kind, [*frames_of([stream])], raw, events)
 
 
 def parsed(text: str) -> Json:
@@ -145,15 +132,19 @@ def loads(text: str) -> Any:
 # --- what streams of both APIs carry ------------------------------------------------------------------------
 
 
+def agreed(number: int, what: str, expected: Any, got: Any) -> Faults:
+    """Expect of an event what was said before; a member that is null may be absent."""
+    if without(got) != without(expected):
+        yield number, f"expected {what} {shortened(str(expected))}, got {shortened(str(got))}"
+
+
 def changes(objects: Iterable[Json], may_not: Callable[[str], bool]) -> Faults:
     """Find the members that change from the first object on, of those that may not; each event has one."""
     first: Json = {}
     for number, value in enumerate(objects):
         first = first or value
         for name in filter(may_not, first.keys() & value.keys()):
-            if value[name] != first[name]:
-                expected, got = (shortened(json.dumps(each[name])) for each in (first, value))
-                yield number, f"expected {name} to stay {expected}, got {got}"
+            yield from agreed(number, name, first[name], value[name])
 
 
 MARKUP = re.compile(r"<\|\w+\|>|</?think>|</?tool_calls?>|\[TOOL_CALLS\]")
@@ -170,19 +161,15 @@ def is_object(text: str) -> bool:
     return isinstance(loads(text), dict)
 
 
-def usage_faults(number: int, usage: Json | None, prompt: str, output: str) -> Faults:
+def usage_faults(number: int, usage: Typed, prompt: str, output: str) -> Faults:
     """Find what is wrong with the usage of an event; the API calls its two sides `prompt` and `output`."""
-    counts = usage or {}
-    n_prompt, n_output, n_total = (counts.get(f"{side}_tokens", -1) for side in (prompt, output, "total"))
-    details = [counts.get(f"{side}_tokens_details", {}) for side in (prompt, output)]
+    n_prompt, n_output, n_total = (usage.get(f"{side}_tokens", -1) for side in (prompt, output, "total"))
     unknown = -1 if prompt == "input" else 0  # chat completions need no details
-    n_cached = details[0].get("cached_tokens", unknown)
-    n_reasoning = details[1].get("reasoning_tokens", unknown)
-    shown = shortened(json.dumps(usage), 200)
-    if min(n_prompt, n_output, n_total, n_cached, n_reasoning) < 0:
-        yield number, f"expected all counts, got {shown}"
-    elif not (n_cached <= n_prompt > 0 and n_reasoning <= n_output and n_total == n_prompt + n_output):
-        yield number, f"expected counts that agree with each other, got {shown}"
+    n_cached = usage[f"{prompt}_tokens_details"].get("cached_tokens", unknown)
+    n_reasoning = usage[f"{output}_tokens_details"].get("reasoning_tokens", unknown)
+    parts_fit = 0 <= n_cached <= n_prompt and 0 <= n_reasoning <= n_output
+    if not parts_fit or n_prompt == 0 or n_total != n_prompt + n_output:
+        yield number, f"expected all counts, and that they agree, got {shortened(str(usage), 200)}"
 
 
 # --- what is wrong with a stream ----------------------------------------------------------------------------
@@ -195,9 +182,8 @@ class Violation(NamedTuple):
     link: str
 
 
-def violations(stream: Capture | Iterable[Json], names: Iterable[str] = RULES) -> list[Violation]:
+def violations(capture: Capture, names: Iterable[str] = RULES) -> list[Violation]:
     """Find what is wrong with a stream, in its order; only the rules on one stream have something to say."""
-    capture = stream if isinstance(stream, Capture) else captured(stream)
     found: list[Violation] = []
     for rule in map(RULES.__getitem__, names):
         if rule.group in OF_STREAMS and capture.kind in rule.profiles.split():
@@ -209,6 +195,7 @@ def violations(stream: Capture | Iterable[Json], names: Iterable[str] = RULES) -
 
 CALLS = ("function_call", "custom_tool_call")
 ENDS = {"max_output_tokens": "length", "completed": "stop"}
+CHAT_COUNTS = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
 # Members that differ from one time to the next, and those that items need not have.
 VOLATILE = ("id", "call_id", "status", "encrypted_content", "logprobs")
 
@@ -222,20 +209,19 @@ class Answer:
     response: Json = field(default_factory=dict)  # as it came; of a completion the chunk with the usage
 
     @property
-    def usage(self) -> Json:
-        return dict(self.response.get("usage") or {})
+    def counts(self) -> dict[str, int]:
+        """The totals of its usage, by their names in the Responses API."""
+        usage = self.response.get("usage") or {}
+        counts = {name: n for name, n in usage.items() if isinstance(n, int)}
+        return {CHAT_COUNTS.get(name, name): n for name, n in counts.items()}
 
     @property
     def n_prompt(self) -> int:
-        return self.counts.get("input_tokens", self.counts.get("prompt_tokens", 0))
+        return self.counts.get("input_tokens", 0)
 
     @property
     def n_output(self) -> int:
-        return self.counts.get("output_tokens", self.counts.get("completion_tokens", 0))
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {name: n for name, n in self.usage.items() if isinstance(n, int)}
+        return self.counts.get("output_tokens", 0)
 
     @property
     def names(self) -> list[str]:
@@ -243,29 +229,33 @@ class Answer:
         return [call["name"] for call in self.calls.values()]
 
     @property
+    def output(self) -> list[Json]:
+        return self.response.get("output") or []
+
+    def items(self, *types: str) -> list[Json]:
+        return [item for item in self.output if item.get("type") in types]
+
+    @property
     def outline(self) -> Json:
         """What is said, without ids and times."""
-        if "output" not in self.response:
-            return {"end": self.end, "text": self.text, "calls": self.calls}
-        output, error = (without(self.response.get(name), *VOLATILE) for name in ("output", "error"))
-        return {"end": self.end, "usage": self.counts, "output": output, "error": error}
-
-    def items(self, type_: str) -> list[Json]:
-        return [item for item in self.response.get("output") or () if item.get("type") == type_]
+        said: Json = {"end": self.end, "text": self.text, "calls": self.calls}
+        if "output" in self.response:
+            error = self.response.get("error")
+            said = {"end": self.end, "usage": self.counts, "output": self.output, "error": error}
+        return dict(without(said, *VOLATILE))
 
 
 def of_response(response: Json) -> Answer:
     answer = Answer(response=response)
-    for item in response.get("output") or ():
-        if item.get("type") in CALLS:
-            answer.calls[len(answer.calls)] = item
-    for message in answer.items("message"):
-        for part in message.get("content") or ():
-            answer.text += part.get("text") or ""
-            answer.tokens += tokens_of(part.get("logprobs"))
-    reason = (response.get("incomplete_details") or {}).get("reason") or response.get("status")
-    is_called = answer.calls and reason == "completed"
-    answer.end = "tool_calls" if is_called else ENDS.get(str(reason), str(reason))
+    answer.calls = dict(enumerate(answer.items(*CALLS)))
+    for item in typed(response, "response", [])["output"]:
+        for part in item["content"] if item["type"] == "message" else ():
+            answer.text += part["text"]
+            answer.tokens += tokens_of(part["logprobs"])
+    reason = (response.get("incomplete_details") or response).get("reason", response.get("status"))
+    answer.end = ENDS.get(str(reason), str(reason))
+    if answer.calls and answer.end == "stop":
+        answer.end = "tool_calls"
     return answer
 
 
@@ -273,16 +263,16 @@ def choices_of(chunks: Iterable[Json]) -> dict[int, Answer]:
     """Add up the choices of chunks."""
     answers: dict[int, Answer] = {}
     for chunk in chunks:
-        for choice in chunk.get("choices") or ():
-            answer = answers.setdefault(choice.get("index", 0), Answer())
-            said = choice.get("delta") or choice.get("message") or {}
-            answer.text += said.get("content") or ""
-            answer.tokens += tokens_of((choice.get("logprobs") or {}).get("content"))
-            answer.end = choice.get("finish_reason") or answer.end
-            for place, more in enumerate(said.get("tool_calls") or ()):
+        for choice in typed(chunk, "chunk", [])["choices"]:
+            answer = answers.setdefault(choice["index"] or 0, Answer())
+            said = choice["delta"] or choice["message"]
+            answer.text += said["content"] or ""
+            answer.tokens += tokens_of(choice["logprobs"]["content"])
+            answer.end = choice["finish_reason"] or answer.end
+            for place, more in enumerate(said["tool_calls"]):
                 call = answer.calls.setdefault(more.get("index", place), {"name": "", "arguments": ""})
                 for member in call:
-                    call[member] += (more.get("function") or {}).get(member) or ""
+                    call[member] += more["function"][member] or ""
     return answers
 
 
@@ -294,5 +284,5 @@ def of_chunks(chunks: list[Json]) -> Answer:
     return answer
 
 
-def tokens_of(logprobs: Iterable[Json] | None) -> str:
-    return "".join(str(entry.get("token")) for entry in logprobs or ())
+def tokens_of(logprobs: list[Json]) -> str:
+    return "".join(str(entry.get("token")) for entry in logprobs)

@@ -207,7 +207,7 @@ def check_response(events: list[Json]) -> None:
 
 def check_rules(events: list[Json], *names: str) -> None:
     assert session.MODULES  # which have entered their rules
-    assert stream.violations(events, names) == []
+    assert stream.violations(stream.captured([*events]), names) == []
 
 
 def check_order(events: list[Json]) -> None:
