@@ -264,8 +264,7 @@ class Scheduler:
         while any sequence decodes.
         """
         self._admit()
-        surplus = self._surplus()
-        if surplus is not None:
+        if self.waiting and (surplus := self._surplus()):
             if in_flight:
                 return []
             self.preempt(surplus, "turn")
@@ -347,7 +346,8 @@ class Scheduler:
         """Move sequences to `running` while there are slots and pages. None overtakes the first in turn."""
         while self.waiting and self._free_slots:
             sequence = self._in_turn(self.waiting, self.running)[0]
-            if self._n_lacking_pages(sequence) > 0:
+            # One that runs alone always has enough pages: none is longer than the pool.
+            if self.running and self._n_lacking_pages(sequence) > 0:
                 return
             self._last_turn[sequence.owner] = next(self._turns)
             self.waiting.remove(sequence)
@@ -357,11 +357,8 @@ class Scheduler:
     def _n_lacking_pages(self, newcomer: Sequence) -> int:
         """Return how many more pages must be free before it may run beside the others; 0 or less: none.
 
-        There must be pages for all tokens of all sequences, and one more for each that runs. A sequence that
-        runs alone always has enough: none is longer than the pool.
+        There must be pages for all tokens of all sequences, and one more for each that runs.
         """
-        if not self.running:
-            return 0
         hashes = map(newcomer.page_hash, range((newcomer.n_tokens - 1) // PAGE))
         n_shared = len(list(takewhile(self.pool.is_in_use, hashes)))
         n_missing = sum(sequence.n_missing_pages() for sequence in [newcomer, *self.running])

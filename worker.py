@@ -201,7 +201,10 @@ class LocalWorker:
     def _prepare(self, request: Request) -> LocalPrompt:
         """Render, tokenise and check; raises BadInput or BadGrammar."""
         self._check_token_ids(request)
-        text, token_ids = self._render_to_fit(request)
+        if request.truncate:
+            text, token_ids = self._render_to_fit(request)
+        else:
+            text, token_ids = self._encode(request, request.messages)
         max_tokens = min(self._max_output_tokens, self.engine.max_seq_len - len(token_ids))
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
 
@@ -239,9 +242,7 @@ class LocalWorker:
         return LocalPrompt(self, request, token_ids, max_tokens, stops, sampling, parser, grammar)
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
-        """Return the marked prompt and its token ids; with `truncate` drop old turns until it fits."""
-        if not request.truncate:
-            return self._encode(request, request.messages)
+        """Return the marked prompt and its token ids, without the oldest turns if it is too long."""
         starts = turn_starts(request.messages)
 
         def encoded(i: int) -> tuple[str, list[int]]:

@@ -140,34 +140,27 @@ class JsonCalls(Coroutine):
         """Read a call after its opening brace."""
         name = ""
         arguments = ""  # complete, and not sent: they came before the name, or as a string
-        is_sent = False  # arguments have left, all or some
-        keys = {""}  # those seen: of two members of one key the first counts, for it has left
+        is_sent = False  # arguments have left, or are leaving
         while (lexeme := (yield from self._next())) != "}":
             if lexeme == ",":
                 continue
             if lexeme != '"':
                 self._give_up()
                 continue
-            key = KEYS.get(_string((yield from self._value(lexeme))) or "", "")
+            key = KEYS.get(_string((yield from self._value(lexeme))) or "")
             while (yield from self._next()) != ":":
                 self._give_up()
             lexeme = yield from self._next()
-            is_new = key not in keys
-            keys.add(key)
-            streams = is_new and key == "arguments" and name != "" and lexeme == "{"
+            streams = key == "arguments" and name != "" and lexeme == "{"
+            is_sent = is_sent or streams
             value = yield from self._value(lexeme, streams)
-            if streams:
-                is_sent = True
-            elif is_new and key == "name":
+            if key == "name" and not name:
                 name = self._announced(_string(value) or "")
-            elif is_new:
+            elif key == "arguments":
                 arguments = _unquoted(value)
-            if name and arguments and not is_sent:
-                is_sent = True
-                self._say(Arguments(arguments))
         self.malformed = not self.called
         if name and not is_sent:
-            self._say(Arguments("{}"))
+            self._say(Arguments(arguments or "{}"))
 
     def _value(self, lexeme: str, streams: bool = False) -> Reading[str]:
         """Read a key or a value from this lexeme to its last. Say it as it comes, or return it."""
@@ -338,22 +331,24 @@ class XmlCalls(Coroutine):
 
     def _calls(self) -> Reading[None]:
         function = ""  # the open one
-        parameters = set[str]()  # those that it has been given
+        before = "{"  # the next of its parameters
         while True:
             match = TAG.search((yield from self._tag()))
             kind, name = "", ""
             if match and match[1]:
                 kind, name = match[1], match[2].strip()
             if kind == "parameter" and function:
-                yield from self._parameter(function, name, parameters)
+                self._say(Arguments(f"{before}{_dumps(name)}: "))
+                before = ", "
+                yield from self._parameter(function, name)
                 continue
             if function and match:
-                self._say(Arguments("}" if parameters else "{}"))
+                self._say(Arguments("{}" if before == "{" else "}"))
                 function = ""
             if kind == "function" and name:
                 self._announce(name)
                 function = name
-                parameters = set()
+                before = "{"
             elif not self.called:
                 self.malformed = True
 
@@ -371,15 +366,8 @@ class XmlCalls(Coroutine):
                 self.malformed = not (begun.startswith(FUNCTION) or FUNCTION.startswith(begun))
         return "".join(parts)
 
-    def _parameter(self, function: str, name: str, given: set[str]) -> Reading[None]:
+    def _parameter(self, function: str, name: str) -> Reading[None]:
         """Read the value of a parameter. A string leaves as it comes, another value at its end."""
-        if name in given:  # the first of two counts, for it has left
-            while (yield) not in VALUE_ENDS:
-                pass
-            return
-        before = ", " if given else "{"
-        given.add(name)
-        self._say(Arguments(f"{before}{_dumps(name)}: "))
         types = property_types(self._schemas.get(function, {}), name)
         is_string = types == {"string"}
         if is_string:

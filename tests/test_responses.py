@@ -182,20 +182,6 @@ def test_nothing_follows_the_end(outputs: list[Output], finish: Finish, late: Fi
         b.feed(more)
 
 
-def test_an_illegal_event_says_what_was_expected() -> None:
-    with pytest.raises(IllegalEvent) as before_the_start:
-        builder().feed(Delta("final", "a"))
-    said = "can't send response.output_item.added message in state 'start'; expected one of response.created"
-    assert str(before_the_start.value) == said
-    b = builder()
-    b.queue()
-    with pytest.raises(IllegalEvent, match=r"one of response\.in_progress, response\.failed$"):
-        b.finish(Finish("stop"), NOW)
-    b.finish(Finish("failed"), NOW)
-    with pytest.raises(IllegalEvent, match="in state 'end'; expected one of nothing: the response has ended"):
-        b.start()
-
-
 def test_the_trace_is_what_happens() -> None:
     """The worked example in responses.py: the events that are made, and the state behind each."""
     source = Path(responses.__file__).read_text(encoding="utf-8")

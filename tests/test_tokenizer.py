@@ -167,32 +167,7 @@ def test_other_threads_run_while_a_text_is_encoded() -> None:
 
 # --- cases --------------------------------------------------------------------------------------------------
 
-# fmt: off
-#  why                                        tokens                          pieces, the last from close()
-CASES = [
-    ("D11: one token ends 日 and begins 本",  CUT,                            ["日", "本"]),
-    ("D12: the end leaves the remainder",     [b"Hi", *SMILE],                ["Hi", "\ufffd"]),
-    ("D12: so it does behind a whole word",   CUT[:2],                        ["日", "\ufffd"]),
-    ("D13: a space mid-character",            [CUT[0], b" there"],            ["\ufffd there"]),
-    ("D13: valid head out, tail kept",        [CUT[0], CUT[1], b"\x9c\xac"],  ["日", "本"]),
-    ("D15: words beside quotes",              [b"Hi", b' "', b"Hi", b' "'],   ["Hi", ' "', "Hi", ' "']),
-]
 # fmt: on
-
-
-@pytest.mark.parametrize(("why", "words", "expected"), CASES, ids=[case[0] for case in CASES])
-def test_pieces(byte_level: Pair, why: str, words: list[bytes], expected: list[str]) -> None:
-    ours, _ = byte_level
-    assert [piece.text for piece in decode(ours, list(map(TOKENS.index, words)))] == expected
-
-
-def test_an_added_token_cuts_an_open_character_off(
-    byte_level: Pair,
-) -> None:
-    ours, _ = byte_level
-    first = list(map(TOKENS.index, CUT[:1]))
-    assert decode(ours, [*first, ours.added["<|end|>"]]) == [Piece("\ufffd"), Piece("", "<|end|>")]
-    assert decode(ours, [*first, ours.added["<think>"]]) == [Piece("\ufffd"), Piece("<think>", "<think>")]
 
 
 def test_logprobs_ride_on_the_piece_that_completes_their_token(
@@ -205,28 +180,6 @@ def test_logprobs_ride_on_the_piece_that_completes_their_token(
     fed = [decoder.feed(i, (lp,)) for i, lp in zip(list(map(TOKENS.index, CUT)), [a, b, c], strict=True)]
     assert fed == [[], [Piece("日", "", (a,))], [Piece("本", "", (b, c))]]
     assert decoder.close() == []
-
-
-def test_a_token_without_text_keeps_its_logprob_for_the_next(
-    byte_level: Pair,
-) -> None:
-    """Padding may be sampled, and then it counts, but it has no bytes."""
-    ours, _ = byte_level
-    padding = TokenLogprob("", -2.0, b"")
-    decoder = ours.decoder()
-    assert decoder.feed(PADDING, (padding,)) == []
-    assert decoder.feed(ord("A")) == [Piece("A", "", (padding,))]
-    assert decoder.feed(PADDING, (padding,)) == []
-    assert decoder.close() == [Piece("", "", (padding,))]
-
-
-def test_only_the_first_text_of_a_sentencepiece_response_loses_its_space(
-    sentencepiece: Pair,
-) -> None:
-    ours, _ = sentencepiece
-    there, control = SENTENCEPIECE.index("▁there"), ours.added["<|end|>"]
-    first = "there" if ours.spelling.dummy_prefix else " there"
-    assert [piece.text for piece in decode(ours, [control, there, there])] == ["", first, " there"]
 
 
 def test_metaspace_takes_the_prefix_by_its_scheme(tmp_path: Path) -> None:
@@ -257,13 +210,6 @@ def test_encode_adds_and_drops_nothing(tmp_path: Path) -> None:
     library.save(str(tmp_path / "tokenizer.json"))
     text = "What is the weather in Tokyo?"
     assert Tokenizer(tmp_path / "tokenizer.json").encode(text) == Tokenizer(TINY).encode(text)
-
-
-def test_the_markers_of_a_template_are_single_tokens() -> None:
-    tokenizer = Tokenizer(TINY)
-    ids = tokenizer.encode("<|im_start|>assistant\n<think>\n")
-    assert [ids[0], ids[-2]] == [tokenizer.added["<|im_start|>"], tokenizer.added["<think>"]]
-    assert tokenizer.token_bytes(1 + max(tokenizer.added.values())) == b""
 
 
 # --- refusals -----------------------------------------------------------------------------------------------

@@ -194,6 +194,17 @@ def test_a_demanded_input(engine: Engine, name: str) -> None:
     assert re.fullmatch(wanted["definition"], given)
 
 
+def test_a_bad_grammar_is_refused_with_its_place(engine: Engine) -> None:
+    """Before anything runs, in the words of the request."""
+    for syntax, definition in (("lark", "start: nowhere"), ("regex", "a(")):
+        wanted = {"type": "grammar", "syntax": syntax, "definition": definition}
+        tool = {"type": "custom", "name": "p", "format": wanted}
+        request = params.from_responses({"model": "m", "input": "hi", "tools": [tool]}, {})
+        with pytest.raises(BadInput, match=f"Invalid {syntax} grammar for 'p': ") as caught:
+            asyncio.run(local(engine).prepare(request))
+        assert caught.value.param == "tools[0].format.definition"
+
+
 @pytest.mark.parametrize("name", DIALECTS)
 def test_tool_choice_none_changes_nothing_before_the_answer(engine: Engine, name: str) -> None:
     """Tools vanished from the prompt, and with them the prefix cache, at the last step of every agent."""
@@ -258,13 +269,6 @@ def test_logprobs_that_are_too_many_cut_an_answer_alike_in_any_steps(
             assert (found, reason_found, usage.output_tokens) == ([["final", text]], reason, n_tokens)
 
 
-WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-
-
 def test_what_is_demanded_ends_though_the_end_is_ignored(engine: Engine) -> None:
     """Its grammar allows nothing behind it."""
     worker = local(engine)
@@ -302,19 +306,6 @@ def test_a_run_that_is_cancelled_finishes(engine: Engine) -> None:
     assert outputs[-1] is finishes[0]
     assert finishes[0].usage
     assert finishes[0].usage.output_tokens >= 2
-
-
-def test_the_dialect_can_be_forced() -> None:
-    """In Llama's, the call that the tiny model writes in Hermes' is text."""
-    body = {
-        "model": "default",
-        "input": "What is the weather in Tokyo?",
-        "tools": [WEATHER],
-        "temperature": 0,
-    }
-    with serve("--dialect", "llama") as server:
-        answer = server.post("/v1/responses", body | {"reasoning": {"effort": "none"}}).json
-    assert [item["type"] for item in answer["output"]] == ["message"]
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import re
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import numpy as np
-import openai
 import pytest
 import tokenizers
 from tokenizers import AddedToken
@@ -26,7 +24,7 @@ from dialects.structured_output import Thinking, answer_grammar
 from helpers.grammars import Followed
 from helpers.laws import parse
 from helpers.scripted import vocab_size
-from helpers.serving import TINY, serve
+from helpers.serving import TINY
 from request import tools
 from request.tools import StructuredOutput as Must
 from tokenizer import Tokenizer
@@ -400,76 +398,3 @@ def test_who_sends_a_bad_pattern_is_told_what_is_wrong_with_it(pattern: str, rea
     """The first line of the library's error was all: "regex parse error:"."""
     with pytest.raises(BadGrammar, match=reason):
         check(Must("none", schema={"type": "string", "pattern": pattern}))
-
-
-# --- through the server -------------------------------------------------------------------------------------
-
-NESTED: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
-
-
-HI: Any = {"role": "user", "content": "hi"}
-NESTED_NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-
-
-@pytest.fixture(scope="module")
-def sdk() -> Iterator[Any]:
-    with serve() as server, server.sdk() as client:
-        yield client
-
-
-@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NESTED_NAMED, "stop")])
-def test_finish_reason_of_a_call(sdk: Any, choice: Any, reason: str) -> None:
-    """Of a named one it is stop: https://platform.openai.com/docs/guides/function-calling"""
-    answer = sdk.chat.completions.create(
-        model="default",
-        messages=[{"role": "user", "content": "hi"}],
-        tools=[NESTED],
-        tool_choice=choice,
-        parallel_tool_calls=False,
-    )
-    assert answer.choices[0].finish_reason == reason
-    assert answer.choices[0].message.tool_calls
-
-
-CUSTOM_TOOLS: dict[str, tuple[str, str]] = {
-    "lark": (
-        'start: "<" LETTER "\\n" END\nEND: /"[^a]{2}"/ | "\\t"\n%import common.LETTER',
-        '<[a-zA-Z]\n("[^a]{2}"|\t)',
-    ),
-    "regex": (r'^(0[0-9]|1[0-2]):[0-5][0-9]\n"(am|pm)"\\$', r'(0[0-9]|1[0-2]):[0-5][0-9]\n"(am|pm)"\\'),
-}
-
-
-@pytest.mark.parametrize("syntax", CUSTOM_TOOLS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_input_keeps_to_its_grammar(sdk: Any, syntax: str, stream: bool) -> None:
-    """However hot: named, required and, where the model chooses to call, auto."""
-    definition, pattern = CUSTOM_TOOLS[syntax]
-    wanted = {"type": "grammar", "syntax": syntax, "definition": definition}
-    tool = {"type": "custom", "name": "p", "format": wanted}
-    hot: Json = {"model": "default", "temperature": 2, "parallel_tool_calls": False, "stream": stream}
-    for seed, choice in enumerate(["required", {"type": "custom", "name": "p"}]):
-        answer = sdk.responses.create(
-            **hot, input="hi", tools=[tool], tool_choice=choice,
-            reasoning={"effort": "none"}, extra_body={"seed": seed},
-        )  # fmt: skip
-        (call,) = (list(answer)[-1].response if stream else answer).output
-        assert (call.type, call.name, call.status) == ("custom_tool_call", "p", "completed")
-        assert re.fullmatch(pattern, call.input), call.input
-
-
-def test_bad_grammar_is_a_400(sdk: Any) -> None:
-    """Before anything runs, and in the tongue of the request."""
-    for syntax, definition in (("lark", "start: nowhere"), ("regex", "a(")):
-        wanted = {"type": "grammar", "syntax": syntax, "definition": definition}
-        tool: Any = {"type": "custom", "name": "p", "format": wanted}
-        with pytest.raises(openai.BadRequestError) as caught:
-            sdk.responses.create(model="default", input="hi", tools=[tool], stream=True)
-        assert caught.value.param == "tools[0].format.definition"
-        tool = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": wanted}}}
-        with pytest.raises(openai.BadRequestError) as caught:
-            sdk.chat.completions.create(model="default", messages=[HI], tools=[tool])
-        assert (caught.value.param, caught.value.code) == (
-            "tools[0].custom.format.grammar.definition",
-            "invalid_value",
-        )
