@@ -62,6 +62,7 @@ class Chunks:
         if self._failed:
             return []
         delta: Chunk = {}
+        call: Chunk = {}
         logprobs: tuple[TokenLogprob, ...] = ()
         finish_reason: str | None = None
         match said:
@@ -77,10 +78,9 @@ class Chunks:
                 self._n_calls[index] += 1
                 type_, member = self._newest[index] = CALL_MEMBERS[is_custom]
                 call = {"id": self.new_id("call"), "type": type_, type_: {"name": name, member: ""}}
-                delta = {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]}
             case Arguments(text):
                 type_, member = self._newest[index]
-                delta = {"tool_calls": [{"index": self._n_calls[index] - 1, type_: {member: text}}]}
+                call = {type_: {member: text}}
             case Finish("failed" | "cancelled"):
                 self._failed = True
                 return [error_body(500, said.message, code=said.code)]
@@ -89,6 +89,8 @@ class Chunks:
                     self._usages.append(usage)
                 if finish_reason == "stop" and self._n_calls[index] and not self.named_call:
                     finish_reason = "tool_calls"
+        if call:
+            delta = {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]}
         return [self._chunk(index, delta, finish_reason, logprobs)]
 
     def end(self) -> list[Chunk]:

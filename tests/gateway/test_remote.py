@@ -51,7 +51,6 @@ from test_server import (  # noqa: F401
     test_both_apis_say_the_same,
     test_chat,
     test_choices_are_drawn_apart,
-    test_parallel_streams_say_what_they_say_alone,
     test_responses,
     test_sdk_is_told_of_a_cut,
     test_sdk_stream_of_chat,

@@ -55,11 +55,6 @@ def test_memory_by_default() -> None:
     assert 2**20 < loading.free_memory() < 2**50
 
 
-def test_a_long_context_may_be_cut(config: Config) -> None:
-    config = replace(config, max_seq_len=20_000_000)
-    assert loading.context_length(config, 8192) == 8192
-
-
 # --- directories that are damaged, or made to harm ----------------------------------------------------------
 
 
@@ -114,13 +109,6 @@ def test_a_damaged_model_is_refused_in_a_line(
     else:
         file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
     check_refused(complaint, file.parent)
-
-
-def test_a_template_that_is_not_a_text_is_refused(tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(TINY, tmp_path / "model"))
-    (directory / "chat_template.jinja").unlink()
-    (directory / "tokenizer_config.json").write_text('{"chat_template": 5}')
-    check_refused("cannot be read: TypeError", directory)
 
 
 def test_weights_of_somebody_else_are_not_read(tmp_path: Path) -> None:

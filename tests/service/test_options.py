@@ -54,21 +54,11 @@ def test_what_cannot_work_is_refused_in_a_line(
     assert "invalid " not in line  # argparse's word for a type that does not explain itself
 
 
-def test_every_option_that_takes_a_text_checks_it() -> None:
-    takes = [action for action in PARSER._actions if action.nargs != 0]
-    assert [action.dest for action in takes if not (action.type or action.choices)] == []
-
-
-@pytest.mark.parametrize(("text", "n_bytes"), SIZES)
-def test_sizes(text: str, n_bytes: int) -> None:
-    assert options.size(text) == n_bytes
-
-
-@pytest.mark.parametrize(
-    "url", ["http://x", "HTTPS://x.org:8000/v1/", "http://[::1]:80/v1", "http://u:p@x/v1"]
-)
-def test_urls_of_upstreams(url: str) -> None:
-    assert PARSER.parse_args(["--upstream", url]).upstream == [url]
+def test_values_are_read() -> None:
+    for text, n_bytes in SIZES:
+        assert options.size(text) == n_bytes
+    for url in ("http://x", "HTTPS://x.org:8000/v1/", "http://[::1]:80/v1", "http://u:p@x/v1"):
+        assert PARSER.parse_args(["--upstream", url]).upstream == [url]
 
 
 def test_help_and_version() -> None:
@@ -105,27 +95,26 @@ def test_a_secret_comes_from_options_a_file_and_the_environment(
     assert options.secrets(args, "secret") == []
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (
-            b"\n# of Ada\n",
-            "keys: expected a key",
-        ),  # else a file that was emptied would open the server to all
-        (b"\xb3\x01", "keys: expected a key of printable ASCII"),
-        (None, "No such file or directory"),
-    ],
-)
-def test_a_file_without_a_key_is_refused(tmp_path: Path, content: bytes | None, why: str) -> None:
+# fmt: off
+#   what is in the file   the error says
+NO_KEYS = [
+    (b"\n# of Ada\n",     "keys: expected a key"),  # else an emptied file would open the server
+    (b"\xb3\x01",         "keys: expected a key of printable ASCII"),
+    (None,                "No such file or directory"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("content", "why"), NO_KEYS)
+def test_a_file_without_a_key_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, why: str
+) -> None:
+    """Nor is an empty variable a key."""
     if content is not None:
         (tmp_path / "keys").write_bytes(content)
     with pytest.raises((ValueError, OSError), match=re.escape(str(tmp_path / "keys"))) as caught:
         options.secrets(parsed("--api-key-file", tmp_path / "keys"), "api_key")
     assert why in str(caught.value)
-
-
-def test_an_empty_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was meant to be a key: without one everybody would be let in."""
     monkeypatch.setenv("LLMREF_API_KEY", "")
     with pytest.raises(ValueError, match="LLMREF_API_KEY: expected a key"):
         options.secrets(parsed(), "api_key")

@@ -205,33 +205,6 @@ def test_a_background_response_goes_on_without_us(page: "Page", server: Server) 
     assert facts(page)["Fold of the events"] == "is the final response"
 
 
-def test_resume_from_any_event(page: "Page") -> None:
-    send(page, STORY, background=True)
-    said(page, "completed")
-    n, whole = len(numbers(page)), page.locator("#output .said").all_inner_texts()
-    page.locator("#events button").nth(7).click()
-    with page.expect_request("**/v1/responses/*") as asked:
-        page.get_by_role("button", name="Resume from here").click()
-    assert asked.value.url.endswith("?stream=true&starting_after=7")
-    said(page, "completed")
-    assert numbers(page) == list(range(n))
-    assert page.locator("#output .said").all_inner_texts() == whole
-
-
-def test_pause_in_the_foreground_is_to_read_no_further(page: "Page") -> None:
-    send(page, STORY, more=SLOW_STORY)
-    wait_for_events(page, 20)
-    page.get_by_role("button", name="Pause").click()
-    said(page, "Paused at event")
-    page.locator("#events button").nth(3).click()
-    resuming = page.locator("#resuming")
-    assert resuming.inner_text().endswith("only with Background")
-    assert resuming.get_by_role("button", disabled=True).count() == 2
-    page.locator("#pause").click()
-    assert "incomplete" in said(page, "events in")
-    assert numbers(page) == list(range(len(numbers(page))))
-
-
 @pytest.mark.parametrize("way", ["foreground", "background", "WebSocket"])
 def test_cancel(page: "Page", server: Server, way: str) -> None:
     if way == "WebSocket":
@@ -309,54 +282,6 @@ def test_the_key_is_asked_for(browser: "Browser") -> None:
         assert facts(page)["Over"] == "WebSocket"
         page.get_by_role("link", name="Engine").click()
         page.locator("#engine-state").filter(has_text="Connected").wait_for()
-
-
-# --- for everybody ------------------------------------------------------------------------------------------
-
-
-# Every text that is seen, with the contrast of its colour to the nearest background; those under the limit.
-FAINT = """() => {
-  const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const light = (colour) => channels(colour).slice(0, 3).map((c) => c / 255)
-    .map((c) => (c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4))
-    .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
-  const behind = (node) => { for (; node; node = node.parentElement) {
-    const colour = getComputedStyle(node).backgroundColor;
-    if ((channels(colour)[3] ?? 1) > 0) return colour;
-  } };
-  return [...document.querySelectorAll("body *")]
-    .filter((node) => [...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
-    .filter((node) => node.checkVisibility() && !node.disabled && node.tagName !== "OPTION")
-    .map((node) => [node.textContent.slice(0, 30), light(getComputedStyle(node).color), light(behind(node))])
-    .map(([text, a, b]) => [text, (Math.max(a, b) + .05) / (Math.min(a, b) + .05)])
-    .filter(([, ratio]) => ratio < 4.5);
-}"""
-
-
-def check_what_is_seen(page: "Page", width: int) -> None:
-    """No sideways scrolling; contrast of at least 4.5 to 1, which is
-    https://www.w3.org/TR/WCAG22/#contrast-minimum; a name for each control.
-    """
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.evaluate(FAINT) == []
-    for role in ("textbox", "checkbox", "combobox", "spinbutton", "button", "link", "slider"):
-        for control in page.get_by_role(role).all():
-            named = control.evaluate("c => c.labels?.[0]?.innerText || c.ariaLabel || c.innerText")
-            assert named.strip(), control
-
-
-SCREENS = pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (320, "dark"), (1280, "dark")])
-
-
-@SCREENS
-def test_nothing_is_cut_off_or_faint(browser: "Browser", server: Server, width: int, scheme: Any) -> None:
-    screen = {"width": width, "height": 800}
-    with opened(browser, server, viewport=screen, color_scheme=scheme) as page:
-        page.wait_for_selector("#model option", state="attached")
-        send(page, STORY)
-        said(page, "completed")
-        page.locator("#events button").nth(5).click()
-        check_what_is_seen(page, width)
 
 
 # --- the second view: the engine at work --------------------------------------------------------------------
@@ -460,28 +385,6 @@ def test_the_pages_are_those_of_the_fold(view: "Page", watched_server: Server) -
     assert view.locator("#pages .shared").count() == len(set(tables[0]) & set(tables[1])) > 0
 
 
-def test_step_by_step_back_and_forth(view: "Page") -> None:
-    view.locator("#story [data-kind=found]").first.click()
-    number = shown_step(view)
-    view.get_by_role("button", name="One step back").click()
-    assert shown_step(view) == number - 1
-    view.get_by_role("button", name="One step forth").click()
-    assert shown_step(view) == number
-    assert "B prompt 256 to" in column(view, number)
-    view.locator("#steps [aria-pressed=true]").focus()
-    for key, expected in (("ArrowRight", number + 1), ("ArrowLeft", number), ("Home", 0), ("PageDown", 10)):
-        view.keyboard.press(key)
-        assert shown_step(view) == expected
-        assert view.evaluate("document.activeElement.dataset.step") == str(expected)
-    view.get_by_role("button", name="Go on").click()
-    newest = shown_step(view)
-    view.get_by_label("All steps").fill("7")
-    assert shown_step(view) == 7 < newest
-    view.get_by_role("button", name="Go on").click()
-    view.get_by_role("button", name="Pause").click()
-    assert shown_step(view) == newest
-
-
 def test_a_token_shows_what_else_was_likely_and_the_event_it_became(
     view: "Page", watched_server: Server
 ) -> None:
@@ -506,30 +409,6 @@ def test_a_token_shows_what_else_was_likely_and_the_event_it_became(
     assert view.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
 
 
-def test_what_the_first_view_asked_for_is_seen_in_the_second(
-    browser: "Browser", watched_server: Server
-) -> None:
-    with opened(browser, watched_server, "/#engine") as page:
-        page.wait_for_selector("#model option", state="attached")
-        page.get_by_role("link", name="Response").click()
-        send(page, "What is 2+2?")
-        said(page, "completed")
-        pieces = page.locator("#events .piece").all_inner_texts()
-        page.get_by_role("link", name="Engine").click()
-        page.locator("#names").get_by_text("What is 2+2?").wait_for()
-        became = dict[int, str]()  # number of an event: the piece that it is said to have become of
-        for step in range(shown_step(page) - 12, shown_step(page)):
-            page.get_by_label("All steps").fill(str(step))
-            for token in page.locator("#shares .tokens button").all():
-                token.click()
-                event, _, piece, _ = page.locator("#token-facts dd").all_inner_texts()
-                if event[0].isdigit():
-                    became[int(event.split()[0])] = json.loads(piece)
-        assert len(became) > 5
-        for number, piece in became.items():
-            assert json.loads(pieces[number]) == piece.strip("\n")  # which items are trimmed of
-
-
 def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", server: Server) -> None:
     with opened(browser, server, "/#engine", may_complain="status of 404") as page:
         page.locator("#engine-state").filter(has_text="start it with --debug-steps").wait_for()
@@ -538,20 +417,6 @@ def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", 
         assert command == f"python server.py --model tests/models/tiny {' '.join(WATCHED)}"
         assert f"    {command}\n" in (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
         assert page.get_by_role("heading").all_inner_texts() == ["llmref", "The engine at work"]
-
-
-@SCREENS
-def test_nothing_of_the_second_view_is_cut_off_or_faint(
-    browser: "Browser", watched_server: Server, view: "Page", width: int, scheme: Any
-) -> None:
-    screen = {"width": width, "height": 800}
-    with opened(browser, watched_server, "/#engine", viewport=screen, color_scheme=scheme) as page:
-        page.wait_for_selector("#steps button")
-        steps = steps_of_server(watched_server)
-        numbers = [step["step"] for step in steps if any(share["n_tokens"] for share in step["sequences"])]
-        page.get_by_label("All steps").fill(str(numbers[-1]))  # the last step may have chosen no token
-        page.locator(".tokens button").first.click()
-        check_what_is_seen(page, width)
 
 
 # --- the headers, which need no browser ---------------------------------------------------------------------
