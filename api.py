@@ -234,7 +234,7 @@ class Api:
         model = self._spoken_name(request.model)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)
-        headers = self._warning(request)
+        headers = self._warning(request) if request.not_run else {}
         prompt = await self._prepare(request, conversation)
         # A background response keeps only its row while it waits; _run_row() makes the prompt again.
         run = partial(self._run_row, row) if row.background else partial(self._run, prompt)
@@ -337,8 +337,6 @@ class Api:
 
         It is logged too, each name once a minute for each key.
         """
-        if not request.not_run:
-            return {}
         names = [name for name in request.not_run if self._is_news((request.owner, name))]
         if names:
             log.warning("accepted, and without any effect here: %s", ", ".join(names))
@@ -351,7 +349,7 @@ class Api:
         if isinstance(prompt, Response):  # that of an upstream
             return prompt
         request = prompt.request
-        headers = self._warning(request)
+        headers = self._warning(request) if request.not_run else {}
         event_log = EventLog(encode_chunk)
         task = asyncio.create_task(self._fill_completion(event_log, prompt))
         if request.stream:
@@ -458,8 +456,7 @@ class Api:
 
     def _spoken_name(self, model: str) -> str:
         """Return the name by which a model answers: for the alias, that of the first model there is."""
-        models = self._models()
-        return model if model in models else next(iter(models), model)
+        return next(iter(self._models()), model) if model == ALIAS else model
 
 
 async def read_request(http: HttpRequest, visit: Visit, read: Callable[[Parsing, Visit], Awaitable[T]]) -> T:

@@ -108,18 +108,24 @@ class Registry:
         raises what refuses the request. In the background it is stored when this returns: it will end,
         whatever happens to this process. Raises BadInput.
         """
-        if not row.background:
-            return await self._launch(Job(row, builder, run, EventLog(encode_event), CANCELLED))
+        job = Job(row, builder, run, EventLog(encode_event), None if row.background else CANCELLED)
+        if row.background:
+            await self._queue(job)
+        return await self._launch(job)
+
+    async def _queue(self, job: Job) -> None:
+        """Take room for a background job, and store its first events; raises BadInput."""
         if self.stopping.is_set():
             raise BadInput("The server is about to stop.", None, "server_is_overloaded")
-        entries = [encode_event(number, event) for number, event in enumerate(builder.queue())]
+        row = job.row
+        entries = [encode_event(number, event) for number, event in enumerate(job.builder.queue())]
         n_bytes = max(MAX_LIVE_BYTES // MAX_LIVE, row.n_bytes + sum(len(entry.frame) for entry in entries))
         self._room.take(row.owner, n_bytes)
         if not await self._write(row, 0, entries):
             self._room.give_back(row.owner, n_bytes)
             raise BadInput("The response could not be stored; try again later.", None, "server_is_overloaded")
-        event_log = EventLog(encode_event, partial(self._write, row), entries)
-        return await self._launch(Job(row, builder, run, event_log, n_bytes=n_bytes))
+        job.log = EventLog(encode_event, partial(self._write, row), entries)
+        job.n_bytes = n_bytes
 
     async def get(self, id: str, owner: str, hold: Callable[[int], object] = int) -> Row | None:
         """Return a response of this owner as it stands: for others it does not exist.

@@ -85,8 +85,7 @@ class Chunks:
                 self._failed = True
                 return [error_body(500, said.message, code=said.code)]
             case Finish(finish_reason, usage):
-                if usage:
-                    self._usages.append(usage)
+                self._usages.append(usage or Usage(0, 0))
                 if finish_reason == "stop" and self._n_calls[index] and not self.named_call:
                     finish_reason = "tool_calls"
         if call:

@@ -15,18 +15,20 @@ Not here: the options (service/options.py), loading a model (service/loading.py)
 (service/connections.py), what stands around the endpoints (middleware.py), the endpoints (api.py).
 """
 
-if __name__ == "__main__":  # before the imports below: they take a second, and may not be there
-    from service import preflight
+import os
+import signal
 
-    preflight.check()
+if __name__ == "__main__":
+    # Ctrl-C ends a start at once, with the status that a shell has for that, and without a traceback: while the
+    # modules below are imported, and while a model is loaded. A library may swallow an exception that is raised
+    # here, as llvmlite does.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import asyncio
 import gc
 import hashlib
 import logging
-import os
 import secrets
-import signal
 import socket
 import sqlite3
 import sys
@@ -179,13 +181,12 @@ def announce(
     listener: socket.socket,
 ) -> None:
     """Say on stdout what is served, at which address, and a first request to try."""
-    facts = loading.facts(args, local) if local else {}
+    facts = loading.facts(local) if local else {}
     if remote:
         models = ", ".join(remote.upstreams.models()) or "no model yet"
         facts["upstreams"] = f"{', '.join(args.upstream)} with {models}"
     key_header = ""
     if keys.n_owners:
-        facts["keys"] = f"{keys.n_owners}: every request needs one, and sees only what was made with it"
         key_header = " -H 'Authorization: Bearer KEY'"
     host, port, *_ = listener.getsockname()
     if ":" in host:  # an IPv6 address: RFC 3986, section 3.2.2

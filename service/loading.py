@@ -171,21 +171,13 @@ def numbers_in(file: str, pattern: str) -> list[int]:
 # --- what the server says of it -----------------------------------------------------------------------------
 
 
-def facts(args: argparse.Namespace, worker: LocalWorker) -> dict[str, str]:
+def facts(worker: LocalWorker) -> dict[str, str]:
     engine = worker.engine
     config = engine.config
+    n_kept = engine.counts()["pages"] * PAGE
     return {
         "model": f"{worker.names[0]} ({config.model_type}), {n_params(config) / 1e6:.1f} M parameters",
-        "context": f"{engine.max_seq_len} tokens",
-        "memory": about_memory(ops_of(args.device), config, engine.counts()["pages"]),
+        "context": f"{engine.max_seq_len} tokens; the KV cache has room for {n_kept}",
         "dialect": worker.dialect,
         "device": engine.about,
     }
-
-
-def about_memory(ops_class: Any, config: Config, n_pages: int) -> str:
-    """Say what the KV cache takes: a page takes what the ops say, which pad heads on a GPU."""
-    page_bytes = ops_class.page_bytes(config)
-    token_kb = page_bytes / PAGE / 1e3
-    pages = f"{n_pages} pages of {PAGE} tokens, at most {n_pages * page_bytes / 1e6:.0f} MB"
-    return f"{token_kb:.0f} kB a token of context, keys and values in {ops_class.kv_dtype}; {pages}"

@@ -11,7 +11,6 @@ Rules of this file:
 
 import os
 import re
-import tomllib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection
 from functools import partial
@@ -31,8 +30,6 @@ T = TypeVar("T", int, float)
 MAX_DRAFTS = 16  # a sequence and step: a GPU verifies so many at the price of one
 MAX_NUMBER = 10**15  # of any kind: SQLite, C and the event loop's clock can hold it
 
-PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-PROJECT = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
 
 # --- checks -------------------------------------------------------------------------------------------------
 
@@ -223,7 +220,6 @@ OPTIONS: dict[str, list[Any]] = {
 def arguments() -> ArgumentParser:
     about = "Serve a language model over OpenAI's Responses and Chat Completions APIs."
     parser = ArgumentParser(description=about, usage="python server.py [OPTION ...]")
-    parser.add_argument("--version", action="version", version=f"{PROJECT['name']} {PROJECT['version']}")
     for title, options in OPTIONS.items():
         section = parser.add_argument_group(title)
         for usage, check, default, about in options:

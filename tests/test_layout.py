@@ -188,7 +188,7 @@ CAPS = {
     "dialects":    9_030,
     "gateway":    11_270,
     "request":    15_000,
-    "service":    11_020,
+    "service":    10_700,
 }
 # fmt: on
 MAX_MODULE = 600  # lines of a module of the root, theory included

@@ -4,7 +4,6 @@ What events and chunks must be is in laws.py; what a parameter may be is in test
 unless a test is about server.py itself: its start takes a second.
 """
 
-import ast
 import contextlib
 import http.client
 import itertools
@@ -12,7 +11,6 @@ import json
 import re
 import signal
 import socket
-import tomllib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,6 @@ from completions import fold
 from helpers import laws
 from helpers.faulty_server import AFTER_TOKENS, NO_NUMBER, RAISES, SLOW
 from helpers.serving import (
-    ROOT,
     TINY,
     Json,
     Reply,
@@ -40,7 +37,7 @@ from helpers.serving import (
     until,
     without,
 )
-from service import connections, preflight
+from service import connections
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 ERROR_KEYS = {"message", "type", "param", "code"}
@@ -771,16 +768,15 @@ def test_what_cannot_work_is_said_in_a_line(flags: str, complaint: str) -> None:
 
 # A model in whose place a library calls Python back, and swallows what is raised there, as llvmlite does.
 SWALLOWS = """
-from service import preflight
-preflight.check()
-import signal, sys, server
+import runpy, signal
+from service import loading
 def load(*_):
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
         pass
-server.loading.load = load
-sys.exit(server.main())
+loading.load = load
+runpy.run_path("server.py", run_name="__main__")
 """
 
 
@@ -796,24 +792,6 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
     run_it = f"sys.path[:0] = ['', {str(tmp_path)!r}]; runpy.run_path('server.py', run_name='__main__')"
     ended = run("-c", f"import runpy, sys; {run_it}")
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
-
-
-def test_what_is_not_installed_is_said_in_a_line() -> None:
-    ended = run("-S", "-E", "server.py", "--port", "0")  # without site-packages
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert ended.stderr.startswith("error: not installed: ")
-    assert "numpy" in ended.stderr
-    assert "pip install -e '.[fast]'" in ended.stderr
-
-
-def test_an_old_python_is_told_so() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["requires-python"] == ">=" + ".".join(map(str, preflight.OLDEST_PYTHON))
-    for name in ("server.py", "service/preflight.py"):  # an old Python can read what says so
-        ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 7))
-    ended = run("-c", "from service import preflight; preflight.OLDEST_PYTHON = (9, 1); preflight.check()")
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert "expected Python 9.1 or later, got 3." in ended.stderr
 
 
 def test_the_start_says_what_to_try(guarded: Server) -> None:
