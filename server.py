@@ -19,9 +19,9 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # Ctrl-C ends a start at once, with the status that a shell has for that, and without a traceback: while the
-    # modules below are imported, and while a model is loaded. A library may swallow an exception that is raised
-    # here, as llvmlite does.
+    # Ctrl-C ends a start at once, with the status that a shell has for that, and without a traceback: while
+    # the modules below are imported, and while a model is loaded. A library may swallow an exception that is
+    # raised here, as llvmlite does.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import asyncio
