@@ -21,14 +21,10 @@ from index import told
 from mutants import mutants, mutated
 
 MAX_NANO = 400  # lines
-# fmt: off
 PROMPTS = [
-    "What is 2+2?", "Hello!", "Hi", "What is the capital of France?", "What is 7+5?", "What is 3+9?",
-    "Who are you?", "Tell me a story about a cat.", "Tell me a story about a dog.", "Good morning!",
-    "What is 10+10?", "Count to five.", "What colour is the sky?", "What is 1+1?", "Name an animal.",
-    "What is the weather in Tokyo?", "Thank you!", "What is 6+6?", "Say hello.", "Goodbye!",
-]
-# fmt: on
+    "What is 2+2?", "Hello!", "What is the capital of France?", "Who are you?", "Tell me a story.",
+    "Count to five.", "What is the weather in Tokyo?", "Goodbye!",
+]  # fmt: skip
 OF_ONE_RUN = {"id", "item_id", "created_at", "completed_at"}
 
 
@@ -75,16 +71,12 @@ def test_nano_says_what_the_real_server_says(nano: openai.OpenAI, server: Server
     assert said(nano, **body) == said(server.sdk(), **body)
 
 
-def test_nano_answers_plainly_too(nano: openai.OpenAI) -> None:
-    history: Any = [{"role": "user", "content": "What is 2+2?"}]
-    response = nano.responses.create(model="tiny", input=history, instructions="Be brief.", temperature=0)
-    assert response.status == "completed"
-    assert response.output_text
-
-
 def test_a_seed_repeats_an_answer(nano: openai.OpenAI) -> None:
+    """A plain one, of a history."""
+    history: Any = [{"role": "user", "content": "What is 2+2?"}]
+
     def drawn(seed: int) -> Any:
-        body: Any = {"input": "Hello!", "max_output_tokens": 20, "temperature": 2}
+        body: Any = {"input": history, "instructions": "Be brief.", "max_output_tokens": 20, "temperature": 2}
         return without_ids(nano.responses.create(model="tiny", **body, extra_body={"seed": seed}).to_dict())
 
     assert drawn(1) == drawn(1) != drawn(2)
@@ -128,7 +120,6 @@ def test_a_chapter_lists_its_exercises(chapter: str) -> None:
 def test_the_first_page_leads_to_all_chapters() -> None:
     text = (ROOT / "course" / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"\]\((\d.*)\.md\)", text) == [*BLOCKS]
-    assert {path.stem for path in (ROOT / "course").glob("[01]*.md")} == {*BLOCKS}
 
 
 def test_there_are_enough_and_all_can_be_made() -> None:

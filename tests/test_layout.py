@@ -102,35 +102,22 @@ def place(name: str) -> str:
 # --- arrows -------------------------------------------------------------------------------------------------
 
 
-def test_every_module_has_its_row() -> None:
-    assert MAY_IMPORT.keys() == SPINE.keys() | {*CHAPTERS}
-
-
-def test_every_folder_of_the_root_is_known() -> None:
-    """A chapter is a folder one level deep."""
-    packages = {path.parent.relative_to(ROOT) for path in ROOT.glob("*/**/__init__.py")}
-    ours = {
-        str(path) for path in packages if path.parts[0] not in ("tests", "build") and path.parts[0][0] != "."
-    }
-    assert ours == {*CHAPTERS, "benches", "course"}
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_tests_mirror_the_chapters(chapter: str) -> None:
-    assert [*(ROOT / "tests" / chapter).glob("test_*.py")]
-
-
 def test_arrows_go_down_only() -> None:
+    """Every module has its row; a chapter is a folder one level deep."""
+    packages = {path.parent.relative_to(ROOT).parts for path in ROOT.glob("*/**/__init__.py")}
+    ours = {folder[-1] for folder in packages if folder[0] not in ("tests", "build") and folder[0][0] != "."}
+    assert ours == {*CHAPTERS, "benches", "course"}
+    assert MAY_IMPORT.keys() == SPINE.keys() | {*CHAPTERS}
     above: set[str] = set()
     for name, arrows in MAY_IMPORT.items():
         assert arrows <= above
         above.add(name)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports(name: str) -> None:
-    ours = {place(other) for other in imported(MODULES[name])} & MAY_IMPORT.keys()
-    assert ours - {place(name)} <= MAY_IMPORT[place(name)]
+def test_imports() -> None:
+    for name, path in MODULES.items():
+        found = {place(other) for other in imported(path)} & MAY_IMPORT.keys()
+        assert found - {place(name)} <= MAY_IMPORT[place(name)], name
 
 
 def test_no_circle() -> None:
@@ -139,29 +126,26 @@ def test_no_circle() -> None:
     TopologicalSorter(arrows).prepare()
 
 
-@pytest.mark.parametrize("chapter", [*CHAPTERS, "benches"])
-def test_a_chapter_re_exports_nothing(chapter: str) -> None:
-    (docstring,) = tree(ROOT / chapter / "__init__.py").body
-    assert isinstance(docstring, ast.Expr)
+def test_a_chapter_re_exports_nothing() -> None:
+    for chapter in [*CHAPTERS, "benches"]:
+        (docstring,) = tree(ROOT / chapter / "__init__.py").body
+        assert isinstance(docstring, ast.Expr)
 
 
 @pytest.mark.parametrize("name", sorted(SANS_IO))
 def test_pure_modules(name: str) -> None:
     assert not {place(other) for other in imported(MODULES[name])} & IO
-    functions = [node for node in ast.walk(tree(MODULES[name])) if isinstance(node, ast.AsyncFunctionDef)]
-    assert functions == []
-    calls = [node.func for node in ast.walk(tree(MODULES[name])) if isinstance(node, ast.Call)]
+    nodes = [*ast.walk(tree(MODULES[name]))]
+    assert not [node for node in nodes if isinstance(node, ast.AsyncFunctionDef)]
+    calls = [node.func for node in nodes if isinstance(node, ast.Call)]
     called = {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
     assert not called & {"now", "today", "utcnow", "print", "open", "input"}
 
 
-def test_no_module_hides_the_standard_library() -> None:
-    assert not (SPINE.keys() | {*CHAPTERS} | TESTS.keys()) & sys.stdlib_module_names
-
-
-def test_no_test_hides_a_module() -> None:
-    top = {path.stem for folder in ("tests", "tests/devices") for path in (ROOT / folder).glob("*.py")}
-    assert not (SPINE.keys() | {*CHAPTERS}) & top
+def test_no_module_hides_another() -> None:
+    ours = SPINE.keys() | {*CHAPTERS}
+    assert not (ours | TESTS.keys()) & sys.stdlib_module_names
+    assert not ours & {path.stem for path in (ROOT / "tests").glob("*.py")}
 
 
 # --- size and prose -----------------------------------------------------------------------------------------
@@ -213,6 +197,6 @@ def test_a_folder_stays_small(folder: str) -> None:
     assert sum(map(n_tokens, (ROOT / folder).glob("*.py"))) <= CAPS[folder]
 
 
-@pytest.mark.parametrize("name", SPINE)
-def test_a_module_of_the_root_is_read_in_one_sitting(name: str) -> None:
-    assert len(SPINE[name].read_text(encoding="utf-8").splitlines()) <= MAX_MODULE
+def test_a_module_of_the_root_is_read_in_one_sitting() -> None:
+    for path in SPINE.values():
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_MODULE, path

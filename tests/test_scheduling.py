@@ -43,9 +43,7 @@ SCHEMA: dict[str, Any] = {"type": "array", "items": {"enum": ["yes", "no"]}, "mi
 TEXTS = [
     [(5 + 7 * i) % 2000 for i in range(320)],
     [5, 6, 7, 8] * 80,
-    TOKENIZER.encode(
-        "The fox said: read the book, read the book, and the owl said: I have read the book. " * 30
-    ),
+    TOKENIZER.encode("The fox said: read the book, read the book, and the owl said: I have read it. " * 30),
 ]
 
 
@@ -95,8 +93,8 @@ def undisturbed(asked: Asked) -> Answer:
 async def said(engine: Engine, asked: Asked) -> list[Choice]:
     """All that its reader gets; if the reader stays, it is what is said undisturbed."""
     tokens = list[Choice]()
+    n = 0
     async with aclosing(stepwise(engine, asked.job())) as steps:
-        n = 0
         async for step in steps:
             tokens += step.tokens
             n += 1
@@ -158,10 +156,6 @@ def test_nothing_disturbs_a_sequence(asked: list[Asked], setting: Setting) -> No
 # ---- The cache of beginnings -------------------------------------------------------------------------------
 
 
-def cached_tokens(engine: Engine, job: Sequence) -> int:
-    return play(steps_of(engine, job), "an answer")[-1].cached_tokens
-
-
 @pytest.mark.parametrize("n", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1])
 def test_cached_is_cold(n: int) -> None:
     """Full pages are cached, and never the last token: its row gives the first of the answer."""
@@ -175,16 +169,6 @@ def test_cached_is_cold(n: int) -> None:
         assert {step.cached_tokens for step in cold} == {0}
         assert {step.cached_tokens for step in warm} == {n_cached}
         assert [step.rows for step in watch.steps[n_steps:]] == [[n - n_cached], [1], [1], [1], [1]]
-        assert engine.counts()["cached_tokens"] == n_cached
-
-
-# ---- Pages that run out ------------------------------------------------------------------------------------
-
-
-def test_the_pool_bounds_the_context() -> None:
-    with started(Watch(), 1024, n_pages=3) as engine:
-        assert engine.max_seq_len == 3 * PAGE
-        assert len(alone(engine, endless(2 * PAGE, PAGE)).ids) == PAGE
 
 
 # ---- Steps launched ahead ----------------------------------------------------------------------------------
@@ -192,43 +176,28 @@ def test_the_pool_bounds_the_context() -> None:
 
 def test_steps_are_launched_before_those_before_them_are_read() -> None:
     """Three steps more than needed: when the stop token is read, they are under way."""
-    watch, full = Watch(), endless(20, 30)
-    with started(watch) as engine:
+    full = endless(20, 30)
+    with started(Watch()) as engine:
         expected = alone(engine, full)
     stopping = replace(full, stop_token_ids=frozenset(expected.ids[9:10]))
     n_said = expected.ids.index(expected.ids[9]) + 1
-    watch = Watch()
-    with started(watch, n_ahead=3) as engine:
+    with started(watch := Watch(), n_ahead=3) as engine:
         assert alone(engine, stopping) == Answer(expected.tokens[:n_said], "stop", "")
-        assert alone(engine, full) == expected
-    assert len(watch.steps) == n_said + 3 + len(expected.ids)
+    assert len(watch.steps) == n_said + 3
 
 
 # ---- Drafts ------------------------------------------------------------------------------------------------
 
 
 def test_drafts_are_accepted_when_the_text_repeats() -> None:
-    watch = Watch()
-    with started(watch) as engine:
-        asked = replace(endless(20, 200), prompt=TEXTS[2][:200])
-        expected = alone(engine, asked)
-    with started(watch, speculate=5) as engine:
+    asked = replace(endless(20, 200), prompt=TEXTS[2][:200])
+    with started(Watch(), speculate=5) as engine:
         steps = play(steps_of(engine, asked), "an answer with drafts")
-        assert answer(steps) == expected
         counts = engine.counts()
-        assert counts["accepted"] > 100
-        assert counts["drafted"] < 2 * counts["accepted"]
-        assert max(len(step.tokens) for step in steps) == 6  # they come as one step
-        assert (
-            counts["steps"] == 1 + 200 - 1 - counts["accepted"] + 1
-        )  # two chunks, and one step less a draft
-
-
-def test_drafts_of_one_under_a_constraint() -> None:
-    asked = Asked(2, 200, 60, (("temperature", 0.0), ("logit_bias", ((1, 1.0),))), constrained=True)
-    with started(Watch(), LENGTH, speculate=5) as engine:
-        check(asked, play(said(engine, asked), "an array"))
-        assert engine.counts()["accepted"] > 0
+    assert counts["accepted"] > 100
+    assert counts["drafted"] < 2 * counts["accepted"]
+    assert max(len(step.tokens) for step in steps) == 6  # they come as one step
+    assert counts["steps"] == 1 + 200 - counts["accepted"]  # two chunks, and one step less a draft
 
 
 @pytest.mark.parametrize("n_ahead", [0, 3])
