@@ -35,12 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"tests/gpu is for a GPU: {reason}")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    if config.option.markexpr == "not sweep":
-        return "without the sweep of the emulator's shapes, which `make check` runs (pytest -m '')"
-    return ""
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile the kernels of the CPU before any test whose server would do it within the test's time."""
     starts_servers = any(hasattr(item, "module") and hasattr(item.module, "serve") for item in session.items)

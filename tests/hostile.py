@@ -142,9 +142,8 @@ def failed_goals(attack: Attack, found: Json, calm_ms: float) -> list[str]:
     limits = {
         "pause, ms": max(found["calm, ms"], calm_ms) + 100,
         "ping, ms": 200,
-        "memory, MB": 2 * found["sent, MB"]
-        + 128
-        + attack.may_hold_mb,  # the KV cache takes its 70 MB when it is used first
+        # the KV cache takes its 70 MB when it is used first
+        "memory, MB": 2 * found["sent, MB"] + 128 + attack.may_hold_mb,
         "stop, s": GRACE_S + 3,  # clients that do not read get 2 s more than the grace
         "tracebacks": 0,
     }
@@ -182,10 +181,8 @@ def measure(folder: Path, attack: Attack) -> Json:
         }
 
 
-def start_attack(
-    attack: Attack, server: Server, upstream_port: int, again: str = ""
-) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--attack", attack.name, server.url, str(upstream_port), again]
+def start_attack(attack: Attack, server: Server, port: int, again: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--attack", attack.name, server.url, str(port), again]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -10,20 +10,20 @@ to answer. Numbers have two decimals: the rounding of another machine does not s
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 from checkpoint.config import read_config
-from checkpoint.weights import Layer, Weights, read_weights
+from checkpoint.weights import Weights, read_weights
 from model import CHUNK, Array, Batch, NumpyOps, forward
 from request.template import ChatTemplate
-from sampling import (
+from sampling import (  # isort: split
     Choice,
     Context,
     Sampling,
@@ -32,6 +32,7 @@ from sampling import (
     philox_uniform,
     pick_token,
 )
+
 from scheduler import Scheduled, Scheduler, Sequence
 from tokenizer import Tokenizer
 from walkthrough import TINY, command, name, stage
@@ -45,42 +46,29 @@ PROMPTS = {"A": "Tell me a story about a cat.", "B": "hi"}
 SAMPLINGS = {"A": Sampling(temperature=0.8, seed=10), "B": Sampling(temperature=0)}
 
 
-class TracedOps(NumpyOps):
-    """NumpyOps that write down the shape and the first numbers of what each op makes of layer 0."""
+OPS = ("embed", "qkv", "attend", "out", "gate_up", "down", "logits")
 
-    rows: list[str]
 
-    def embed(self, batch: Batch, weights: Weights) -> Array:
-        self.rows = [f"{'op':8} {'shape':12} row 0 begins with"]
-        return self._traced("embed", super().embed(batch, weights))
+def traced(ops: NumpyOps) -> list[str]:
+    """Let ops write down the shape and the first numbers of what each makes of layer 0, and of the logits."""
+    rows = [f"{'op':8} {'shape':12} row 0 begins with"]
 
-    def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        return self._traced("qkv", super().qkv(x, layer, batch))
+    def trace(op: str, run: Callable[..., Any]) -> None:
+        def traced_run(x: Any, *more: Any) -> Any:
+            made = run(x, *more)
+            result = x if made is None else made  # out and down add to x
+            if op == "logits":
+                rows.append("…        the same with the other layers")
+            if op == "logits" or len(rows) <= len(OPS) - 1:
+                numbers = " ".join(f"{number:+.2f}" for number in result[0][:N_SHOWN])
+                rows.append(f"{op:8} {result.shape!s:12} {numbers} …")
+            return made
 
-    def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
-        return self._traced("attend", super().attend(qkv, layer, i, batch))
+        setattr(ops, op, traced_run)
 
-    def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
-        super().out(x, y, layer, batch)
-        self._traced("out", x)
-
-    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        return self._traced("gate_up", super().gate_up(x, layer, batch))
-
-    def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
-        super().down(x, h, layer, batch)
-        self._traced("down", x)
-
-    def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
-        self.rows.append("…        the same with the other layers")
-        return self._traced("logits", super().logits(x, weights, batch), is_last=True)
-
-    def _traced(self, op: str, made: Array, is_last: bool = False) -> Array:
-        n_layer_0 = 7  # heading, embed, and five ops
-        if len(self.rows) < n_layer_0 or is_last:
-            numbers = " ".join(f"{number:+.2f}" for number in made[0][:N_SHOWN])
-            self.rows.append(f"{op:8} {made.shape!s:12} {numbers} …")
-        return made
+    for op in OPS:
+        trace(op, getattr(ops, op))
+    return rows
 
 
 def one_step() -> str:
@@ -88,23 +76,19 @@ def one_step() -> str:
     config = read_config(TINY)
     tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
     weights = read_weights(TINY, config, NumpyOps.pack)
-    ops = TracedOps(config, weights, config.max_seq_len, N_PAGES, len(PROMPTS))
+    ops = NumpyOps(config, weights, config.max_seq_len, N_PAGES, len(PROMPTS))
     scheduler = Scheduler(N_PAGES, len(PROMPTS), CHUNK)
-    sequences = {
-        letter: Sequence(
-            tokenizer.encode(template.render([{"role": "user", "content": prompt}], None, datetime.min)),
-            100,
-            frozenset(config.eos_token_ids),
-            SAMPLINGS[letter],
-        )
-        for letter, prompt in PROMPTS.items()
-    }
+    sequences: dict[str, Sequence] = {}
+    for letter, text in PROMPTS.items():
+        prompt = template.render([{"role": "user", "content": text}], None, datetime.min)
+        stop = frozenset(config.eos_token_ids)
+        sequences[letter] = Sequence(tokenizer.encode(prompt), 100, stop, SAMPLINGS[letter])
     scheduler.add(sequences["A"])
     for _ in range(N_STEPS_OF_A):
-        step = computed(scheduler, ops, weights)
-        advance(scheduler, step)
+        advance(scheduler, computed(scheduler, ops, weights))
     scheduler.add(sequences["B"])
     before = list(state_rows(sequences))
+    op_rows = traced(ops)
     step = computed(scheduler, ops, weights)
     letters = {sequence: letter for letter, sequence in sequences.items()}
     chosen = list(choice_rows(list(letters.values()), step, tokenizer))
@@ -116,11 +100,8 @@ def one_step() -> str:
             scheduled_rows(step.scheduled, letters),
         ),
         *stage(f"{name(Batch)}(): the rows of the step, A's and then B's", batch_rows(step.batch)),
-        *stage(f"{name(forward)}() -> logits of the wanted rows", ops.rows),
-        *stage(
-            f"{name(pick_token)}() -> {name(Choice)}",
-            chosen,
-        ),
+        *stage(f"{name(forward)}() -> logits of the wanted rows", op_rows),
+        *stage(f"{name(pick_token)}() -> {name(Choice)}", chosen),
         *stage(
             f"{name(Scheduler.postprocess)}(): the next step computes the tokens that were chosen",
             state_rows(sequences),

@@ -1,4 +1,9 @@
-"""Our parser beside that of gpt-oss's makers, delta for delta: tests/harmony.json, written by harmony.py."""
+"""Our parser beside that of gpt-oss's makers, delta for delta.
+
+tests/harmony.json was written by tests/harmony.py of commit c9a91f3 with the package openai-harmony: legal
+outputs, and the same with a token dropped, doubled, moved or added. A row is the tokens, and what their
+parser says at each: [number of the token, channel or "call NAME", text], or at last the error that it raises.
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,9 +13,13 @@ import pytest
 
 from channels import Arguments, Call, Delta, Output, Parser, Piece
 from dialects import families
-from harmony import FILE, MARKERS, N_DAMAGED, N_LEGAL, NAMES, Row
+from helpers.serving import ROOT
 
-ROWS: list[Row] = json.loads(FILE.read_text(encoding="utf-8"))
+Row = dict[str, Any]
+
+NAMES = ["functions.get_weather", "functions.web-browsing", "python"]
+MARKERS = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
+ROWS: list[Row] = json.loads((ROOT / "tests" / "harmony.json").read_text(encoding="utf-8"))
 DIALECT = families.find(families.DIALECTS["harmony"], MARKERS, "", tools=True)
 
 
@@ -57,8 +66,7 @@ READ, UNREAD = ([r for r in DAMAGED if (n_sound(r) == len(r["said"])) == sound] 
 
 
 def test_there_are_enough_of_each() -> None:
-    assert (len(LEGAL), len(DAMAGED)) == (N_LEGAL, N_DAMAGED)
-    assert min(len(READ), len(UNREAD)) > 50
+    assert min(len(LEGAL), len(READ), len(UNREAD)) > 50
 
 
 @pytest.mark.parametrize("row", LEGAL, ids=lambda row: "".join(row["tokens"]))

@@ -34,9 +34,7 @@ T = TypeVar("T")
 PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
 CHUNK = NumpyOps.chunk
 MAX_BATCH = 16
-GREEDY = Sampling(
-    temperature=0, n_top_logprobs=2
-)  # with logprobs, == compares the bits of the logits as well
+GREEDY = Sampling(temperature=0, n_top_logprobs=2)  # with logprobs, == compares the bits of logits as well
 QUESTIONS = [
     "What is 2+2? Answer with just the number.",
     "hi",
@@ -225,15 +223,8 @@ def stepwise(engine: Engine, job: Sequence) -> AsyncGenerator[StepOutput]:
 
 def fresh(job: Sequence) -> Sequence:
     """The same request, of which nothing has been computed yet."""
-    return Sequence(
-        job.prompt,
-        job.max_tokens,
-        job.stop_token_ids,
-        job.sampling,
-        job.constraint,
-        job.owner,
-        job.request_id,
-    )
+    asked = job.prompt, job.max_tokens, job.stop_token_ids, job.sampling
+    return Sequence(*asked, job.constraint, job.owner, job.request_id)
 
 
 async def steps_of(engine: Engine, job: Sequence) -> list[StepOutput]:

@@ -76,30 +76,19 @@ def items(outputs: Iterable[Output]) -> list[list[str]]:
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 tops = st.builds(TokenLogprob, texts, st.floats(-99, 0), st.binary(max_size=3))
-logprobs = st.builds(
-    TokenLogprob, texts, st.floats(-99, 0), st.binary(max_size=3), st.lists(tops, max_size=2).map(tuple)
-)
+token = texts, st.floats(-99, 0), st.binary(max_size=3)
+logprobs = st.builds(TokenLogprob, *token, st.lists(tops, max_size=2).map(tuple))
 deltas = st.builds(
-    Delta,
-    st.sampled_from(get_args(Channel)),
-    texts,
-    st.lists(logprobs, max_size=2).map(tuple),
+    Delta, st.sampled_from(get_args(Channel)), texts, st.lists(logprobs, max_size=2).map(tuple)
 )
 names = st.builds(Call, texts, st.booleans(), st.just("") | texts)
-calls = st.tuples(names, st.lists(st.builds(Arguments, texts), max_size=3)).map(
-    lambda call: [call[0], *call[1]]
-)
-outputs = st.lists(deltas.map(lambda d: [d]) | calls | st.just([Close()]), max_size=8).map(
-    lambda runs: [output for run in runs for output in run]
-)
+arguments = st.lists(st.builds(Arguments, texts), max_size=3)
+calls = st.tuples(names, arguments).map(lambda call: [call[0], *call[1]])
+some = st.lists(deltas.map(lambda d: [d]) | calls | st.just([Close()]), max_size=8)
+outputs = some.map(lambda runs: [output for run in runs for output in run])
 usages = st.builds(Usage, *[st.integers(0, 9)] * 4)
-finishes = st.builds(
-    Finish,
-    st.sampled_from(["stop", "length", "failed", "cancelled"]),
-    st.none() | usages,
-    texts,
-    st.just("server_error"),
-)
+reasons = st.sampled_from(["stop", "length", "failed", "cancelled"])
+finishes = st.builds(Finish, reasons, st.none() | usages, texts, st.just("server_error"))
 
 # --- the wire -----------------------------------------------------------------------------------------------
 
@@ -134,7 +123,6 @@ RESPONSE_KEYS = {
     *("reasoning", "usage", "max_output_tokens", "max_tool_calls", "store", "background", "service_tier"),
     *("metadata", "safety_identifier", "prompt_cache_key"),
 }
-assert len(RESPONSE_KEYS) == 31
 
 STREAM_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 

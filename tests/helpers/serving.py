@@ -2,8 +2,7 @@
 
     with serve("--api-key", "k") as server: server.post("/v1/responses", {...}) --> Reply
 
-The `openai` package is the other client; this one is for what that would not send or show: bytes that are no
-JSON, headers, frames as they were written, a client that leaves.
+The `openai` package is the other client; this one is for what that would not send or show.
 """
 
 import contextlib
@@ -29,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "models" / "tiny"
 SERVER = ("server.py",)
 PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
+START_S = 100  # Numba may have to compile the kernels
 
 Json = dict[str, Any]
 
@@ -107,10 +107,9 @@ def http_bytes(path: str, body: Any = None, method: str = "POST", **headers: str
     if body is not None:
         raw = raw or json.dumps(body).encode()
         headers = {"Content-Length": str(len(raw))} | headers
-    lines = [
-        f"{name.replace('_', '-')}: {value}\r\n" for name, value in {"Host": "localhost", **headers}.items()
-    ]
-    return f"{method} {path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode() + raw
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    return f"{head}\r\n".encode() + raw
 
 
 def http_chunks(connection: socket.socket) -> Generator[bytes]:
@@ -161,44 +160,26 @@ def serve(*flags: str, model: Path | None = TINY, script: tuple[str, ...] = SERV
     command = [sys.executable, *script, *chosen, "--port", "0", "--threads", "1", *flags]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with (
-            log.open("w") as stderr,
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True
-            ) as process,
-        ):
+        streams: Any = {"stdout": subprocess.PIPE, "stderr": log.open("w"), "text": True}
+        with streams["stderr"], subprocess.Popen(command, cwd=ROOT, env=environment(), **streams) as process:
             try:
                 yield Server(listening(process, log), process, log)
             finally:
                 process.kill()
 
 
-def listening(process: subprocess.Popen[str], log: Path, patience_s: float = PATIENCE_S) -> str:
+def listening(process: subprocess.Popen[str], log: Path) -> str:
     """Return the URL that the server announces. One that says nothing for so long is killed."""
     assert process.stdout
-    announced = threading.Event()
-
-    def watch() -> None:
-        while not announced.wait(patience_s):
-            if not is_compiling(log.read_text(encoding="utf-8")):
-                process.kill()  # then its stdout ends
-                return
-
-    watchdog = threading.Thread(target=watch)
+    watchdog = threading.Timer(START_S, process.kill)  # then its stdout ends
     watchdog.start()
     try:
         for line in process.stdout:
             if line.startswith("listening"):
                 return line.split()[1]
     finally:
-        announced.set()
-        watchdog.join()
+        watchdog.cancel()
     raise AssertionError(f"the server ended without listening:\n{log.read_text(encoding='utf-8')}")
-
-
-def is_compiling(log: str) -> bool:
-    """True while Numba compiles the kernels, which a busy machine does in minutes."""
-    return "getting the kernels ready" in log and "kernels ready in" not in log
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

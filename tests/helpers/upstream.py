@@ -52,11 +52,7 @@ def finish(reason: str = "stop") -> bytes:
     return event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
 
 
-USAGE = {
-    "prompt_tokens": 14,
-    "completion_tokens": 7,
-    "prompt_tokens_details": {"cached_tokens": 3},
-}
+USAGE = {"prompt_tokens": 14, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 3}}
 USED = event({"choices": [], "usage": USAGE})
 DONE = b"data: [DONE]\n\n"
 CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
