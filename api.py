@@ -80,11 +80,9 @@ Parsing = AbstractAsyncContextManager[Any]
 
 
 class Begun(NamedTuple):
-    """A checked request, and what starts it. What may still refuse it: no room, or an upstream."""
+    """A checked request. What may still refuse it, when its job starts: no room, or an upstream."""
 
-    row: Row
-    builder: responses.Builder
-    run: Run
+    job: Job
     prompt: Prompt
     conversation: list[items.Item]  # the chain that it continues, then its own input
     headers: dict[str, str]  # of the answer: rule 5
@@ -144,11 +142,12 @@ class Api:
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
         begun = await read_request(http, visit, self._begin)
-        job = await self.registry.start(begun.row, begun.builder, begun.run)
-        if begun.row.streamed:  # in the background without the task, which outlives this HTTP request
-            task = None if begun.row.background else job.task
+        job = begun.job
+        await self.registry.start(job)
+        if job.row.streamed:  # in the background without the task, which outlives this HTTP request
+            task = None if job.row.background else job.task
             return EventStream(job.log, task, self._done, more_headers=begun.headers)
-        if not begun.row.background:
+        if not job.row.background:
             await while_connected(job.task, http.receive)
             if self.registry.stopping.is_set():
                 self._refuse_failed(job.log.events[-1]["response"]["error"])
@@ -160,7 +159,8 @@ class Api:
         async def start(body: Any, recall: Recall) -> Job:
             with visit.rooms.visit(visit.owner) as turn:
                 begun = await self._begin(nullcontext(body), turn, "respond", recall)
-            return await self.registry.start(begun.row, begun.builder, begun.run)
+            await self.registry.start(begun.job)
+            return begun.job
 
         async def ended_row(job: Job) -> Row:
             return await self.registry.to_continue(job.shown_row())
@@ -181,9 +181,9 @@ class Api:
     async def compact(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
         begun = await read_request(http, visit, partial(self._begin, purpose="compact"))
-        job = await self.registry.start(begun.row, begun.builder, begun.run)
-        await while_connected(job.task, http.receive)
-        response = job.log.events[-1]["response"]
+        await self.registry.start(begun.job)
+        await while_connected(begun.job.task, http.receive)
+        response = begun.job.log.events[-1]["response"]
         self._refuse_failed(response["error"])
         compaction = {
             "id": response["id"],
@@ -238,7 +238,7 @@ class Api:
         prompt = await self._prepare(request, conversation)
         # A background response keeps only its row while it waits; _run_row() makes the prompt again.
         run = partial(self._run_row, row) if row.background else partial(self._run, prompt)
-        return Begun(row, builder, run, prompt, conversation, headers)
+        return Begun(Job(row, builder, run), prompt, conversation, headers)
 
     async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
         """Make the prompt. For a compaction, make the one that asks for a summary."""

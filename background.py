@@ -63,8 +63,8 @@ class Job:
     row: Row
     builder: Builder
     run: Run
-    log: EventLog
-    if_cancelled: Finish | None = None  # its end if the task is cancelled; None: the next process runs it
+    log: EventLog = field(default_factory=partial(EventLog, encode_event))
+    if_stopped: Finish | None = None  # its end in the background if the task is cancelled; None: it has none
     finish: Finish | None = UNFINISHED  # its end when the run is over
     n_bytes: int = 0  # of the room for background responses
     task: asyncio.Task[None] = field(init=False)
@@ -101,17 +101,16 @@ class Registry:
 
     # --- what a request asks for ----------------------------------------------------------------------------
 
-    async def start(self, row: Row, builder: Builder, run: Run) -> Job:
+    async def start(self, job: Job) -> None:
         """Start a response.
 
         In the foreground it belongs to its HTTP request, which ends it by cancelling the task; the task
         raises what refuses the request. In the background it is stored when this returns: it will end,
         whatever happens to this process. Raises BadInput.
         """
-        job = Job(row, builder, run, EventLog(encode_event), None if row.background else CANCELLED)
-        if row.background:
+        if job.row.background:
             await self._queue(job)
-        return await self._launch(job)
+        await self._launch(job)
 
     async def _queue(self, job: Job) -> None:
         """Take room for a background job, and store its first events; raises BadInput."""
@@ -221,14 +220,13 @@ class Registry:
 
     # --- the life of a job ----------------------------------------------------------------------------------
 
-    async def _launch(self, job: Job) -> Job:
+    async def _launch(self, job: Job) -> None:
         if job.row.background:
             self.jobs[job.row.id] = job
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(drop_cancellation)
         # Let it begin: a task that is cancelled before its first step would not even make the last event.
         await asyncio.sleep(0)
-        return job
 
     async def _run(self, job: Job) -> None:
         """Run a job. Whatever happens, what has begun gets its terminal event, and the log ends."""
@@ -241,7 +239,7 @@ class Registry:
                         await asyncio.Event().wait()  # until close() cancels it
                     await job.run(job.emit)
             except asyncio.CancelledError:
-                job.finish = job.if_cancelled
+                job.finish = job.if_stopped if job.row.background else CANCELLED
                 raise
             except Exception as error:
                 if not job.log.status:  # no event yet: the error becomes the answer to the request
@@ -273,7 +271,7 @@ class Registry:
     def _stop(self, job: Job, finish: Finish | None) -> None:
         """Cancel a job that has not ended; the first to stop it decides how it ends."""
         if not (job.log.ended or job.task.cancelling()):
-            job.if_cancelled = finish
+            job.if_stopped = finish
             job.task.cancel()
 
     def _forget(self, id: str) -> None:

@@ -24,7 +24,7 @@ import sse
 from background import MAX_RUNNING
 from dialects.matchers import N_CHECKS
 from helpers import laws
-from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until
+from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
 from request import params
 from store import TERMINAL
 
@@ -618,17 +618,6 @@ def test_what_is_kept_of_a_request_is_what_means_something(left: Left) -> None:
     asked = params.from_responses(ODD | BACKGROUND | STREAM, {})
     assert (again.not_run, asked.not_run) == ((), ("zz",))  # the client has been told
     assert again == dataclasses.replace(asked, not_run=())
-
-
-def test_one_server_a_store(left: Left, tmp_path: Path) -> None:
-    """A second one would end what the first still runs; a file that is no store is left alone."""
-    text = tmp_path / "letter.txt"
-    text.write_text("Dear Sir or Madam, " * 99)
-    for file, why in ((left.file, "database is locked"), (text, "file is not a database")):
-        second = run("server.py", "--model", str(TINY), "--port", "0", "--store", str(file))
-        last = second.stderr.splitlines()[-1]  # after what computes
-        assert (second.returncode, last) == (2, f"error: --store {file}: {why}")
-    assert text.read_text().startswith("Dear Sir")
 
 
 def test_background_that_may_not_be_stored_is_refused_on_demand(left: Left) -> None:
