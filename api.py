@@ -319,8 +319,8 @@ class Api:
         return json_response(200, {"id": row.id, "object": "response", "deleted": True})
 
     async def list_input_items(self, http: HttpRequest, visit: Visit) -> Response:
-        items_of_row = await self.registry.items(await self._row(http, visit))
-        return JsonAnswer(sse.dumps(query.page(items_of_row, http.query_params)))
+        row = await self._row(http, visit)
+        return json_response(200, query.page(row.items, http.query_params))
 
     async def _row(self, http: HttpRequest, visit: Visit, is_stream: bool = False) -> Row:
         """Return the response that is asked for; raises BadInput, also if there is no room to load it."""

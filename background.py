@@ -37,7 +37,7 @@ from event_log import Entry, EventLog, Write, encode_event, newest_of
 from request.refusals import BadInput
 from request.room import Room, Threads, Turns
 from responses import Builder
-from store import Damaged, Ended, Item, Row, Store
+from store import Damaged, Ended, Row, Store
 
 log = logging.getLogger("background")
 
@@ -142,10 +142,6 @@ class Registry:
     async def to_continue(self, row: Row) -> Row:
         """Return a response as another one continues it, be it stored or not: without logprobs."""
         return await self._call(row.owner, self._store.to_continue, row)
-
-    async def items(self, row: Row) -> list[Item]:
-        """Return the input items of a response that is stored, in their order."""
-        return await self._call(row.owner, self._store.items, row.id)
 
     async def events(self, row: Row) -> EventLog:
         """Return the log of a background response; raises Damaged if its events are not there."""
@@ -299,12 +295,11 @@ class Registry:
         return True
 
     async def _evict(self) -> None:
-        """Delete what is over the store's limits: one response at a time, so that others write in between."""
+        """Delete what is over the store's limits, now and then."""
         while True:
             try:
-                while deletions := await self._call("", self._store.over_limits, time.time()):
-                    for delete, id_ in deletions:
-                        await self._call("", delete, id_)
+                while await self._call("", self._store.evict, time.time()):
+                    pass
             except Exception as error:
                 log.error("the store could not be cut to its limits: %s", error)
             await asyncio.sleep(EVICTION_INTERVAL_S)

@@ -14,19 +14,20 @@ Rules of this file:
    loses the oldest, so no owner can push out what others keep.
 5. One process owns the file: another one would end as interrupted what still runs here. Its user alone can
    read it.
-6. What is large stays JSON text, as it came and as it goes: a row is not parsed to be sent. If SQL looks into
-   it, SQLite parses, which does not hold Python's lock.
+6. A response object, which may be large, stays JSON text, as it came and as it goes. If SQL looks into it,
+   SQLite parses, which does not hold Python's lock.
 7. A row may be damaged: one that cannot be read is logged, and is as good as absent wherever it is asked for.
 """
 
-import json
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import msgspec
 
 log = logging.getLogger("store")
 
@@ -62,6 +63,7 @@ CREATE INDEX IF NOT EXISTS by_end ON responses (ended_at);
 PRAGMA user_version = 3;
 """
 SETTINGS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
+N_EVICTED = 8  # at a time
 LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
 
 COLUMNS = "id, owner, born_at, ended_at, kept, background, streamed, request, items, status, response"
@@ -89,6 +91,12 @@ UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?,
     status = ifnull(nullif(?, ''), status), response = ifnull(nullif(?, ''), response)
 WHERE id = ? AND ended_at IS NULL
 """
+
+DELETE: tuple[str, ...] = ("DELETE FROM responses WHERE id = ?",)
+DELETE_EVENTS: tuple[str, ...] = (
+    "DELETE FROM events WHERE response_id = ?",
+    "UPDATE responses SET event_bytes = 0 WHERE id = ?",
+)
 
 EXPIRED_EVENTS = "SELECT id FROM responses WHERE ended_at < ? AND event_bytes > 0"
 EXPIRED = "SELECT id FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)"
@@ -123,13 +131,6 @@ class Damaged(Exception):
     """Not all that was stored is there."""
 
 
-class Item(NamedTuple):
-    """An input item."""
-
-    id: str
-    item_json: str
-
-
 class Row(NamedTuple):
     """One response as it is stored. `request`, `items` and `response` parse anew at each use."""
 
@@ -152,15 +153,15 @@ class Row(NamedTuple):
 
     @property
     def request(self) -> dict[str, Any]:
-        return dict(json.loads(self.request_json))
+        return dict(msgspec.json.decode(self.request_json))
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        return list(json.loads(self.items_json))
+        return list(msgspec.json.decode(self.items_json))
 
     @property
     def response(self) -> dict[str, Any]:
-        return dict(json.loads(self.response_json))
+        return dict(msgspec.json.decode(self.response_json))
 
     def with_response(self, status: str, response_json: str, now: float) -> "Row":
         """Return the row with a newer response object, which ends it `now` if it is terminal."""
@@ -221,13 +222,7 @@ class Store:
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
 
     def delete(self, id: str) -> None:
-        with self._transaction():
-            self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
-
-    def delete_events(self, id: str) -> None:
-        with self._transaction():
-            self._db.execute("DELETE FROM events WHERE response_id = ?", (id,))
-            self._db.execute("UPDATE responses SET event_bytes = 0 WHERE id = ?", (id,))
+        self._db.execute(*DELETE, (id,))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -269,15 +264,6 @@ class Store:
         (response_json,) = self._db.execute(CONTINUED, {"response": row.response_json}).fetchone()
         return row._replace(response_json=response_json)
 
-    def items(self, id: str) -> list[Item]:
-        """Return the input items of a response, in their order."""
-        rows = self._db.execute(
-            "SELECT json_extract(item.value, '$.id'), item.value "
-            "FROM responses, json_each(responses.items) AS item WHERE responses.id = ? ORDER BY item.key",
-            (id,),
-        )
-        return [Item(*row) for row in rows]
-
     def frames(self, id: str) -> list[bytes]:
         """Return all events of a response, in order; [] if they are no longer kept. Raises Damaged."""
         size = "SELECT ifnull(SUM(event_bytes), 0) FROM responses WHERE id = ?"
@@ -297,21 +283,26 @@ class Store:
 
     # --- limits ---------------------------------------------------------------------------------------------
 
-    def over_limits(self, now: float) -> list[tuple[Callable[[str], None], str]]:
-        """Return what is to be deleted now, as calls: one after another, so that others get in between.
+    def evict(self, now: float) -> bool:
+        """Delete a few of what is over the limits, so that writes get in between; False: there are none.
 
-        There may be more after that: events expire before their responses, and if no response is older than
-        the retention, the oldest go while there are too many.
+        Events expire before their responses, and if no response is older than the retention, the oldest go
+        while there are too many.
         """
         limits = self._retention
-        events = self._ids(EXPIRED_EVENTS, now - limits.events_age_s)
-        if events:
-            return [(self.delete_events, id_) for id_ in events]
-        ids = self._ids(EXPIRED, now - limits.max_age_s, now - limits.events_age_s)
+        delete = DELETE_EVENTS
+        ids = self._ids(EXPIRED_EVENTS, now - limits.events_age_s)
+        if not ids:
+            delete = DELETE
+            ids = self._ids(EXPIRED, now - limits.max_age_s, now - limits.events_age_s)
         n_terminal, n_held = self._db.execute(HELD).fetchone()
         if not ids and (n_terminal > limits.max_responses or n_held > limits.max_bytes):
             ids = self._ids(OVER_LIMIT, limits.max_responses, limits.max_bytes)
-        return [(self.delete, id_) for id_ in ids]
+        with self._transaction():
+            for id_ in ids[:N_EVICTED]:
+                for statement in delete:
+                    self._db.execute(statement, (id_,))
+        return bool(ids)
 
     def _ids(self, select: str, *values: float) -> list[str]:
         return [id_ for (id_,) in self._db.execute(select, values)]

@@ -14,10 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sse
 from request.refusals import wrong_value
 from request.validation import one_of
-from store import Item
 
 Query = Mapping[str, str]
 
@@ -44,13 +42,13 @@ def number(query: Query, name: str, default: int, low: int, high: int) -> int:
     return int(value)
 
 
-def page(items: Sequence[Item], query: Query) -> dict[str, Any]:
+def page(items: Sequence[Mapping[str, Any]], query: Query) -> dict[str, Any]:
     """Return the page of `items` (oldest first) that `limit`, `order`, `after` ask for; raises BadInput."""
     limit = number(query, "limit", 20, 1, 100)
     ordered = list(items)
     if one_of("asc", "desc")(query.get("order", "desc"), "order") == "desc":
         ordered.reverse()
-    ids = [item.id for item in ordered]
+    ids = [item["id"] for item in ordered]
     start = 0
     if after := query.get("after"):
         if after not in ids:
@@ -60,7 +58,7 @@ def page(items: Sequence[Item], query: Query) -> dict[str, Any]:
     shown = ids[start:end]
     return {
         "object": "list",
-        "data": [sse.Encoded(item.item_json) for item in ordered[start:end]],
+        "data": ordered[start:end],
         "first_id": shown[0] if shown else None,
         "last_id": shown[-1] if shown else None,
         "has_more": end < len(ids),

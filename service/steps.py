@@ -29,7 +29,6 @@ from scheduler import Scheduled, Scheduler, Sequence
 
 MAX_STEPS = 2000
 POLL_S = 0.05  # between two looks of a reader
-UNLIKELY = -9999.0  # the logprob of a token that cannot be: JSON has no infinity
 
 Members = dict[str, Any]  # of an object, as it is sent
 
@@ -127,7 +126,7 @@ class Steps:
         text = self._token_bytes(chosen.token_id).decode(errors="replace")
         token: Members = {"id": chosen.token_id, "text": text}
         if chosen.logprob is not None:
-            token["logprob"] = max(chosen.logprob, UNLIKELY)
+            token["logprob"] = chosen.logprob
             token["top"] = [self._token(Choice(*likely)) for likely in chosen.top]
         return token
 
