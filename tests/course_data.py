@@ -1,11 +1,9 @@
 """What each chapter of the course shows as data: made by the server's own modules, in this process.
 
-    chapter --BLOCKS[chapter]()--> its lines --written()--> the page
+chapter --BLOCKS[chapter]()--> its lines --written()--> the page
 
-    python tests/course_data.py             prints the blocks
-    python tests/course_data.py --write     puts each into its chapter; test_course.py holds it to be there
-
-No block depends on a clock, on chance or on the rounding of a machine.
+python tests/course_data.py             prints the blocks
+python tests/course_data.py --write     puts each into its chapter; test_course.py holds it to be there
 """
 
 import argparse
@@ -21,7 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 import sse
-from channels import Arguments, Call, Delta, Finish, Output, Parser, Piece
+from channels import Arguments, Call, Delta, Finish, Parser, Piece
 from checkpoint.config import read_config
 from dialects.families import DIALECTS
 from event_log import EventLog, encode_event
@@ -30,15 +28,8 @@ from gateway.outputs import Outputs
 from model import PAGE, Batch, Span
 from pages import PagePool, prefix_hash, root_hash
 from responses import Builder, fold, label
-from sampling import (
-    Choice,
-    Context,
-    Sampling,
-    apply_penalties,
-    apply_temperature,
-    apply_top_k_top_p_min_p,
-    draw,
-)
+from sampling import Choice, Context, Sampling, apply_penalties, apply_temperature, draw
+from sampling import apply_top_k_top_p_min_p as apply_limits
 from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
 from tokenizer import Tokenizer
 from walkthrough import ROOT, TINY, in_page, shown
@@ -60,19 +51,19 @@ def tokens() -> Lines:
     decoder = tokenizer.decoder()
     for token_id in token_ids:
         data = tokenizer.token_bytes(token_id)
-        yield f"{token_id:4}  {data!s:18} {pieces(decoder.feed(token_id))}"
+        yield f"{token_id:4}  {data!s:18} {listed(decoder.feed(token_id))}"
     yield ""
     yield "the same, cut before its last two tokens"
     decoder = tokenizer.decoder()
     for token_id in token_ids[:-2]:
         decoder.feed(token_id)
-    yield f"      Decoder.close()    {pieces(decoder.close())}"
+    yield f"      Decoder.close()    {listed(decoder.close())}"
     yield ""
     for text in ("<|im_end|>", "<|im_", "end|>"):
         yield f"{text!r:13} {tokenizer.encode(text)}"
 
 
-def pieces(found: list[Piece]) -> str:
+def listed(found: Iterable[Any]) -> str:
     return ", ".join(map(shown, found)) or "nothing yet"
 
 
@@ -96,12 +87,8 @@ def forward_pass() -> Lines:
             yield f"    {token_id:5}  {position:8}  {place:11}  {keys:22}  {wanted}"
     c = config
     n_heads = c.n_heads + 2 * c.n_kv_heads
-    shapes = {
-        "qkv": (c.dim, n_heads * c.head_dim),
-        "out": (c.n_heads * c.head_dim, c.dim),
-        "gate_up": (c.dim, 2 * c.hidden_dim),
-        "down": (c.hidden_dim, c.dim),
-    }
+    shapes = {"qkv": (c.dim, n_heads * c.head_dim), "out": (c.n_heads * c.head_dim, c.dim)}
+    shapes |= {"gate_up": (c.dim, 2 * c.hidden_dim), "down": (c.hidden_dim, c.dim)}
     yield ""
     yield "the matrices of one layer, and the multiplications of one row"
     for name, (n_in, n_out) in shapes.items():
@@ -153,18 +140,19 @@ def pages() -> Lines:
     yield state(f"B: find() -> {found}, share()")
     yield state(f"B: find(64 to 127) -> {pool.find(alone)}")
     yield state(f"bob: find() -> {pool.find(other)}")
-    yield state(f"C: take() -> {pool.take()}")
-    yield state(f"C: take() -> {pool.take()}")
+    for _ in range(2):
+        yield state(f"C: take() -> {pool.take()}")
 
 
 def batching() -> Lines:
     """Chapter 4: what schedule() returns, step by step, with four pages and then with too few."""
     scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE)
     lengths = {"A": 124, "B": 61, "C": 150}
-    sequences = {
-        name: Sequence(list(range(1000 * i, 1000 * i + n)), 8, frozenset(), Sampling(temperature=0))
-        for i, (name, n) in enumerate(lengths.items(), 1)
-    }
+    sequences: dict[str, Sequence] = {}
+    for i, (name, n) in enumerate(lengths.items(), 1):
+        sequences[name] = Sequence(
+            list(range(1000 * i, 1000 * i + n)), 8, frozenset(), Sampling(temperature=0)
+        )
     letters = {sequence: name for name, sequence in sequences.items()}
     arrivals = {1: "A", 2: "B", 4: "C"}
     prompts = ", ".join(f"{name} {n}" for name, n in lengths.items())
@@ -185,9 +173,7 @@ def batching() -> Lines:
 def share(scheduled: Scheduled | None, sequence: Sequence) -> str:
     if scheduled is None:
         return "has ended" if sequence.finish else "preempted" * bool(sequence.n_preemptions) or "-"
-    span = scheduled.span
-    kind = "prefill" if scheduled.is_prefill else "decode"
-    return f"{kind} {span.start}:{span.end}"
+    return f"{'prefill' if scheduled.is_prefill else 'decode'} {scheduled.span.start}:{scheduled.span.end}"
 
 
 def sampling() -> Lines:
@@ -201,12 +187,11 @@ def sampling() -> Lines:
         return f"{name:44}{''.join(f'{number:7.2f}' for number in numbers)}"
 
     yield row("logits", logits)
-    penalised = apply_penalties(logits, Context(hot, [], [0, 0]))
-    yield row('apply_penalties(), "cat" was said twice', penalised)
+    yield row('apply_penalties(), "cat" was said twice', apply_penalties(logits, Context(hot, [], [0, 0])))
     yield row("apply_temperature(1), the likeliest is 1", apply_temperature(logits, 1))
     probs = apply_temperature(logits, 2)
     yield row("apply_temperature(2)", probs)
-    kept = apply_top_k_top_p_min_p(probs, hot)
+    kept = apply_limits(probs, hot)
     yield row("apply_top_k_top_p_min_p(), top_p 0.8", kept)
     yield row("where each ends, of a whole of 1", np.cumsum(kept) / kept.sum())
     for u in (0.1, 0.6, 0.99):
@@ -215,8 +200,8 @@ def sampling() -> Lines:
     yield row("a mask, in apply_penalties()", apply_penalties(logits, Context(Sampling(), [], [], mask)))
     yield ""
     text = np.array([5, 6, 7, 8, 9, 5, 6])
-    yield f"prompt_lookup({text.tolist()}, 3) -> {prompt_lookup(text, 3)}"
-    yield f"prompt_lookup({text[:-1].tolist()}, 3) -> {prompt_lookup(text[:-1], 3)}"
+    for said in (text, text[:-1]):
+        yield f"prompt_lookup({said.tolist()}, 3) -> {prompt_lookup(said, 3)}"
 
 
 def channels() -> Lines:
@@ -226,29 +211,13 @@ def channels() -> Lines:
     yield ""
     yield f"{'piece':36} Parser.feed()"
     parser = Parser(hermes, stop=["END"])
-    said = [
-        Piece("<think>", "<think>"),
-        Piece("\nI call."),
-        Piece("\n"),
-        Piece("</think>", "</think>"),
-        Piece("One <th"),
-        Piece("ink> E"),
-        Piece("ach."),
-        Piece("\n<tool_"),
-        Piece('call>\n{"name": "f'),
-        Piece('", "arguments": {"x": "</tool_call>'),
-        Piece('"}}\n</tool_call>'),
-        Piece("Bye EN"),
-        Piece("D now"),
-    ]
-    for piece in said:
+    said = [Piece("<think>", "<think>"), Piece("\nI call."), Piece("\n"), Piece("</think>", "</think>")]
+    texts = ["One <th", "ink> E", "ach.", "\n<tool_", 'call>\n{"name": "f']
+    texts += ['", "arguments": {"x": "</tool_call>', '"}}\n</tool_call>', "Bye EN", "D now"]
+    for piece in [*said, *map(Piece, texts)]:
         text = repr(piece.special or piece.text) + " (a token)" * bool(piece.special)
-        yield f"{text:36} {outputs(parser.feed(piece))}".rstrip()
-    yield f"{'Parser.close()':36} {outputs(parser.close(cut=False))}"
-
-
-def outputs(found: list[Output]) -> str:
-    return ", ".join(map(shown, found)) or "nothing yet"
+        yield f"{text:36} {listed(parser.feed(piece))}".rstrip()
+    yield f"{'Parser.close()':36} {listed(parser.close(cut=False))}"
 
 
 def events() -> Lines:
@@ -302,12 +271,8 @@ def frames() -> Lines:
     yield f"sse.encode('one\\ntwo', 'note') -> {sse.encode('one' + chr(10) + 'two', 'note')!r}"
 
 
-def logs() -> Lines:
-    """Chapter 9: one log, three readers."""
-    return iter(asyncio.run(log_lines()))
-
-
 async def log_lines() -> list[str]:
+    """Chapter 9: one log, three readers."""
     builder = Builder({"id": "resp_0"}, lambda prefix: f"{prefix}_0")
     log = EventLog(encode_event)
     seen: dict[str, list[int]] = {"from the start": [], "starting_after=3": [], "came late": []}
@@ -322,7 +287,8 @@ async def log_lines() -> list[str]:
     async def happens(what: str) -> None:
         for _ in range(9):
             await asyncio.sleep(0)  # every reader has its turn
-        columns = "".join(f"{read_so_far(numbers):22}" for numbers in seen.values())
+        read = (f"{numbers[0]} to {numbers[-1]}" if numbers else "-" for numbers in seen.values())
+        columns = "".join(f"{span:22}" for span in read)
         lines.append(f"{what:24}{log.status:14}{columns}".rstrip())
 
     readers = [asyncio.create_task(follow("from the start", -1))]
@@ -340,10 +306,6 @@ async def log_lines() -> list[str]:
     await happens("a client comes late")
     await asyncio.gather(*readers)
     return lines
-
-
-def read_so_far(numbers: list[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if numbers else "-"
 
 
 def upstreams() -> Lines:
@@ -388,7 +350,7 @@ BLOCKS: dict[str, Callable[[], Lines]] = {
     "06-channels": channels,
     "07-events": events,
     "08-sse": frames,
-    "09-background": logs,
+    "09-background": lambda: iter(asyncio.run(log_lines())),
     "10-upstreams": upstreams,
 }
 
@@ -399,9 +361,8 @@ def page(chapter: str) -> Path:
 
 def block(chapter: str) -> str:
     lines = [line.rstrip() for line in BLOCKS[chapter]()]
-    return "\n".join(
-        [*(f"{line[: MAX_WIDTH - 2]} …" if len(line) > MAX_WIDTH else line for line in lines), ""]
-    )
+    cut = [f"{line[: MAX_WIDTH - 2]} …" if len(line) > MAX_WIDTH else line for line in lines]
+    return "\n".join([*cut, ""])
 
 
 def written(chapter: str) -> str:
@@ -410,9 +371,9 @@ def written(chapter: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What each chapter of the course shows as data.")
-    parser.add_argument("--write", action="store_true", help="put it into the chapters")
-    is_written = parser.parse_args().write
+    options = argparse.ArgumentParser(description="What each chapter of the course shows as data.")
+    options.add_argument("--write", action="store_true", help="put it into the chapters")
+    is_written = options.parse_args().write
     for name in BLOCKS:
         if is_written:
             page(name).write_text(written(name), encoding="utf-8")
