@@ -100,10 +100,11 @@ def ping(watcher: Watcher) -> None:
 
 
 @contextlib.contextmanager
-def served(folder: Path, attack: Attack, upstream_port: int) -> Iterator[Server]:
+def served(folder: Path, attack: Attack, port: int) -> Iterator[Server]:
+    """Start the server that is attacked; an upstream of the attack is on this port."""
     flags = ["--shutdown-grace", str(GRACE_S), *attack.flags]
     if UPSTREAM in flags:
-        flags[flags.index(UPSTREAM) :] = ["--upstream", f"http://127.0.0.1:{upstream_port}/v1"]
+        flags[flags.index(UPSTREAM) :] = ["--upstream", f"http://127.0.0.1:{port}/v1"]
     for key in (VICTIM, ATTACKER, WITNESS):
         flags += ["--api-key", key]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -7,6 +7,7 @@ import ast
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mutants import Mutant
 
@@ -20,22 +21,16 @@ in the file named; `wire` is a rule that `pytest tests/wire` checks against any 
 `tests/mutants.toml` undoes what keeps each bug out; `python tests/mutants.py` sees that it comes back and is
 noticed.
 """
-OTHERS = """\
-## Replays of rules
-
-| | |
-|---|---|
-"""
+OTHERS = "## Replays of rules\n\n| | |\n|---|---|\n"
 
 
-def toml(path: Path) -> dict[str, dict[str, list[str]]]:
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+def groups() -> list[dict[str, Any]]:
+    return list(tomllib.loads((TESTS / "bugs.toml").read_text(encoding="utf-8")).values())
 
 
 def bugs() -> dict[str, list[str]]:
     """Return name, link and rule of each bug, by id."""
-    groups = toml(TESTS / "bugs.toml").values()
-    return {id_: row for group in groups for id_, row in group.items() if id_ != "title"}
+    return {id_: row for group in groups() for id_, row in group.items() if id_ != "title"}
 
 
 def files() -> Iterator[tuple[Path, dict[str, str]]]:
@@ -87,9 +82,8 @@ def wire_rules() -> Iterator[tuple[str, str]]:
     from audit.session import MODULES
 
     assert MODULES  # which have entered their rules, in the order in which they were imported
-    yield from (
-        (id_, f"wire `{rule}`") for rule, check in sorted(RULES.items()) for id_ in check.bugs.split()
-    )
+    for rule, check in sorted(RULES.items()):
+        yield from ((id_, f"wire `{rule}`") for id_ in check.bugs.split())
 
 
 def index() -> str:
@@ -97,7 +91,7 @@ def index() -> str:
     for id_, place in (*replays(), *wire_rules()):
         where.setdefault(id_, []).append(place)
     lines = [INTRO]
-    for group in toml(TESTS / "bugs.toml").values():
+    for group in groups():
         lines += [f"## {group['title']}", "", "| | what went wrong | our rule | where |", "|---|---|---|---|"]
         for id_, row in group.items():
             if id_ != "title":

@@ -117,8 +117,7 @@ def run(test: str, copy: Path) -> Outcome:
         )
     except subprocess.TimeoutExpired:
         return Outcome(f"NOT IN {PATIENCE_S} S")
-    lines = ended.stdout.splitlines()
-    failure = "\n".join(line for line in lines if line.startswith("E  "))
+    failure = "\n".join(line for line in ended.stdout.splitlines() if line.startswith("E  "))
     if ended.returncode not in (ALL_PASSED, SOME_FAILED):
         return Outcome(f"NOT RUN (pytest ended with {ended.returncode})", ended.stdout + ended.stderr)
     if ended.returncode == (ALL_PASSED if is_replay else SOME_FAILED):
@@ -155,9 +154,11 @@ def main() -> int:
     unknown = {*modules} - {mutant.module for mutant in mutants()} - {""}
     if unknown:
         parser.error(f"no mutant is of {', '.join(sorted(unknown))}")
-    chosen = [mutant for mutant in mutants() if modules == [""] or mutant.module in modules]
-    if arguments.words:
-        chosen = [mutant for mutant in chosen if any(word in str(mutant) for word in arguments.words)]
+    chosen: list[Mutant] = []
+    for mutant in mutants():
+        is_named = not arguments.words or any(word in str(mutant) for word in arguments.words)
+        if is_named and (modules == [""] or mutant.module in modules):
+            chosen.append(mutant)
     if not chosen:
         parser.error(f"no mutant has one of these words in it: {arguments.words}")
     started = time.monotonic()

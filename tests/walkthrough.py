@@ -96,10 +96,7 @@ def walkthrough() -> str:
     n_first_delta = next(i for i, event in enumerate(events) if event["type"].endswith(".delta"))
     lines = [
         *stage("The body of POST /v1/responses -> bytes", [BODY.decode()]),
-        *stage(
-            f"{name(params.responses_request)}() -> {name(params.Request)}: its fields that are not empty",
-            fields,
-        ),
+        *stage(f"{name(params.responses_request)}() -> {name(params.Request)}: what is not empty", fields),
         *stage(f"{name(ChatTemplate.render)}() -> str", [repr(prompt)]),
         *stage(f"{name(Tokenizer.encode)}() -> list[int]: {len(token_ids)} token ids", [str(token_ids)]),
         *stage(
@@ -107,8 +104,7 @@ def walkthrough() -> str:
             ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))],
         ),
         *stage(
-            f"{name(Builder.start)}(), feed(), finish() -> dict: {len(events)} events",
-            elided(event_rows(events)),
+            f"{name(Builder.start)}(), feed(), finish(): {len(events)} events", elided(event_rows(events))
         ),
         *stage(
             f"{name(encode_event)}() -> Entry: the frame of event {n_first_delta} as the client gets it",

@@ -38,7 +38,7 @@ MANY = 500  # sockets of a flood
 
 
 class Reply(NamedTuple):
-    status: int  # 0: none has come, and the client has left
+    status: int  # 0: none has come
     body: bytes = b""
 
     @property
@@ -136,7 +136,7 @@ def large(body_of: Callable[[int], Json]) -> list[bytes]:
 
 
 def ask(input: Any = "hi", **more: Any) -> Json:
-    """The body of a Response of one token."""
+    """Return the body of a Response of one token."""
     return {"model": "default", "input": input, "max_output_tokens": 1, "temperature": 0} | more
 
 
@@ -145,9 +145,9 @@ def long_ask(n_tokens: int, **more: Any) -> Json:
 
 
 def chat(n_tokens: int, **more: Any) -> Json:
-    """The body of a chat that ends after so many tokens, not before."""
-    common = {"model": "default", "messages": [USER], "temperature": 0}
-    return common | {"max_tokens": n_tokens, "ignore_eos": True} | more
+    """Return the body of a chat that ends after so many tokens, not before."""
+    body = {"model": "default", "messages": [USER], "temperature": 0, "max_tokens": n_tokens}
+    return body | {"ignore_eos": True} | more
 
 
 def schema(schema: Json) -> Json:
@@ -262,18 +262,16 @@ def ws_flood(client: Client, again: bytes, first: bytes = b"") -> None:
         for i in range(MANY):
             try:
                 if i not in sockets:
-                    connection = client.connect(WS)
-                    client.send(connection, first)
-                    connection.setblocking(False)
-                    sockets[i], n_sent[i] = connection, 0
+                    sockets[i], n_sent[i] = client.connect(WS), 0
+                    client.send(sockets[i], first)
+                    sockets[i].setblocking(False)
                 n_more = sockets[i].send(block[n_sent[i] :])
+                n_sent[i] = (n_sent[i] + n_more) % len(block)
+                client.n_sent += n_more
             except BlockingIOError:
-                continue
+                pass
             except OSError:
                 sockets.pop(i, None)
-                continue
-            n_sent[i] = (n_sent[i] + n_more) % len(block)
-            client.n_sent += n_more
 
 
 def ws_resets(client: Client) -> None:
