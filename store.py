@@ -1,7 +1,7 @@
 """Responses on disk: the request, the newest response object and every event, in SQLite.
 
     Row, its first events --write()--> a live response --write()--> more events, in the end a terminal state
-    id --get()--> Row        id --frames()--> [frame, ...]        id --items()--> [Item, ...]
+    id --get()--> Row        id --frames()--> [frame, ...]
 
 Authority: https://www.sqlite.org/wal.html. A committed transaction survives the death of this process
 (kill -9), and that of the machine except for what it had not yet written to the disk (synchronous = NORMAL).
@@ -92,8 +92,8 @@ UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?,
 WHERE id = ? AND ended_at IS NULL
 """
 
-DELETE: tuple[str, ...] = ("DELETE FROM responses WHERE id = ?",)
-DELETE_EVENTS: tuple[str, ...] = (
+DELETE = ("DELETE FROM responses WHERE id = ?",)
+DELETE_EVENTS = (
     "DELETE FROM events WHERE response_id = ?",
     "UPDATE responses SET event_bytes = 0 WHERE id = ?",
 )
@@ -290,7 +290,7 @@ class Store:
         while there are too many.
         """
         limits = self._retention
-        delete = DELETE_EVENTS
+        delete: tuple[str, ...] = DELETE_EVENTS
         ids = self._ids(EXPIRED_EVENTS, now - limits.events_age_s)
         if not ids:
             delete = DELETE
