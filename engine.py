@@ -158,7 +158,7 @@ class Engine:
         self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
         self._read_at = 0.0  # the time when the last step was read
-        self._is_open = True  # False: the thread ends, or has ended
+        self.alive = True  # False: the thread ends, or has ended
         self._why_closed = CLOSING  # what requests are told then
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -174,8 +174,9 @@ class Engine:
         self._event_loop = asyncio.get_running_loop()
         context = copy_context()  # of the request: for the log, and for the tasks that emit() makes
         reader = Reader(lambda output: context.run(emit, output), self._event_loop.create_future())
-        self._inbox.put(partial(self._start, sequence, reader))
-        if not self._is_open:  # the thread may have read its inbox for the last time
+        self._readers[sequence] = reader
+        self._inbox.put(partial(self._scheduler.add, sequence))
+        if not self.alive:  # the thread may have read its inbox for the last time
             emit_all([(reader, StepOutput([], "failed", self._why_closed))])
         try:
             await reader.ended
@@ -184,12 +185,7 @@ class Engine:
 
     def busy(self) -> bool:
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
-        return self._is_open and bool(is_asked or self._scheduler.running or self._scheduler.waiting)
-
-    @property
-    def alive(self) -> bool:
-        """False: it will never generate again."""
-        return self._is_open
+        return self.alive and bool(is_asked or self._scheduler.running or self._scheduler.waiting)
 
     def counts(self) -> dict[str, int]:
         scheduler = self._scheduler
@@ -203,7 +199,7 @@ class Engine:
 
     def close(self) -> None:
         """Fail what is left and end the thread. One that does not come back from a step is left alone."""
-        self._is_open = False
+        self.alive = False
         self._inbox.put(lambda: None)  # it wakes up
         self._thread.join(MAX_STEP_S)
 
@@ -212,13 +208,13 @@ class Engine:
     def _loop(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            while self._is_open:
+            while self.alive:
                 self._read_inbox(wait=not self.busy() and not self._in_flight)
                 self._step()
         except BaseException:  # SystemExit too: no reader may wait for a thread that has ended
             log.exception("the engine has stopped")
             self._why_closed = BROKEN
-        self._is_open = False
+        self.alive = False
         self._read_inbox(wait=False)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._fail(sequence, self._why_closed)
@@ -230,10 +226,6 @@ class Engine:
         while wait or not self._inbox.empty():
             self._inbox.get()()
             wait = False
-
-    def _start(self, sequence: Sequence, reader: Reader) -> None:
-        self._readers[sequence] = reader
-        self._scheduler.add(sequence)
 
     def _step(self) -> None:
         """Schedule and launch the next step, emit what was read before, read the oldest in flight."""
@@ -318,7 +310,8 @@ class Engine:
             sequence = scheduled.sequence
             tokens = self._scheduler.postprocess(scheduled, chosen)
             if tokens:
-                self._emit(sequence, StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached))
+                output = StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached)
+                self._outbox.append((self._readers[sequence], output))
             elif sequence.finish == "failed":
                 self._fail(sequence, NO_NUMBERS)
         self.observer(self._scheduler, batch, choices, seconds)
@@ -332,10 +325,7 @@ class Engine:
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._scheduler.remove(sequence)
-        self._emit(sequence, StepOutput([], "failed", message))
-
-    def _emit(self, sequence: Sequence, output: StepOutput) -> None:
-        self._outbox.append((self._readers[sequence], output))
+        self._outbox.append((self._readers[sequence], StepOutput([], "failed", message)))
 
     def _flush_outbox(self) -> None:
         """Empty the outbox with one call of the event loop: one for each sequence outlasts a small step."""

@@ -139,10 +139,8 @@ def _reasoning(writer: _Writer, thinking: Thinking) -> str:
 
 def _plain_text(writer: _Writer) -> str:
     """Return the rule of text in which the parser finds nothing else."""
-    dialect, forms = writer.dialect, writer.dialect.forms
+    dialect = writer.dialect
     spelled = dialect.markers - dialect.tokens - set(dialect.reasoning_markers)  # reasoning is free
-    if forms.before == "TEXT":  # the marker that begins a call ends the text, token or not
-        spelled |= {marker for marker in dialect.markers if (forms.calls[0] + forms.call).startswith(marker)}
     terms = ["ANY"]
     if spelled:
         markers = "|".join(re.escape(marker).replace("/", r"\/") for marker in sorted(spelled))

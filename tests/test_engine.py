@@ -144,8 +144,7 @@ OUT_OF_VOCABULARY = Sampling(logit_bias={9999: 1})
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [replace(endless(3, 5), sampling=OUT_OF_VOCABULARY), replace(endless(3, 5), prompt=[5, 9999])],
+    "asked", [replace(endless(3, 5), sampling=OUT_OF_VOCABULARY), replace(endless(3, 5), prompt=[5, 9999])]
 )
 def test_a_request_that_cannot_be_served(asked: Sequence, tiny_engine: Engine) -> None:
     """worker.py lets none of these through; the engine must outlive them all the same."""

@@ -23,17 +23,7 @@ from event_log import encode_event
 from helpers import laws
 from helpers.laws import deltas, finishes, outputs, texts
 from request import params
-from responses import (
-    ENDINGS,
-    GRAMMAR,
-    KINDS,
-    REASONING_EVENTS,
-    Builder,
-    Event,
-    IllegalEvent,
-    fold,
-    label,
-)
+from responses import ENDINGS, GRAMMAR, KINDS, REASONING_EVENTS, Builder, Event, IllegalEvent, fold, label
 
 BODY = {"model": "m", "input": "hi", "tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}
 ECHO = params.from_responses(BODY, {}).echo

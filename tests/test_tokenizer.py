@@ -170,9 +170,7 @@ def test_other_threads_run_while_a_text_is_encoded() -> None:
 # fmt: on
 
 
-def test_logprobs_ride_on_the_piece_that_completes_their_token(
-    byte_level: Pair,
-) -> None:
+def test_logprobs_ride_on_the_piece_that_completes_their_token(byte_level: Pair) -> None:
     """D11's middle token is complete when its second character is, not when its first is out."""
     ours, _ = byte_level
     a, b, c = (TokenLogprob("\ufffd", -1.0, word) for word in CUT)

@@ -255,9 +255,7 @@ def test_logprobs_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     assert free[2].output_tokens == 200
 
 
-def test_logprobs_that_are_too_many_cut_an_answer_alike_in_any_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_logprobs_that_are_too_many_cut_an_answer_alike_in_any_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose last step held the stop token too ended with "stop", without the tokens between."""
     tokenizer = vocabulary([b"a"])
     token_ids = ids_of(tokenizer, [*[b"a"] * 6, END.encode()])

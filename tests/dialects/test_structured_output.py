@@ -111,11 +111,7 @@ TINY_ONE = Vocabulary(TOKENIZER, GRAMMARS)
 
 
 def fits(
-    answer: str,
-    spec: Must,
-    dialect: Dialect,
-    thinking: Thinking,
-    vocabulary: Vocabulary = TINY_ONE,
+    answer: str, spec: Must, dialect: Dialect, thinking: Thinking, vocabulary: Vocabulary = TINY_ONE
 ) -> bool:
     """Is every token of the answer in the mask before it, and an end behind it?"""
     text = answer_grammar(spec, dialect, vocabulary.tokenizer.added, thinking).lark
@@ -230,10 +226,7 @@ def test_what_is_let_through_is_found(name: str, tokens: bool) -> None:
     dialect, words = vocabulary(name, tokens)
     functions, rng = (("get_weather", CITY), ("plan", TRIP)), random.Random(1)
     schemas = dict(functions)
-    for spec in 3 * (
-        Must("required", functions),
-        Must("auto", functions, schema=PERSON),
-    ):
+    for spec in 3 * (Must("required", functions), Must("auto", functions, schema=PERSON)):
         reader = Parser(dialect, dialect.start, schemas=schemas)
         found = parse(any_answer(spec, dialect, words, rng), reader)
         calls = [item for item in found if item[0] == "call"]
