@@ -267,11 +267,11 @@ class Engine:
             self._constraints[sequence].close()
         self._constraints = constraints
         for sequence, constraint in constraints.items():
-            if sequence.masks is not None:
+            if sequence.mask is not None:
                 continue
             try:
-                sequence.masks = constraint.masks(sequence.output, self._scheduler.drafts(sequence))
-                if sequence.masks is not None and not sequence.masks[0].any():
+                sequence.mask = constraint.mask(sequence.output)
+                if sequence.mask is not None and not sequence.mask.any():
                     raise ValueError("expected a token that may come next, the constraint allows none")
             except Exception as error:
                 log.error("a request failed alone: its constraint gave up: %r", error)

@@ -62,7 +62,7 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 #                   The engine may launch a step before it has read the one before. Then only the device
 #                   knows the newest token, and the span is chained to it (Span.token_ids is None).
 # 6. Masks.         Structured output needs a mask before each choice, and the mask depends on the newest
-#                   token. The engine brings `masks` when they are made. Until then the sequence sits the
+#                   token. The engine brings the `mask` when it is made. Until then the sequence sits the
 #                   steps out, so that the others do not wait. Its prompt is computed meanwhile, except for
 #                   the last row.
 # 7. Drafts.        With speculative decoding a step also computes drafts: tokens that followed when the last
@@ -103,18 +103,18 @@ PreemptedFor = Literal["pages", "turn", ""]  # no page was free; an owner ran no
 class Constraint(Protocol):
     """What makes the masks of one answer: structured output, constrained decoding. The engine calls it."""
 
-    def masks(self, output: list[int], drafts: list[int]) -> list[Mask] | None:
-        """Return which tokens may come after this output, then after each draft, up to one not allowed.
+    def mask(self, output: list[int]) -> Mask | None:
+        """Return which tokens may come after this output.
 
-        None while they are computed: it does not wait. Asked again for the same output, it returns the same.
+        None while that is computed: it does not wait. Asked again for the same output, it returns the same.
         Raises if the constraint cannot be followed further.
         """
 
     def fileno(self) -> int:
-        """Return what becomes readable when the masks have come."""
+        """Return what becomes readable when the mask has come."""
 
     def close(self) -> None:
-        """Give up what it holds. The next call of masks() begins again."""
+        """Give up what it holds. The next call of mask() begins again."""
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Sequence:
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length", "failed"] | None = None  # failed: its logits are not finite numbers
-    masks: list[Mask] | None = None  # for the next token, then after each draft; None: not known yet
+    mask: Mask | None = None  # for the next token of a sequence with a constraint; None: not known yet
 
     slot: int | None = None  # row of the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
@@ -153,19 +153,19 @@ class Sequence:
         return len(self.prompt) + len(self.output)
 
     @property
-    def awaits_masks(self) -> bool:
+    def awaits_mask(self) -> bool:
         """True while its next token cannot be chosen."""
-        return self.constraint is not None and self.masks is None
+        return self.constraint is not None and self.mask is None
 
     @property
     def n_ready(self) -> int:
-        """Known tokens that a step can compute now: not the last one while its masks are missing."""
-        return self.n_tokens - self.n_computed - self.awaits_masks
+        """Known tokens that a step can compute now: not the last one while its mask is missing."""
+        return self.n_tokens - self.n_computed - self.awaits_mask
 
     @property
     def is_held_up(self) -> bool:
-        """True if it can do nothing before its masks come."""
-        return self.awaits_masks and self.n_ready <= 0
+        """True if it can do nothing before its mask comes."""
+        return self.awaits_mask and self.n_ready <= 0
 
     @property
     def is_prefilling(self) -> bool:
@@ -201,18 +201,11 @@ class Sequence:
         return max(0, self.n_tokens // PAGE + 1 - len(self.page_table))
 
     def contexts(self, drafts: list[int]) -> list[Context]:
-        """Return what the next choice depends on, then the choice after each draft.
-
-        The list ends before the first draft that the masks do not allow.
-        """
-        masks: list[Mask] | list[None] = self.masks or [None] * (len(drafts) + 1)
-        contexts: list[Context] = []
-        for n, mask in enumerate(masks[: len(drafts) + 1]):
-            output = self.output
-            if n > 0:
-                output = [*output, *drafts[:n]]
-            contexts.append(Context(self.sampling, self.prompt_array, output, mask, self.n_unread))
-        return contexts
+        """Return what the next choice depends on, then the choice after each draft."""
+        outputs = [self.output, *([*self.output, *drafts[:n]] for n in range(1, len(drafts) + 1))]
+        return [
+            Context(self.sampling, self.prompt_array, output, self.mask, self.n_unread) for output in outputs
+        ]
 
 
 class Scheduled(NamedTuple):
@@ -310,7 +303,7 @@ class Scheduler:
         for number in range(span.start // PAGE, (span.end - n_rejected) // PAGE):  # pages that are now full
             self.pool.register(sequence.page_table[number], sequence.page_hash(number))
         if tokens:
-            sequence.masks = None
+            sequence.mask = None
             if token_ids[-1] in sequence.stop_token_ids:
                 sequence.finish = "stop"
             elif len(sequence.output) == sequence.max_tokens:
@@ -446,15 +439,14 @@ class Scheduler:
                 return None
             span = self._span(sequence, None, 1)
             return Scheduled(sequence, span, sequence.contexts([]), [])
-        if sequence.awaits_masks:
+        if sequence.awaits_mask:
             return None
         n_pages = max(len(sequence.page_table), math.ceil(sequence.n_tokens / PAGE))
         n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
         n_places = (n_pages + n_spare_pages) * PAGE - sequence.n_tokens
-        contexts = sequence.contexts(drafts[:n_places])
-        drafts = drafts[: len(contexts) - 1]
-        span = self._span(sequence, [sequence.output[-1], *drafts], len(contexts))
-        return Scheduled(sequence, span, contexts, drafts)
+        drafts = drafts[:n_places]
+        span = self._span(sequence, [sequence.output[-1], *drafts], len(drafts) + 1)
+        return Scheduled(sequence, span, sequence.contexts(drafts), drafts)
 
     def _ready(self, prefilling: list[Sequence], in_flight: Collection[list[Scheduled]]) -> list[Sequence]:
         """Return those of these sequences that can compute rows of their prompts, in turn.
@@ -513,7 +505,7 @@ class Scheduler:
 
     def drafts(self, sequence: Sequence) -> list[int]:
         """Return what may come after the newest token: no stop token, because nothing comes after that."""
-        if not self._speculate or not sequence.output:
+        if not self._speculate or not sequence.output or sequence.constraint is not None:
             return []
         n = min(sequence.max_drafts, sequence.max_tokens - len(sequence.output) - 1)
         drafts = prompt_lookup(np.concatenate([sequence.prompt_array, sequence.output]), n)

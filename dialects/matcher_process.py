@@ -1,7 +1,7 @@
 """The matcher process: where a grammar is compiled and followed, so that none can hold up or end the server.
 
     python matcher_process.py TOKENIZER SIZE EOS,EOS FD     the root: builds the token trie, then forks
-    fork --what to check and compile--> masks, or an error; then tokens --> masks, until the end of file
+    fork --what to check and compile--> a mask, or an error; then tokens --> a mask, until the end of file
 
 llguidance compiles some small schemas for minutes, such as one with a large multipleOf, and one mask can take
 it 0.2 s. It drops Python's lock meanwhile, but a thread cannot be ended. A process can. The root has the
@@ -27,7 +27,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +35,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILE_S = 0.25  # of a processor. A schema of an agent's tools takes some 10 ms
-MAX_MASK_S = 1.0  # for the masks of one step. The library's own limits end most at 0.2, and all take as much
+MAX_MASK_S = 1.0  # for one mask. The library's own limits end most at 0.2, and all take as much
 MAX_BYTES = 128 * 2**20  # of memory beside the root's. The largest of usual grammars take some 20 MB
 NICENESS = 5  # the engine's threads come first: all clients wait for those
 MAX_ERROR = 300  # characters
@@ -47,7 +47,7 @@ TOO_COSTLY = (
 NO_LIMIT = 0.0  # while it waits
 
 # The first byte of an answer says what it is.
-MASKS, ERROR = b"m", b"e"
+MASK, ERROR = b"m", b"e"
 
 
 class BadPart(Exception):
@@ -79,15 +79,17 @@ def follow(tokens: LLTokenizer, connection: Connection) -> None:
     """Answer for one grammar, in a fork, until the other end is closed."""
     limit_process()
     try:
-        max_compile_s, lark, parts, output, drafts = connection.recv()  # from matchers.Constraint
+        max_compile_s, lark, parts, token_ids = connection.recv()  # from matchers.Constraint
         limit_work(max_compile_s)
         matcher = compiled(tokens, lark, parts)
         while True:
-            mask_bytes = -(-tokens.vocab_size // 8)  # the library's masks are some words longer
-            packed = [mask[:mask_bytes] for mask in masks(matcher, output, drafts)]
+            matcher.consume_tokens(token_ids)
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():
+                raise BadPart(one_line(matcher.get_error()), "")
             limit_work(NO_LIMIT)
-            connection.send_bytes(MASKS + b"".join(packed))
-            output, drafts = connection.recv()
+            connection.send_bytes(MASK + mask)
+            token_ids = connection.recv()
             limit_work(MAX_MASK_S)
     except BadPart as error:
         message, part = error.args
@@ -127,29 +129,6 @@ def compiled(tokens: LLTokenizer, lark: str, parts: Iterable[tuple[str, str]]) -
         if matcher.is_error():
             raise BadPart(one_line(matcher.get_error()), name)
     return matcher
-
-
-def masks(matcher: LLMatcher, token_ids: list[int], drafts: list[int]) -> Iterator[bytes]:
-    """Yield the mask after these tokens, then after each draft, up to one that may not come; a bit a token.
-
-    Raises BadPart if the library gives up.
-    """
-    matcher.consume_tokens(token_ids)
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        raise BadPart(one_line(matcher.get_error()), "")
-    yield mask
-    lookahead = matcher
-    if drafts:
-        lookahead = matcher.deep_copy()
-    for draft in drafts:
-        is_allowed = mask[draft // 8] >> draft % 8 & 1
-        if not is_allowed or not lookahead.consume_token(draft):
-            return
-        mask = lookahead.compute_bitmask()
-        if lookahead.is_error() or not any(mask):  # no failure yet: the draft may not be what is chosen
-            return
-        yield mask
 
 
 def one_line(message: object) -> str:

@@ -1,16 +1,16 @@
 """Matchers: the server's end of the processes that follow grammars, one process for one answer.
 
     AnswerGrammar --Grammars.check()--> nothing, or BadGrammar                 before a request is taken
-    AnswerGrammar --Grammars.constraint()--> Constraint --masks()--> the tokens that may come next
+    AnswerGrammar --Grammars.constraint()--> Constraint --mask()--> the tokens that may come next
 
-A Constraint does not wait: masks() asks the process for what it has not been asked yet, and takes what it
+A Constraint does not wait: mask() asks the process for what it has not been asked yet, and takes what it
 has computed. So the engine computes the other sequences meanwhile, and a costly grammar delays its own answer
 alone.
 
-    masks([], []) -> None          the process starts: it compiles, then makes the mask of the first token
-    masks([], []) -> [mask]        one token is chosen under it
-    masks([17], [5, 9]) -> None    the masks after 17, after 17 5, and after 17 5 9 are not there yet
-    close()                        the process ends, whatever it is doing
+    mask([]) -> None       the process starts: it compiles, then makes the mask of the first token
+    mask([]) -> array      one token is chosen under it
+    mask([17]) -> None     the mask after 17 is not there yet
+    close()                the process ends, whatever it is doing
 
 Authority: https://man7.org/linux/man-pages/man7/unix.7.html (SCM_RIGHTS: sockets sent over sockets).
 
@@ -68,36 +68,35 @@ class Constraint:
         self._order = (max_compile_s, *grammar)
         self._process: Connection | None = None  # to the process that follows it now
         self._n_told = 0  # tokens of the output that the process has been told
-        self._masks: list[Mask] | None = None  # after those tokens; None: not there yet
-        self._deadline = 0.0  # for the masks that it computes
+        self._mask: Mask | None = None  # after those tokens; None: not there yet
+        self._deadline = 0.0  # for the mask that it computes
 
     def fileno(self) -> int:
-        """Return what becomes readable when the masks have come."""
+        """Return what becomes readable when the mask has come."""
         assert self._process is not None
         return self._process.fileno()
 
-    def masks(self, output: list[int], drafts: list[int]) -> list[Mask] | None:
-        """Return which tokens may come after the output, then after each draft up to one that may not come.
+    def mask(self, output: list[int]) -> Mask | None:
+        """Return which tokens may come after the output: the eos tokens once the grammar is satisfied.
 
-        The eos tokens may come once the grammar is satisfied. None: the masks are not computed yet. To ask
-        again for the same output costs nothing. Raises OSError if no process can be started, or none answers;
-        BadGrammar if the grammar cannot be followed any further.
+        None: it is not computed yet. To ask again for the same output costs nothing. Raises OSError if no
+        process can be started, or none answers; BadGrammar if the grammar cannot be followed any further.
         """
         is_new = self._process is None or len(output) > self._n_told
         if self._process is None:
             self._process = self._grammars.start()
-            self._process.send((*self._order, output, drafts))
+            self._process.send((*self._order, output))
         elif is_new:
-            self._process.send((output[self._n_told :], drafts))
+            self._process.send(output[self._n_told :])
         if is_new:
             self._n_told = len(output)
-            self._masks = None
+            self._mask = None
             self._deadline = time.monotonic() + MAX_ANSWER_S
-        if self._masks is None and self._process.poll():
-            self._masks = self._grammars.read(self._process)
-        if self._masks is None and time.monotonic() > self._deadline:
+        if self._mask is None and self._process.poll():
+            self._mask = self._grammars.read(self._process)
+        if self._mask is None and time.monotonic() > self._deadline:
             raise TimeoutError(f"expected an answer within {MAX_ANSWER_S:.0f} s")
-        return self._masks
+        return self._mask
 
     def close(self) -> None:
         if self._process is not None:
@@ -149,7 +148,7 @@ class Grammars:
         """Let a process compile the grammar, wait for its first mask, return what is wrong with it."""
         try:
             with closing(Constraint(self, grammar, MAX_COMPILE_S)) as constraint:
-                while constraint.masks([], []) is None:
+                while constraint.mask([]) is None:
                     wait([constraint.fileno()], MAX_ANSWER_S)
         except OSError as error:  # TimeoutError too
             raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
@@ -173,8 +172,8 @@ class Grammars:
             socket.send_fds(self._root.socket, [b"\0"], [theirs.fileno()])
         return ours
 
-    def read(self, process: Connection) -> list[Mask]:
-        """Return the masks that have come, or come now; raises BadGrammar."""
+    def read(self, process: Connection) -> Mask:
+        """Return the mask that has come, or comes now; raises BadGrammar."""
         try:
             answer = process.recv_bytes()
         except (EOFError, OSError) as error:
@@ -183,10 +182,8 @@ class Grammars:
             raise BadGrammar(TOO_COSTLY) from error
         if answer.startswith(ERROR):
             raise BadGrammar(*json.loads(answer[1:]))
-        mask_bytes = -(-self._vocab_size // 8)
-        packed = np.frombuffer(answer, np.uint8, offset=1).reshape(-1, mask_bytes)
-        bits = np.unpackbits(packed, axis=1, count=self._vocab_size, bitorder="little")
-        return list(bits.view(np.bool_))
+        packed = np.frombuffer(answer, np.uint8, offset=1)
+        return np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def close(self) -> None:
         self._root.close()

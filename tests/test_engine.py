@@ -159,7 +159,7 @@ class NeverReady:
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
 
-    def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
+    def mask(self, output: list[int]) -> NDArray[np.bool_] | None:
         return None
 
     def fileno(self) -> int:
@@ -178,13 +178,13 @@ class Allows:
         self._n_tokens = n_tokens
         self.is_followed = False  # it holds something
 
-    def masks(self, output: list[int], drafts: list[int]) -> list[NDArray[np.bool_]] | None:
+    def mask(self, output: list[int]) -> NDArray[np.bool_] | None:
         self.is_followed = True
         if len(output) == self._n_tokens:
             raise ValueError("a fault made on purpose")
         mask = np.zeros(tiny().config.vocab_size, np.bool_)
         mask[self._token_ids] = True
-        return [mask]
+        return mask
 
     def fileno(self) -> int:
         raise NotImplementedError

@@ -169,7 +169,7 @@ CAPS = {
     "benches":     8_000,
     "checkpoint":  9_910,
     "devices":    17_870,
-    "dialects":    9_030,
+    "dialects":    8_800,
     "gateway":    11_270,
     "request":    15_000,
     "service":    10_700,

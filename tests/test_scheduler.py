@@ -6,7 +6,6 @@ device whose KV cache holds, in place of keys and values, the text that they bel
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,8 +68,8 @@ def step(of: Scheduler, *token_ids: int) -> list[Row]:
 
 def bring_masks(to: Scheduler) -> None:
     for one in to.running:
-        if one.constraint is not None and one.masks is None:
-            one.masks = one.constraint.masks(one.output, to.drafts(one))
+        if one.constraint is not None and one.mask is None:
+            one.mask = one.constraint.mask(one.output)
 
 
 def n_used_pages(of: Scheduler) -> int:
@@ -416,17 +415,12 @@ class Only:
         self.token_ids = token_ids
         self.is_late = False
 
-    def masks(self, output: list[int], drafts: list[int]) -> Any:
+    def mask(self, output: list[int]) -> Any:
         if self.is_late:
             return None
-        masks: list[Any] = []
-        for token_id, draft in zip_longest(self.token_ids[len(output) :], drafts):
-            mask = np.zeros(VOCAB_SIZE, bool)
-            mask[token_id] = True
-            masks.append(mask)
-            if draft != token_id:
-                break
-        return masks
+        mask = np.zeros(VOCAB_SIZE, bool)
+        mask[self.token_ids[len(output)]] = True
+        return mask
 
     def fileno(self) -> int:
         raise NotImplementedError

@@ -78,7 +78,7 @@ def test_computing_is_limited_by_the_system(grammars: Grammars) -> None:
     for max_s in (0.01, 60.0):
         outcome = pytest.raises(BadGrammar) if max_s < 1 else nullcontext()
         with closing(Constraint(grammars, grammar, max_s)) as constraint, outcome:
-            until(lambda: constraint.masks([], []) is not None, "the first mask has come")
+            until(lambda: constraint.mask([]) is not None, "the first mask has come")
 
 
 def test_memory_is_limited_by_the_system(grammars: Grammars) -> None:
@@ -98,7 +98,7 @@ def test_a_process_ends_with_its_connection(grammars: Grammars) -> None:
     """While it waits, and after what it computes."""
     for schema in ({"type": "integer"}, costly(99_991)):
         constraint = Constraint(grammars, of(schema), MAX_COMPILE_S)
-        constraint.masks([], [])
+        constraint.mask([])
         until(lambda: forks(grammars) != [], "it has begun")
         constraint.close()
         until(lambda: forks(grammars) == [], "the process has ended")
@@ -126,28 +126,28 @@ def test_a_process_that_is_stopped_holds_no_place_in_the_batch(
 ) -> None:
     """Bug: a sequence waited for its mask for ever."""
     with closing(grammars.constraint(of({"const": 1}))) as constraint:
-        until(lambda: constraint.masks([], []) is not None, "the first mask has come")
+        until(lambda: constraint.mask([]) is not None, "the first mask has come")
         (pid,) = forks(grammars)
         os.kill(pid, signal.SIGSTOP)
         monkeypatch.setattr(matchers, "MAX_ANSWER_S", 0.05)
-        assert constraint.masks([1], []) is None
+        assert constraint.mask([1]) is None
         time.sleep(0.1)
         with pytest.raises(TimeoutError, match="expected an answer within"):
-            constraint.masks([1], [])
+            constraint.mask([1])
     os.kill(pid, signal.SIGKILL)
     until(lambda: forks(grammars) == [], "the process has ended")
 
 
-def test_masks_may_be_asked_for_again(grammars: Grammars) -> None:
-    """Bug: masks() gave them away once. Who asked again, because it had not looked, waited for ever."""
+def test_a_mask_may_be_asked_for_again(grammars: Grammars) -> None:
+    """Bug: a mask was given away once. Who asked again, because it had not looked, waited for ever."""
     with closing(grammars.constraint(of({"const": 1}))) as constraint:
-        until(lambda: constraint.masks([], []) is not None, "the first mask has come")
-        first = constraint.masks([], [])
+        until(lambda: constraint.mask([]) is not None, "the first mask has come")
+        first = constraint.mask([])
         assert first is not None
-        assert constraint.masks([], []) is first
-        (token_id,) = first[0].nonzero()[0].tolist()
-        until(lambda: constraint.masks([token_id], []) is not None, "the next mask has come")
-        assert constraint.masks([token_id], []) is not first
+        assert constraint.mask([]) is first
+        (token_id,) = first.nonzero()[0].tolist()
+        until(lambda: constraint.mask([token_id]) is not None, "the next mask has come")
+        assert constraint.mask([token_id]) is not first
 
 
 def test_what_was_checked_is_remembered(grammars: Grammars) -> None:

@@ -21,16 +21,15 @@ class Followed:
         self._constraint = grammars.constraint(AnswerGrammar(lark))
         self._output: list[int] = []
         self._mask: NDArray[np.bool_] | None = None
-        self._constraint.masks([], [])  # asks for the first
+        self._constraint.mask([])  # asks for the first
 
     def mask(self) -> NDArray[np.bool_]:
         if self._mask is None:
-            masks = self._constraint.masks(self._output, [])
-            if masks is None:
-                assert select.select([self._constraint], [], [], PATIENCE_S)[0], "the masks have not come"
-                masks = self._constraint.masks(self._output, [])
-            assert masks
-            self._mask = masks[0]
+            self._mask = self._constraint.mask(self._output)
+        if self._mask is None:
+            assert select.select([self._constraint], [], [], PATIENCE_S)[0], "the mask has not come"
+            self._mask = self._constraint.mask(self._output)
+            assert self._mask is not None
         return self._mask
 
     def advance(self, token_id: int) -> None:
