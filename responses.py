@@ -18,8 +18,8 @@ Rules of this file:
 4. `Builder._close` alone closes an item: for the next one, the end, a length stop, a failure, a cancel.
 5. An event shares nothing with the builder: what happens later cannot change it.
 6. No event has its `sequence_number` yet: it is given when the event enters the log (event_log.py).
-7. What several events repeat is encoded once (sse.Encoded): logprobs, and what is echoed of the request. So
-   the events that close an item cost the copying of their bytes, whatever the item holds.
+7. What several events repeat and may be large is encoded once (sse.Encoded): logprobs, and what is echoed of
+   the request. So the events that close an item cost the copying of their bytes, whatever the item holds.
 
 Not here: time and randomness (arguments), frames (sse.py), what the request may say (request/params.py).
 """
@@ -31,9 +31,11 @@ from typing import Any, NamedTuple
 import sse
 from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
 
-Event = dict[str, Any]  # as on the wire, without its sequence_number; what is repeated is Encoded
+Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
 
 EncodedLogprob = tuple[sse.Encoded, sse.Encoded]  # as events have it, and as content parts have it
+
+SMALL = 1000  # characters, of a text or of JSON: a shorter member of a response is quickly encoded again
 
 
 class IllegalEvent(RuntimeError):
@@ -267,7 +269,7 @@ class Builder:
         self.state = "start"
         self.output: list[dict[str, Any]] = []  # closed items
         self._item: _Item | None = None  # the open one
-        self._head = {name: sse.encoded(value) for name, value in head.items()}
+        self._head = {name: _encoded_if_large(value) for name, value in head.items()}
         self._new_id = new_id
         self._seal = seal
         reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
@@ -418,6 +420,11 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.input_tokens + usage.output_tokens,
     }
+
+
+def _encoded_if_large(value: Any) -> Any:
+    json_text = sse.dumps(value)
+    return sse.Encoded(json_text) if len(json_text) > SMALL else value
 
 
 def _logprob(p: TokenLogprob) -> EncodedLogprob:
