@@ -18,10 +18,8 @@ import service.steps
 import sse
 from helpers.engines import Watch, alone, endless, play, started
 from helpers.serving import Json, Server, http_chunks, serve
-from model import PAGE
 from service.steps import Steps
 
-BEGINNING = "You are a librarian who loves owls and answers in short sentences. " * 8
 SECRET = "Where did Ada hide the silver key?"
 
 
@@ -87,19 +85,6 @@ def test_the_tokens_of_the_steps_are_those_of_the_response(server: Server) -> No
     assert shares[-1]["ended"] == "stop"
 
 
-def test_pages_of_the_same_beginning_are_shared(server: Server) -> None:
-    """The second prompt begins as the first: its pages are not computed again."""
-    first_id, first = ask(server, BEGINNING + "Who are you?", max_output_tokens=9)
-    second_id, second = ask(server, BEGINNING + "What do you read?", max_output_tokens=9)
-    shares = seen(server, second_id)
-    n_cached = second["usage"]["input_tokens_details"]["cached_tokens"]
-    assert first["usage"]["input_tokens_details"]["cached_tokens"] < n_cached
-    assert shares[0]["start"] == n_cached
-    n_shared = n_cached // PAGE
-    assert shares[0]["page_table"][:n_shared] == seen(server, first_id)[-2]["page_table"][:n_shared]
-    assert shares[-1]["page_table"] == []
-
-
 def test_drafts_are_seen_as_they_are_counted(server: Server) -> None:
     with events_of(server) as events:
         request_id, _ = ask(server, "yes no yes no yes no", max_output_tokens=150, ignore_eos=True)
@@ -108,19 +93,6 @@ def test_drafts_are_seen_as_they_are_counted(server: Server) -> None:
     health = server.health()
     assert sum(share.get("n_drafts", 0) for share in shares) == health["drafted"] > 0
     assert sum(max(0, share["n_tokens"] - 1) for share in shares) == health["accepted"]
-
-
-def test_logprobs_are_there_where_they_were_asked_for(server: Server) -> None:
-    asked: Json = {"top_logprobs": 10, "include": ["message.output_text.logprobs"]}
-    request_id, _ = ask(server, "Say OK", **asked)
-    for share in seen(server, request_id):
-        for token in share["tokens"]:
-            assert len(token["top"]) == 10
-            assert token["top"][0]["logprob"] == token["logprob"]  # at temperature 0
-    request_id, _ = ask(server, "Say OK")
-    assert all(
-        token.keys() == {"id", "text"} for share in seen(server, request_id) for token in share["tokens"]
-    )
 
 
 # --- who may see it, and who is late or slow ----------------------------------------------------------------

@@ -133,60 +133,6 @@ def test_a_response_is_built_before_our_eyes(page: "Page", server: Server) -> No
     assert [c for i, c in enumerate(channels) if c != channels[i - 1]] == ["reasoning", "text", "response"]
 
 
-def test_a_turn_over_a_websocket(page: "Page", server: Server) -> None:
-    """The events are those of HTTP, and a response that is not stored can be continued."""
-    send(page, STORY, more='{"temperature": 0, "store": false}')
-    said(page, "completed")
-    types = page.locator("#events .type").all_inner_texts()
-    assert facts(page)["Over"] == "HTTP"
-    page.get_by_label("Over").select_option("WebSocket")
-    send(page, STORY, more='{"temperature": 0, "store": false}')
-    said(page, "completed")
-    assert facts(page)["Over"] == "WebSocket"
-    assert page.locator("#events .type").all_inner_texts() == types
-    assert facts(page)["Fold of the events"] == "is the final response"
-    page.get_by_label("Continue the last response").check()
-    send(page, "Who are you?", more='{"store": false}')
-    said(page, "completed")
-    assert "/v1/responses: 101" not in server.log()  # it is the same connection
-
-
-def test_an_event_shows_the_response_as_it_was_then(page: "Page") -> None:
-    send(page, STORY)
-    said(page, "completed")
-    whole = page.locator("#output .said").last.inner_text()
-    rows = page.locator("#events button")
-    pieces = rows.locator(".piece").all_inner_texts()
-    texts = [i for i, row in enumerate(rows.all_inner_texts()) if "output_text.delta" in row]
-    rows.nth(texts[4]).click()
-    assert page.locator("#output .said").last.inner_text() == "".join(
-        json.loads(pieces[i]) for i in texts[:5]
-    )
-    assert page.locator("#status").inner_text() == "in_progress"
-    assert json.loads(page.locator("#shown").inner_text())["sequence_number"] == texts[4]
-    page.keyboard.press("Home")  # the keyboard goes the same ways
-    assert page.locator("#output article").count() == 0
-    page.keyboard.press("ArrowDown")
-    assert page.locator("#title").inner_text() == "As of event 1"
-    page.keyboard.press("Escape")
-    assert page.locator("#output .said").last.inner_text() == whole
-
-
-def test_the_class_plays_the_tool(page: "Page") -> None:
-    page.locator("#options summary").click()
-    page.get_by_role("button", name="Insert an example").click()
-    assert page.locator("#choice option").all_inner_texts() == ["auto", "none", "required", "get_weather"]
-    page.get_by_label("Tool choice").select_option("get_weather")
-    page.get_by_role("button", name="Send").click()
-    said(page, "completed")
-    assert page.locator("article[data-channel=call] .said").inner_text().startswith('get_weather({"city"')
-    page.get_by_label("Tool choice").select_option("none")
-    page.get_by_label("Answer of get_weather").fill('{"temperature": 21, "condition": "sunny"}')
-    page.get_by_role("button", name="Answer the call").click()
-    page.locator("article[data-channel=text]").wait_for()
-    assert "completed" in said(page, "events in")
-
-
 # --- pause, resume, cancel ----------------------------------------------------------------------------------
 
 
