@@ -77,7 +77,7 @@ def main() -> int:
         args.secret = [*options.secrets(args, "secret"), secrets.token_hex()]
         if args.upstream:
             upstreams = Upstreams(args.upstream, options.upstream_keys(args), options.timeouts(args))
-            remote = RemoteWorker(upstreams, options.prices(args))
+            remote = RemoteWorker(upstreams, args.price)
         listener = bind(args.host, args.port)
         retention = Retention(args.store_max_responses, args.store_max_bytes)
         store = Store(args.store, retention)

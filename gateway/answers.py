@@ -14,7 +14,8 @@ relay-*.toml, with a link to the server that does so:
     an error as `error: {...}`, `event: error`, a bare line of        the error that ends the answer
       JSON, a `message` or `detail` without choices, with status 200
     data that is empty or null, comments, other fields                nothing
-    a last event without its blank line                               the event; half of one is an error
+    a last event without its blank line                               the event; half of one is an error,
+                                                                      unless every choice has finished
     [DONE] after each of several choices                              the end of those that have finished
     nothing after the finish_reason, not even the end                 the end (upstreams.py waits for seconds)
     an end without a finish_reason, or without [DONE]                 whole, if one of them came
@@ -36,19 +37,21 @@ Authority: https://platform.openai.com/docs/api-reference/chat-streaming.
 Rules of this file:
 1. Chunks add up: the strings of a delta are appended, and the fragments of a call have its index.
 2. A chunk is put right in place: what is right stays as it is, and so do members that are not known here.
-3. A name begins a call. A fragment without a name continues the newest call of its index, whatever its id.
+3. A fragment continues the newest call of its index, or begins another one if it has a name and another id.
+   Without an index a name begins a call, and what has no name continues the newest one.
 4. A call can be run if its arguments are a JSON object; the input of a custom tool is any text. An answer
-   with a call that cannot be run ends with "length" if it was cut, else with an error that names the call.
+   with a call that cannot be run ends with an error that names the call, unless its finish_reason says that
+   it was cut.
 5. Nothing is read after an error, or after [DONE]. What cannot be read is an error too: text may be lost.
 6. Usage is taken out of every chunk and counted. It leaves once, in the last chunk, if it was asked for.
-7. What is kept is bounded: an event, an object, the names, ids and arguments of calls.
+7. What is kept is bounded: the bytes of an event, of an object and of the answer, and what is kept of calls.
 """
 
 import json
-import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import sse
@@ -62,14 +65,10 @@ from request.refusals import error_body, shown
 # longest events have the whole arguments of a call, the longest objects the logprobs of a whole answer.
 MAX_EVENT_BYTES = 2**19
 MAX_OBJECT_BYTES = 2**22
-# 128k tokens, each with its logprob and twenty others', are 256 MB. An answer that is kept as a whole has a
-# lower limit: 128k tokens are 32 MB.
-MAX_ANSWER_BYTES = 256 * 2**20
-MAX_KEPT_BYTES = 48 * 2**20
+MAX_ANSWER_BYTES = 48 * 2**20  # 128k tokens are 32 MB
 MAX_CALL_CHARACTERS = 2**21  # names, ids and arguments of all calls of a choice
 CALL_CHARACTERS = 2**10  # what a call counts for by itself
 MAX_BLANKS = 1024  # characters of blank text that are held until text follows
-MAX_MESSAGE = 4096  # characters of an error
 
 # fmt: off
 #  finish_reason           OpenAI's          any other, such as "abort", is a failure; in any case
@@ -79,17 +78,14 @@ FINISH_REASONS = {
     "length":              "length",
     "content_filter":      "content_filter",
     "tool_calls":          "tool_calls",
-    "function_call":       "function_call",
+    "function_call":       "stop",            # a function is no tool
     "tool_call":           "tool_calls",
     "eos":                 "stop",            # https://github.com/openai/openai-dotnet/pull/267
-    "eos_token":           "stop",            # TGI
-    "stop_sequence":       "stop",            # TGI, Anthropic
     "end_turn":            "stop",            # https://github.com/vercel/modelfusion/pull/343
     "tool_use":            "tool_calls",      # Anthropic
     "max_tokens":          "length",          # Anthropic
     "model_length":        "length",          # Mistral
 }
-PAYLOADS = dict(CALL_MEMBERS.values())  # type of a call -> member that holds its arguments or input
 CUT = ("length", "content_filter")  # these end an answer before it is complete
 
 #  channel       members of a delta that hold its text; both names of the reasoning hold the same
@@ -116,7 +112,6 @@ class Asked(NamedTuple):
     # https://platform.openai.com/docs/guides/function-calling
     named_call: bool = False
     shows_usage: bool = False
-    max_bytes: int = MAX_ANSWER_BYTES
     new_id: Callable[[str], str] = ids.new_id  # draws an id, with this prefix, for a call without one
 
 
@@ -132,13 +127,55 @@ SILENT = ("", "null")
 SPACES = bytes.maketrans(b"\r\n", b"  ")
 
 
-class LenientParser(sse.Parser):
-    """Reads the errors that some servers write without "data:", bare or in a field of that name.
+class Documents(sse.Parser):
+    """Cuts an answer into its documents: the JSON object of each event, None for [DONE].
 
-    https://github.com/Atomic-Germ/OpenFlowLM-Next/issues/64 https://github.com/ggml-org/llama.cpp/pull/16109
+    An answer that is one JSON object is read as an event of one line, with [DONE] after it. read() and end()
+    raise Unreadable or sse.EventTooLarge.
     """
 
+    def __init__(self, content_type: str) -> None:
+        super().__init__(MAX_EVENT_BYTES)
+        self._is_stream: bool | None = None  # None: its first byte will tell
+        if content_type.lower().startswith("text/event-stream"):
+            self._is_stream = True
+        self._beginning = b""  # perhaps a part of a BOM
+
+    def read(self, data: bytes) -> Iterator[Chunk | None]:
+        if self._is_stream is None:
+            self._beginning = data = (self._beginning + data).lstrip().removeprefix(sse.BOM).lstrip()
+            if sse.BOM.startswith(data):
+                return
+            self._is_stream = data[0] in SSE_STARTS
+            if not self._is_stream:
+                self.max_event_bytes = MAX_OBJECT_BYTES
+                data = b"data:" + data
+        if not self._is_stream:
+            data = data.translate(SPACES)  # JSON has no line end inside a string
+        for event in self.feed(data):
+            text = event.data.strip()
+            if text == "[DONE]":
+                yield None
+            elif text not in SILENT:
+                value = document(text)
+                if event.type == "error" and not value.get("error"):
+                    value = {"error": value}
+                yield value
+
+    def end(self) -> Iterator[Chunk | None]:
+        """End the answer, whose last event may lack the blank line."""
+        is_object = self._is_stream is False
+        self._is_stream = True
+        yield from self.read(b"\n\n")
+        if is_object:
+            yield None
+
     def _process_field(self, name: str, value: str) -> None:
+        """Read the errors that some servers write without "data:", bare or in a field of that name.
+
+        https://github.com/Atomic-Germ/OpenFlowLM-Next/issues/64
+        https://github.com/ggml-org/llama.cpp/pull/16109
+        """
         if name.startswith("{"):
             self.data.append(f"{name}:{value}")
         elif name == "error":
@@ -147,56 +184,7 @@ class LenientParser(sse.Parser):
             super()._process_field(name, value)
 
 
-class Frames:
-    """Cuts an answer into its documents: the JSON object of each event, None for [DONE].
-
-    An answer that is one JSON object is read as an event of one line, with [DONE] after it. feed() and
-    close() raise Unreadable or sse.EventTooLarge.
-    """
-
-    def __init__(self, content_type: str) -> None:
-        self.is_stream: bool | None = None  # None: its first byte will tell
-        if content_type.lower().startswith("text/event-stream"):
-            self.is_stream = True
-        self._parser = LenientParser(MAX_EVENT_BYTES)
-        self._beginning = b""  # perhaps a part of a BOM
-
-    def feed(self, data: bytes) -> Iterator[Chunk | None]:
-        if self.is_stream is None:
-            self._beginning = data = (self._beginning + data).lstrip().removeprefix(sse.BOM).lstrip()
-            if sse.BOM.startswith(data):
-                return
-            self.is_stream = data[0] in SSE_STARTS
-            if not self.is_stream:
-                self._parser.max_event_bytes = MAX_OBJECT_BYTES
-                data = b"data:" + data
-        if not self.is_stream:
-            data = data.translate(SPACES)  # JSON has no line end inside a string
-        yield from self._documents(data)
-
-    def close(self, is_finished: bool) -> Iterator[Chunk | None]:
-        """End the answer. Its last event may lack the blank line; half an event after the end is no loss."""
-        try:
-            yield from self._documents(b"\n\n")
-        except Unreadable:
-            if not is_finished:
-                raise
-        if self.is_stream is False:
-            yield None
-
-    def _documents(self, data: bytes) -> Iterator[Chunk | None]:
-        for event in self._parser.feed(data):
-            text = event.data.strip()
-            if text == "[DONE]":
-                yield None
-            elif text not in SILENT or not self.is_stream:
-                value = document(text)
-                if event.type == "error" and not value.get("error"):
-                    value = {"error": value}
-                yield value
-
-
-def document(text: str) -> Chunk:
+def document(text: str | bytes) -> Chunk:
     """Return the JSON object that a text is, half a surrogate pair in it as U+FFFD; raises Unreadable."""
     try:
         value = sse.loads(text, "replace")
@@ -205,13 +193,6 @@ def document(text: str) -> Chunk:
     if not isinstance(value, dict):
         raise Unreadable(f"expected a JSON object, got {shown(text)}")
     return value
-
-
-def object_in(body: bytes) -> Chunk:
-    """Return the JSON object that a body is, {} for any other body."""
-    with suppress(Unreadable):
-        return document(body.decode("utf-8-sig", "replace"))
-    return {}
 
 
 # --- values -------------------------------------------------------------------------------------------------
@@ -231,15 +212,13 @@ def error_of(document: Chunk) -> Chunk | None:
         error = document if "message" in document else document.get("detail")
     if not error:
         return None
-    if fields := objects(error):  # FastAPI's, of which the first is told: {"loc": [...], "msg": "..."}
-        error = {"message": fields[0].get("msg")}
     if not isinstance(error, dict):
         error = {"message": error}
     message = error.get("message") or error.get("detail") or error
     if not isinstance(message, str):
         message = shown(message)
     members = {name: error[name] for name in ("type", "param", "code") if name in error}
-    return {"message": message[:MAX_MESSAGE]} | members
+    return {"message": message} | members
 
 
 def text_of(value: Any) -> str:
@@ -254,40 +233,7 @@ def text_of(value: Any) -> str:
     return value or ""
 
 
-# --- calls --------------------------------------------------------------------------------------------------
-
-
-class Nesting:
-    r"""Follows the brackets of a JSON object that comes in fragments, in linear time: is it whole yet?
-
-    fragment                 {"a": "}\\      "]", "b": [     1]}
-    in front of it                          "\\
-    without its strings      {: "\\          ]", ...
-    """
-
-    # A string that the fragment does not close leaves its quote, and a backslash whose character is to come.
-    STRING = re.compile(
-        r"""
-        "[^"\\]*+(?:\\.[^"\\]*+)*+" | (")[^"\\]*+(?:\\.[^"\\]*+)*+(\\?)\Z
-        """,
-        re.DOTALL | re.VERBOSE,
-    )
-
-    def __init__(self) -> None:
-        self._first_character = ""
-        self._depth = 0
-        self._open_string = ""  # stands in front of the next fragment
-
-    def feed(self, fragment: str) -> None:
-        self._first_character = self._first_character or fragment.lstrip()[:1]
-        without_strings = self.STRING.sub(r"\1\2", self._open_string + fragment)
-        brackets, quote, backslash = without_strings.partition('"')
-        self._open_string = quote + backslash
-        self._depth += brackets.count("{") + brackets.count("[") - brackets.count("}") - brackets.count("]")
-
-    @property
-    def is_whole(self) -> bool:
-        return self._first_character == "{" and self._depth == 0
+# --- one choice ---------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -299,33 +245,10 @@ class ToolCall:
     id: str  # the server's; "": it has given none
     name: str = ""
     fragments: list[str] = field(default_factory=list)  # of its arguments
-    nesting: Nesting = field(default_factory=Nesting)
-    is_open: bool = False  # a part of it has left
 
-    def add(self, arguments: str) -> None:
-        if arguments:
-            self.fragments.append(arguments)
-            self.nesting.feed(arguments)
-
-    def begins_again(self, id_: str, name: str, arguments: str) -> bool:
-        """Return whether a fragment with its index is the first of another call.
-
-        Some servers give all calls one index, some give no ids, and some change a call's id as it grows:
-        https://github.com/poolsideai/pool/issues/9
-        """
-        if not name:
-            return False
-        if id_ and self.id:
-            return id_ != self.id
-        is_repeated = name == self.name and not arguments
-        return self.nesting.is_whole and not is_repeated
-
-    def can_be_run(self) -> bool:
-        """Return whether rule 4 holds."""
-        return self.type == "custom" or is_object("".join(self.fragments))
-
-
-# --- one choice ---------------------------------------------------------------------------------------------
+    def has_object(self) -> bool:
+        """Return whether its arguments are a JSON object, and so are whole."""
+        return is_object("".join(self.fragments))
 
 
 class Choice:
@@ -333,13 +256,12 @@ class Choice:
 
     def __init__(self, asked: Asked) -> None:
         self.calls: list[ToolCall] = []  # by our index, those that are not wanted too
-        self.has_said = False  # text, reasoning or a call has left
+        self.has_said = False  # text, reasoning, a call or the end has left
         self.is_finished = False  # a finish_reason came, or a whole message: nothing more is read
         self.failure = ""  # why the answer ends with an error
         self._asked = asked
         self._has_role = False
-        self._newest: ToolCall | None = None
-        self._by_index: dict[int, ToolCall] = {}  # the newest call of each index of the server's
+        self._newest: dict[int | None, ToolCall] = {}  # by the server's index; None: the newest of all
         self._n_characters = 0  # of calls
         self._open: Channel | None = None  # the channel that has left last; None: a call, or nothing
         self._blank: tuple[Channel, str] = ("final", "")  # the text that is held
@@ -347,21 +269,18 @@ class Choice:
     def read(self, choice: Chunk, is_end: bool = False) -> None:
         """Put right what a chunk says; `is_end` if nothing more can come."""
         delta = choice.get("delta")
-        if not isinstance(delta, dict):
-            delta = {}
         message = choice.pop("message", None)
-        if isinstance(message, dict) and not delta and not self.has_said:
+        if not (delta or self.has_said):
             # After deltas it repeats them: https://github.com/abundantbeing/hermes-browser-extension/issues/11
             delta = message
-            is_end = "delta" not in choice
+        if not isinstance(delta, dict):
+            delta = {}
         choice["delta"] = delta
         self._delta(delta)
-        if "logprobs" in choice and not isinstance(choice["logprobs"], dict):
-            choice["logprobs"] = None
         reason = choice.get("finish_reason") or ""  # "" is none: https://github.com/ollama/ollama/issues/4357
         if reason or is_end:
-            self.is_finished = True
             choice["finish_reason"] = self._end(str(reason), delta)
+            self.is_finished = self.has_said = True
         elif "finish_reason" in choice:
             choice["finish_reason"] = None
 
@@ -376,25 +295,20 @@ class Choice:
             return None
         channel, blank = self._blank
         if blank and not self.has_said:
-            self._begin(channel)
             delta |= dict.fromkeys(TEXTS[channel], blank)
         if ours in CUT:  # nothing is made up for a call that was cut
             return ours
-        for call in filter(self._is_wanted, self.calls):
+        for call in self.calls[: 1 if self._asked.one_call else None]:
             if not call.name:
                 self.failure = "The answer cannot be used: a call came without a name."
             elif not call.fragments and call.type == "function":
-                call.add("{}")
+                call.fragments.append("{}")
                 fragment = {"index": call.index, "function": {"arguments": "{}"}}
                 delta["tool_calls"] = [*delta.get("tool_calls", []), fragment]
-            elif not call.can_be_run():
-                if not reason:
-                    return "length"
+            elif call.type == "function" and not call.has_object():
                 self.failure = f"The arguments of the call of '{call.name}' are not a JSON object."
             if self.failure:
                 return None
-        if ours not in ("stop", "tool_calls"):
-            return ours
         return "tool_calls" if self.calls and not self._asked.named_call else "stop"
 
     # --- text -----------------------------------------------------------------------------------------------
@@ -438,8 +352,7 @@ class Choice:
 
     def _call_fragment(self, fragment: Chunk) -> bool:
         """Put a fragment of a call right; return whether the call is wanted."""
-        type_ = "custom" if fragment.get("custom") else "function"  # some servers write "custom": null
-        member = PAYLOADS[type_]
+        type_, member = CALL_MEMBERS[bool(fragment.get("custom"))]  # some servers write "custom": null
         said = fragment.get(type_)
         if not isinstance(said, dict):
             said = {}
@@ -447,47 +360,41 @@ class Choice:
         arguments = said.get(member) or ""
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        call = self._call_of(fragment, type_, name, arguments)
-        if said and type_ != call.type:
-            raise Unreadable(f"a call that began as {call.type} goes on as {type_}")
+        n_calls = len(self.calls)
+        call = self._call_of(fragment, type_, name)
         piece = name.removeprefix(call.name)  # https://github.com/continuedev/continue/pull/5849
         call.name += piece
-        call.add(arguments)
+        if arguments:
+            call.fragments.append(arguments)
         self._n_characters += len(piece) + len(arguments)
         if self._n_characters > MAX_CALL_CHARACTERS:
             raise Unreadable(f"expected at most {MAX_CALL_CHARACTERS} characters of calls")
-        fragment |= {"index": call.index, call.type: said | {"name": piece, member: arguments}}
-        if not call.is_open:
+        fragment |= {"index": call.index, type_: said | {"name": piece, member: arguments}}
+        if len(self.calls) > n_calls:
             fragment |= {"id": call.id or self._asked.new_id("call"), "type": type_}
-            call.is_open = True
         else:
             fragment.pop("id", None)
             if not piece:
-                del fragment[call.type]["name"]
-        if not self._is_wanted(call):
-            return False
+                del fragment[type_]["name"]
         self._begin(None)
-        return True
-
-    def _is_wanted(self, call: ToolCall) -> bool:
         return call.index == 0 or not self._asked.one_call
 
-    def _call_of(self, fragment: Chunk, type_: str, name: str, arguments: str) -> ToolCall:
-        """Return the call that a fragment belongs to, a new one if it begins one."""
-        index = fragment.get("index")
+    def _call_of(self, fragment: Chunk, type_: str, name: str) -> ToolCall:
+        """Return the call that a fragment belongs to, a new one if it begins one: rule 3."""
         id_ = str(fragment.get("id") or "")
-        call = self._newest
-        if type(index) is int:
-            call = self._by_index.get(index)
-        elif name:  # https://github.com/ollama/ollama/issues/7881
-            call = next((call for call in self.calls if id_ and call.id == id_), None)
-        if call is None or call.begins_again(id_, name, arguments):
+        index = fragment.get("index")
+        if type(index) is not int:  # https://github.com/ollama/ollama/issues/7881
+            index = None
+        call = self._newest.get(index)
+        is_another = index is None
+        if call and call.id and id_:
+            is_another = id_ != call.id
+        # Without a name the id may change: https://github.com/poolsideai/pool/issues/9
+        if call is None or (name and is_another):
             call = ToolCall(len(self.calls), type_, id_)
             self.calls.append(call)
             self._n_characters += CALL_CHARACTERS + len(id_)
-        if type(index) is int:
-            self._by_index[index] = call
-        self._newest = call
+        self._newest |= {index: call, None: call}
         return call
 
 
@@ -498,49 +405,46 @@ class Answer:
     """Reads an answer; `meter` counts its usage."""
 
     def __init__(self, content_type: str = "", meter: Meter | None = None, asked: Asked = ONE_CHOICE) -> None:
-        self.frames = Frames(content_type)
         self.meter = meter or Meter()
-        self.choices: dict[int, Choice] = {}  # those that have begun
+        self.choices = defaultdict[int, Choice](partial(Choice, asked))  # those that have begun
         self.is_over = False  # an error came, or [DONE]: nothing more is read
         self.failed = False  # an error has left
-        self.n_bytes = 0
+        self._documents = Documents(content_type)
         self._asked = asked
+        self._n_bytes = 0
+        self._n_finished = 0  # choices
         self._head: Chunk = {}
         self._usage_chunk: Chunk = {}  # the newest
 
     @property
     def has_said(self) -> bool:
         """Whether text, reasoning or a call has come, or the end of a choice."""
-        return any(choice.has_said or choice.is_finished for choice in self.choices.values())
+        return any(choice.has_said for choice in self.choices.values())
 
     @property
     def is_finished(self) -> bool:
         """Whether every choice has its finish_reason: usage may follow, and [DONE], and nothing else."""
-        return self._n_finished() == self._asked.n
-
-    def _n_finished(self) -> int:
-        return sum(choice.is_finished for choice in self.choices.values())
+        return self._n_finished == self._asked.n
 
     def feed(self, data: bytes) -> list[Chunk]:
-        self.n_bytes += len(data)
-        if self.n_bytes > self._asked.max_bytes:
-            return self.fail(f"The answer cannot be used: it is longer than {self._asked.max_bytes} bytes.")
-        return self._read(self.frames.feed(data))
+        self._n_bytes += len(data)
+        if self._n_bytes > MAX_ANSWER_BYTES:
+            return self.fail(f"The answer cannot be used: it is longer than {MAX_ANSWER_BYTES} bytes.")
+        return self._read(self._documents.read(data))
 
     def close(self) -> list[Chunk]:
         """End the answer: return what it lacks. An error is the last chunk of all."""
-        chunks = self._read(self.frames.close(self.is_finished))
-        if not self.is_over and (not self.choices or self._n_finished() < len(self.choices)):
+        chunks = self._read(self._documents.end())
+        unfinished = [index for index, choice in self.choices.items() if not choice.is_finished]
+        if not self.is_over and (unfinished or not self.choices):
             chunks += self.fail("The upstream ended its answer before it had finished.")
         if self.failed:
             return chunks
-        ends = []
-        for index, choice in self.choices.items():
-            if not choice.is_finished:
-                ends.append({"index": index, "delta": {}})
-                choice.read(ends[-1], is_end=True)
-        if ends:
-            chunks.append(self._head | {"object": "chat.completion.chunk", "choices": ends})
+        if unfinished:
+            ends = [{"index": index, "message": None} for index in unfinished]
+            end = self._head | {"object": "chat.completion.chunk", "choices": ends}
+            self._says(end)
+            chunks.append(end)
         for choice in self.choices.values():
             if choice.failure:
                 chunks += self.fail(choice.failure)
@@ -548,14 +452,12 @@ class Answer:
             chunks.append(self._usage_chunk)
         return chunks
 
-    def fail(self, message: str, members: Chunk | None = None) -> list[Chunk]:
+    def fail(self, message: str, **members: Any) -> list[Chunk]:
         """End the answer with an error, unless one has ended it."""
-        self.is_over = True
-        if self.failed:
-            return []
-        self.failed = True
-        error = error_body(500, message, code="server_error")["error"]
-        return [{"error": error | (members or {})}]
+        error = error_body(500, message, code="server_error")["error"] | members
+        chunks = [] if self.failed else [{"error": error}]
+        self.is_over = self.failed = True
+        return chunks
 
     def _read(self, documents: Iterable[Chunk | None]) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -565,44 +467,43 @@ class Answer:
             for document in documents:
                 if document is None:
                     # Some servers send one after each choice: https://github.com/vllm-project/vllm/pull/378
-                    self.is_over = self._n_finished() in (0, self._asked.n)
+                    self.is_over = self._n_finished in (0, self._asked.n)
                 elif error := error_of(document):
-                    chunks += self.fail("", error)
+                    chunks += self.fail(**error)
                 elif self._says(document):
                     chunks.append(document)
                 if self.is_over:
                     break
         except (Unreadable, sse.EventTooLarge) as error:
-            chunks += self.fail(f"The answer cannot be used: {error}.")
+            if self.is_finished and isinstance(error, Unreadable):  # no text is lost with it
+                self.is_over = True
+            else:
+                chunks += self.fail(f"The answer cannot be used: {error}.")
         return chunks
 
     def _says(self, chunk: Chunk) -> bool:
         """Put a chunk right; return whether it says anything."""
-        if not self._head:
-            self._head = {name: chunk[name] for name in HEAD if name in chunk}
+        self._head = self._head or {name: chunk[name] for name in HEAD if name in chunk}
         chunk.pop("error", None)  # it is null
         n = self._asked.n
-        choices = objects(chunk.get("choices"))
-        if n == 1:  # its index does not matter: https://github.com/microsoft/Foundry-Local/issues/144
-            choices = choices[:1]
+        choices = objects(chunk.get("choices"))[:n]
         chunk["choices"] = []  # clients trip over null: https://github.com/langfuse/langfuse/issues/6658
         for choice in choices:
-            index = 0 if n == 1 else choice.get("index")
+            # The index of the only one does not matter: https://github.com/microsoft/Foundry-Local/issues/144
+            choice["index"] = index = 0 if n == 1 else choice.get("index")
             if type(index) is not int or not 0 <= index < n:
                 raise Unreadable(f"expected the index of one of {n} choices, got {shown(index)}")
-            choice["index"] = index
-            if "message" in choice and "delta" not in choice:
+            is_whole = "message" in choice and "delta" not in choice
+            if is_whole:
                 chunk["object"] = "chat.completion.chunk"
-            if index not in self.choices:
-                self.choices[index] = Choice(self._asked)
             if not self.choices[index].is_finished:
-                self.choices[index].read(choice)
+                self.choices[index].read(choice, is_end=is_whole)
+                self._n_finished += self.choices[index].is_finished
                 chunk["choices"].append(choice)
         usage = usage_of(chunk)
         if usage is not None:
             self.meter.read(usage)
-        if isinstance(chunk.get("usage"), dict):
+        if is_usage := usage is not None and "usage" in chunk:
             self._usage_chunk = chunk | {"choices": []}
             del chunk["usage"]
-            choices = choices or [{}]  # without a choice it says nothing else
-        return bool(chunk["choices"]) or not choices
+        return bool(chunk["choices"]) or not (choices or is_usage)

@@ -10,15 +10,13 @@ Rules of this file:
 2. Chunks pass as soon as they are read, put right (answers.py) and encoded again. `event:`, `id:` and comment
    lines do not pass.
 3. [DONE] comes once and last. An answer that breaks off has an error event before it.
-4. A request is checked before it is passed on, so that what is wrong has our names. What is only not built
-   here (pictures, vLLM's parameters) passes unchecked, for the upstream may have it.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -26,10 +24,9 @@ from starlette.types import Receive, Scope, Send
 
 import sse
 from completions import Chunk, fold
-from gateway.metering import Ledger, Meter, Outcome
-from gateway.refused import Refused, refusal_in
+from gateway.metering import Meter, Outcome, settle
+from gateway.refused import Refused, refusal
 from gateway.upstreams import Reply
-from request import params
 from request.refusals import error_body
 from streaming import SSE_HEADERS, kept_alive, while_connected
 
@@ -37,43 +34,12 @@ from streaming import SSE_HEADERS, kept_alive, while_connected
 # Until then a refusal keeps its status.
 ACCEPT_S = 5
 
-# --- the request --------------------------------------------------------------------------------------------
-
-# Parts of a message that only an upstream may be able to read: OpenAI's, and vLLM's for sound and video.
-MEDIA = ("image_url", "input_audio", "audio_url", "video_url", "file")
-
-
-def checkable(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body without what is only not built here, which our checks would refuse: rule 4."""
-    kept = {name: value for name, value in body.items() if name not in params.NOT_BUILT_IN_CHAT}
-    messages = body.get("messages")
-    if isinstance(messages, list):
-        kept["messages"] = [_without_media(message) for message in messages]
-    response_format = body.get("response_format")
-    if isinstance(response_format, dict) and response_format.get("type") == "structural_tag":  # vLLM's
-        del kept["response_format"]
-    return kept
-
-
-def _without_media(message: Any) -> Any:
-    """Return the message with empty texts for pictures and the like: errors name a part by its place."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    parts = [*message["content"]]
-    for index, part in enumerate(parts):
-        if isinstance(part, dict) and part.get("type") in MEDIA:
-            parts[index] = {"type": "text", "text": ""}
-    return message | {"content": parts}
-
-
 # --- one request --------------------------------------------------------------------------------------------
-
-Asking = AbstractAsyncContextManager[asyncio.Future[Reply]]
 
 
 @asynccontextmanager
 async def asking(
-    open_reply: Callable[[], Awaitable[Reply]], can_wait: bool, ledger: Ledger, model: str, meter: Meter
+    open_reply: Callable[[], Awaitable[Reply]], can_wait: bool, totals: Counter[str], model: str, meter: Meter
 ) -> AsyncIterator[asyncio.Future[Reply]]:
     """Ask an upstream, and read its reply in the block; then settle the request, whatever became of it.
 
@@ -92,14 +58,15 @@ async def asking(
         outcome = "disconnect"
         raise
     finally:
-        upstream = ""
-        if opening.done() and not (opening.cancelled() or opening.exception()):
-            opening.result().close()
-            upstream = opening.result().upstream.url
         opening.cancel()
-        # To look at its error is to say that it is known: asyncio logs those of tasks that nothing looks at.
-        opening.add_done_callback(lambda opening: opening.cancelled() or opening.exception())
-        ledger.settle(model, upstream, outcome, meter)
+        opening.add_done_callback(leave)
+        settle(totals, model, outcome, meter)
+
+
+def leave(opening: asyncio.Future[Reply]) -> None:
+    """Close the reply, if there is one. asyncio logs the errors of tasks that nothing looks at: this does."""
+    if not (opening.cancelled() or opening.exception()):
+        opening.result().close()
 
 
 # --- the answer ---------------------------------------------------------------------------------------------
@@ -107,11 +74,7 @@ async def asking(
 # Headers that say something of the answer or of the account, which holds for the client too. All others
 # describe the connection, or tell the client's browser what only this server may tell it.
 # https://platform.openai.com/docs/api-reference/debugging-requests
-FORWARDED = {
-    b"openai-model", b"openai-processing-ms", b"openai-version",
-    b"x-ratelimit-limit-requests", b"x-ratelimit-remaining-requests", b"x-ratelimit-reset-requests",
-    b"x-ratelimit-limit-tokens", b"x-ratelimit-remaining-tokens", b"x-ratelimit-reset-tokens",
-}  # fmt: skip
+FORWARDED = (b"openai-model", b"openai-processing-ms", b"openai-version", b"x-ratelimit-")
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -119,14 +82,14 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes
 
     Names have no case: https://github.com/timoklimmer/powerproxy-aoai/issues/53
     """
-    return [(name.lower(), value) for name, value in headers if name.lower() in FORWARDED]
+    return [(name.lower(), value) for name, value in headers if name.lower().startswith(FORWARDED)]
 
 
 def whole(chunks: Iterable[Chunk]) -> str:
     """Return the object that the chunks amount to; raises Refused if one is an error."""
     completion = fold(chunks)
     if "error" in completion:
-        raise refusal_in(completion["error"])
+        raise refusal(200, completion["error"])
     return sse.dumps(completion)
 
 
@@ -134,7 +97,7 @@ def whole(chunks: Iterable[Chunk]) -> str:
 class RelayedChat(Response):
     """Answers with one chat completion of an upstream, for as long as the client is there."""
 
-    asking: Asking
+    asking: AbstractAsyncContextManager[asyncio.Future[Reply]]
     n_choices: int
     is_stream: bool
 

@@ -81,7 +81,7 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "relayed_requests_done":           (Total, "Requests answered by upstreams.", "relayed_done"),
     "relayed_requests_failed":         (Total, "Requests that no upstream has answered.", "relayed_error"),
     "relayed_requests_left":           (Total, "Requests whose client has left.", "relayed_disconnect"),
-    "relayed_tokens":                  (Total, "Tokens weighed by their cost.",  "relayed_total"),
+    "relayed_tokens":                  (Total, "Tokens of answers by upstreams.", "relayed_total"),
     "relayed_cost":                    (Total, "Cost in units of the price.",    "relayed_cost"),
     "background_responses":            (Gauge, "Background responses that run.", "live", "status"),
     "background_responses_ended":      (Total, "Those that have ended.",         "ended", "status"),

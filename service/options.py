@@ -1,6 +1,6 @@
 """The options of the command line: their names, defaults, checks and help.
 
-    argv --arguments().parse_args()--> options --timeouts(), prices(), secrets()--> what the server is given
+    argv --arguments().parse_args()--> options --timeouts(), secrets()--> what the server is given
 
 Rules of this file:
 1. A value that cannot work is refused here, in one line that says what was expected and what came.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dialects.families import DIALECTS
-from gateway.metering import Prices, TokenCounts
 from gateway.upstreams import DEFAULT_TIMEOUTS, Timeouts
 from responses import REASONING_EVENTS
 from service import logs
@@ -90,8 +89,6 @@ TIMEOUTS = {
     "probe":            "probe_s",
 }
 # fmt: on
-PRICES = ("token", *TokenCounts._fields, "coefficient")
-DEFAULT_PRICES = Prices()
 
 natural = partial(number, int, 0)
 positive = partial(number, int, 1)
@@ -199,11 +196,8 @@ OPTIONS: dict[str, list[Any]] = {
          f"(default: connect={DEFAULT_TIMEOUTS.connect_s:g}, first-byte={DEFAULT_TIMEOUTS.first_byte_s:g}, "
          f"idle={DEFAULT_TIMEOUTS.idle_s:g}, answer={DEFAULT_TIMEOUTS.answer_s:g}, "
          f"probe={DEFAULT_TIMEOUTS.probe_s:g}); repeatable"),
-        ("--price NAME=NUMBER",     partial(named, PRICES, natural), [],
-         "give the usage of upstreams its cost, in integers: token, the price of one; prompt, cached, "
-         "completion and reasoning, the weights of these tokens in ten-thousandths "
-         f"(default: {DEFAULT_PRICES.multipliers.prompt}); coefficient, the weight of all in thousandths "
-         f"(default: {DEFAULT_PRICES.coefficient}); repeatable"),
+        ("--price NUMBER",          natural, None,
+         "give the usage of upstreams its costs, in integers: what one token costs"),
     ],
     "looking inside": [
         ("--debug-steps",           None, False,
@@ -243,18 +237,6 @@ def arguments() -> ArgumentParser:
 def timeouts(args: Namespace) -> Timeouts:
     fields = {TIMEOUTS[name]: value for name, value in args.upstream_timeout}
     return Timeouts(**fields)
-
-
-def prices(args: Namespace) -> Prices | None:
-    """Return what the tokens of upstreams cost; None: their usage gets no cost. Raises ValueError."""
-    values = dict[str, int](args.price)
-    if not values:
-        return None
-    if "token" not in values:
-        raise ValueError(f"--price: expected token=NUMBER, the price of a token, beside {', '.join(values)}")
-    per_token = values.pop("token")
-    coefficient = values.pop("coefficient", DEFAULT_PRICES.coefficient)
-    return Prices(per_token, DEFAULT_PRICES.multipliers._replace(**values), coefficient)
 
 
 def secrets(args: Namespace, name: str) -> list[str]:

@@ -170,7 +170,7 @@ CAPS = {
     "checkpoint":  9_910,
     "devices":    17_870,
     "dialects":    8_800,
-    "gateway":    11_270,
+    "gateway":     8_890,
     "request":    15_000,
     "service":    10_700,
 }

@@ -258,7 +258,7 @@ def relayed(
     **options: Any,
 ) -> Iterator[Any]:
     """The client's frames; then [prompt, cached, completion, reasoning, total] or "unknown"."""
-    meter = metering.Meter(None if price is None else metering.Prices(price))
+    meter = metering.Meter(price)
     number = itertools.count(1)
     options |= {"shows_usage": shows_usage or not stream, "new_id": lambda prefix: f"{prefix}_{next(number)}"}
     with mock.patch.object(answers, "MAX_EVENT_BYTES", max_bytes):
@@ -271,7 +271,7 @@ def relayed(
         yield sse.DONE.decode()
     else:
         yield relay.whole(said)
-    yield list(meter.used().values())[:5] if meter.counts else "unknown"
+    yield list(meter.used().values())[:5] if meter.usage else "unknown"
 
 
 def relay_headers(chunks: list[list[list[str]]]) -> Iterator[Any]:

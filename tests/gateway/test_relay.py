@@ -1,8 +1,5 @@
-"""Upstreams behind the server: what passes, what becomes of an answer that breaks, and who is asked.
-
-The bugs of other relays are in tests/replays/relay-*.toml and completions-deltas-*.toml. Here: the laws
-behind them, and all that needs a connection. The upstream is a raw socket that sends what a test says
-(helpers/upstream.py).
+"""Upstreams, raw sockets that send what a test says: what passes, what becomes of an answer that breaks, and
+which of them is asked. The bugs of other relays are replays; here: their laws, and what needs a connection.
 """
 
 import asyncio
@@ -11,8 +8,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, cast
 
@@ -21,10 +18,10 @@ from starlette.types import Message
 
 import sse
 from channels import Accepted, Delta, Finish, Output, Usage
-from gateway import answers, refused, remote
+from gateway import refused, remote, upstreams
 from gateway.answers import Answer as Reader
 from gateway.answers import Asked
-from gateway.metering import Meter, Prices, TokenCounts
+from gateway.metering import Meter
 from gateway.refused import Refused
 from gateway.relay import frames_of as frames_of_chunks
 from gateway.relay import whole
@@ -53,14 +50,12 @@ from helpers.upstream import (
 from request import params
 from request.refusals import BadInput
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 ASK: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 STREAMED: Json = ASK | {"stream": True}
 QUICK = Timeouts(connect_s=5, first_byte_s=10, idle_s=10)
 
 # --- the seed: three scenarios, and what they cost ----------------------------------------------------------
 
-CHEAP = Prices(per_token=1)
 SEED = (
     b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
     b'data: {"id":"1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":'
@@ -82,7 +77,7 @@ PLAIN = (
 )
 def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
     """200 and no byte: a JSON parser met SSE. https://github.com/TelegramMessenger/cocoon/issues/49"""
-    meter = Meter(CHEAP)
+    meter = Meter(price=1)
     reader = Reader(meter=meter, asked=Asked(shows_usage=True))
     read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
     out = frames_of_chunks(read) if stream else whole(read).encode()
@@ -91,60 +86,27 @@ def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
     assert line == "prompt=11 cached=3 completion=7 reasoning=0 total=21 cost=21"
 
 
-# fmt: off
-WEIGHTED = Prices(20, TokenCounts(10_000, 1_000, 80_000, 80_000))
-COSTS = [
-    # counts               prices                               adjusted           costs
-    (TokenCounts(14, 3, 7, 0),  Prices(1),                           (11, 3, 7, 0),     (14, 7, 21)),
-    (TokenCounts(14, 3, 20, 5), WEIGHTED,                            (11, 0, 120, 40),  (220, 3200, 3420)),
-    (TokenCounts(14, 3, 20, 5), WEIGHTED._replace(coefficient=1500), (16, 0, 180, 60),  (320, 4800, 5120)),
-    (TokenCounts(0, 0, 0, 0),   WEIGHTED,                            (0, 0, 0, 0),      (0, 0, 0)),
-    (TokenCounts(7, 0, 3, 0),   WEIGHTED._replace(per_token=0),      (7, 0, 24, 0),     (0, 0, 0)),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("counts", "prices", "adjusted", "costs"), COSTS)
-def test_costs(
-    counts: TokenCounts, prices: Prices, adjusted: tuple[int, ...], costs: tuple[int, ...]
-) -> None:
-    assert tuple(prices.adjusted(counts)) == adjusted
-    assert tuple(prices.costs(counts).values()) == costs
-
-
-@pytest.mark.parametrize(("cached", "reasoning", "total"), [(9, 0, 1), (0, 9, 5), (9, 9, 0)])
-def test_a_part_is_no_more_than_its_whole(cached: int, reasoning: int, total: int) -> None:
+@pytest.mark.parametrize(("cached", "reasoning", "used"), [(9, 0, (0, 5, 1, 0)), (0, 9, (5, 0, 0, 1))])
+def test_a_part_is_no_more_than_its_whole(cached: int, reasoning: int, used: tuple[int, ...]) -> None:
     """Bug: more was cached than the prompt has, the rest cost -4, and the counter of all costs fell."""
     details = {"prompt_tokens_details": {"cached_tokens": cached}, "reasoning_tokens": reasoning}
-    meter = Meter(Prices(1, TokenCounts(10_000, 0, 10_000, 0)))
-    usage = {"prompt_tokens": 5, "completion_tokens": 1} | details
-    meter.read(usage)
-    assert (usage["total_cost"], meter.used()["total"]) == (total, total)
-
-
-@pytest.mark.parametrize("coefficient", [1000, 1500, 333])
-@pytest.mark.parametrize("multiplier", [10_000, 1_000, 80_000])
-def test_doubles_cost_what_integers_would(coefficient: int, multiplier: int) -> None:
-    prices = Prices(1, TokenCounts(multiplier, 0, 0, 0), coefficient)
-    found = [prices.adjusted(TokenCounts(prompt=n)).prompt for n in range(2001)]
-    assert found == [n * coefficient * multiplier // 10**7 for n in range(2001)]
+    meter = Meter()
+    meter.read({"prompt_tokens": 5, "completion_tokens": 1} | details)
+    assert tuple(meter.used().values()) == (*used, 6)
 
 
 # --- law 1: where the bytes were cut cannot be seen ---------------------------------------------------------
 
-CR = STREAM.replace(b"\n", b"\r")
 CRLF = STREAM.replace(b"\n", b"\r\n")
 # fmt: off
 STREAMS = {
     "as ours":        STREAM,
-    "CR":             CR,
-    "CRLF":           CRLF,
+    "CR":             STREAM.replace(b"\n", b"\r"),
     "mixed":          b"\xef\xbb\xbf: hi\r\n\r" + CRLF[:200] + STREAM[200 - STREAM[:190].count(b"\n"):],
     "not ended":      STREAM[:-1],
     "cut":            STREAM[:-40],
     "not SSE":        b"  \n <html>no</html>",
     "JSON":           json.dumps({"choices": [{"index": 0, "message": {"content": "\u2028"}}]}).encode(),
-    "garbage":        bytes(range(256)),
     "half a letter":  delta(content="x").replace(b"x", b"caf\xc3") + finish() + b"data: \xc3",
     "separators":     delta(content="x").replace(b"x", "\u2028\u0085\f".encode()) + finish() + DONE + DONE,
 }
@@ -153,15 +115,15 @@ STREAMS = {
 
 def everything(chunks: list[bytes], stream: bool) -> list[Any]:
     """All that a relay makes of these chunks."""
-    meter = Meter(CHEAP)
+    meter = Meter(price=1)
     reader = Reader(meter=meter, asked=Asked(shows_usage=True))
     read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
     if stream:
-        return [*(frames_of_chunks([chunk]) for chunk in read), meter.counts]
+        return [*(frames_of_chunks([chunk]) for chunk in read), meter.usage]
     try:
-        return [whole(read), meter.counts]
+        return [whole(read), meter.usage]
     except Refused as error:
-        return [error.message, meter.counts]
+        return [error.message, meter.usage]
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
@@ -186,17 +148,13 @@ def test_every_frame_leaves_before_the_next_comes(line_end: bytes) -> None:
     assert frames_of_chunks(reader.close()) == used
 
 
-def finish_reasons(chunks: list[Json]) -> list[str]:
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    return [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-
-
 def test_a_call_that_was_cut_does_not_end_as_one_to_run() -> None:
     """Bug: behind [DONE] without a finish_reason it got `tool_calls`, and clients run what ends so."""
     function = {"name": "f", "arguments": '{"a": '}
     cut = {"index": 0, "id": "call_1", "type": "function", "function": function}
     reader = Reader()
-    assert finish_reasons(reader.feed(delta(tool_calls=[cut]) + DONE) + reader.close()) == ["length"]
+    *_, error = reader.feed(delta(tool_calls=[cut]) + DONE) + reader.close()
+    assert "not a JSON object" in error["error"]["message"]
 
 
 # --- errors of upstreams ------------------------------------------------------------------------------------
@@ -212,20 +170,12 @@ ERRORS: list[tuple[int, Any, int, str | None, str, str]] = [
     (400, {"object": "error", "message": "No.", "code": 40301},
                                          400, None, "", "No."),
     (500, {"error": {"message": LONG}},  502, None, "", LONG),
-    (422, {"error": {"message": "No.", "param": "body.temperature"}},
-                                         400, "temperature", "", "No."),
-    (422, {"detail": [{"msg": "No."}]},  400, None, "", "No."),
-    (422, {"detail": [{"loc": ["body", "stop", 0], "msg": "No."}, {}]},
-                                         400, None, "", "No."),
-    (422, {"detail": ["No."]},           400, None, "", '["No."]'),
     (404, {"detail": "No such model."},  404, None, "", "No such model."),
     (401, {"error": "Bad key"},          502, None, "", "The upstream does not take this server's key (401)"),
     (429, {"error": {"message": "Wait.", "code": "rate_limit_exceeded"}},
                                          429, None, "rate_limit_exceeded", "Wait."),
     (503, None,                          503, None, "", "The upstream answered with status 503."),
-    (418, {"error": {"message": 7}},     502, None, "", "7"),
-    (302, "<html>",                      502, None, "", "The upstream answered with status 302."),
-    (400, {"error": {"message": "x" * 50_000, "param": "y" * 5000, "code": "z" * 5000}},
+    (400, {"error": {"message": "x" * 50_000, "param": 7}},
                                          400, None, "", "xxx"),
 ]
 # fmt: on
@@ -243,30 +193,27 @@ def test_refusals(status: int, body: Any, ours: int, param: str | None, code: st
 # --- one request, in this process ---------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def workers(
-    *urls: str, timeouts: Timeouts = QUICK, prices: Prices | None = None, max_failures: int = 10**6
-) -> AsyncIterator[RemoteWorker]:
-    """A worker over these upstreams, which have been asked for their models."""
-    worker = RemoteWorker(Upstreams(urls, dict.fromkeys(urls, "key"), timeouts, max_failures), prices)
-    try:
-        await worker.upstreams.probe()
-        yield worker
-    finally:
-        await worker.close()
+Check = Callable[..., Awaitable[None]]  # (worker over some upstreams, these upstreams)
 
 
-def over(answer: Answer, check: Callable[[RemoteWorker], Awaitable[None]], **options: Any) -> list[Exchange]:
-    """Check a worker over one upstream, which answers so; return what the upstream was asked."""
+def over(check: Check, *answers: Answer, **options: Any) -> list[Upstream]:
+    """Check a worker over upstreams that answer so; return them."""
 
-    async def run(url: str) -> None:
-        async with workers(url, **options) as worker:
-            await asyncio.wait_for(check(worker), 20)
+    async def run(running: list[Upstream]) -> None:
+        urls = [each.url for each in running]
+        worker = RemoteWorker(Upstreams(urls, dict.fromkeys(urls, "key"), options.get("timeouts", QUICK)), 2)
+        try:
+            await worker.upstreams.probe()
+            await asyncio.wait_for(check(worker, *running), 20)
+            await asyncio.sleep(0)
             assert worker.counts()["running"] == 0
+        finally:
+            await worker.close()
 
-    with upstream(answer) as running:
-        asyncio.run(run(running.url))
-        return running.exchanges
+    with ExitStack() as stack:
+        running = [stack.enter_context(upstream(answer)) for answer in answers]
+        asyncio.run(run(running))
+        return running
 
 
 class Client:
@@ -277,13 +224,8 @@ class Client:
         self.is_gone = asyncio.Event()
         self.on_body: Callable[[bytes], None] = lambda body: None
 
-    async def call(self, app: Any, body: Json | None = None, path: str = CHAT) -> None:
-        raw = json.dumps(body).encode()
-        incoming = iter([{"type": "http.request", "body": raw, "more_body": False}])
-
+    async def call(self, app: Any) -> None:
         async def receive() -> Message:
-            if (message := next(incoming, None)) and body is not None:
-                return message
             await self.is_gone.wait()
             return {"type": "http.disconnect"}
 
@@ -291,16 +233,7 @@ class Client:
             self.sent.append(message)
             self.on_body(message.get("body", b""))
 
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
-        await app(scope, receive, send)
-
-    @property
-    def status(self) -> int:
-        return int(self.sent[0]["status"])
-
-    @property
-    def headers(self) -> dict[bytes, bytes]:
-        return dict(self.sent[0]["headers"])
+        await app({"type": "http"}, receive, send)
 
     @property
     def body(self) -> bytes:
@@ -331,35 +264,25 @@ def frames_of(body: bytes) -> list[Any]:
     return [json.loads(data) for data in found[:-1]]
 
 
-def check_error(frame: Json) -> None:
-    assert frame.keys() == {"error"}
-    assert frame["error"].keys() == {"message", "type", "param", "code"}
-
-
 SAID = [["analysis", "so"], ["final", "caf\u00e9"], ["call", "f", '{"x":1}']]  # by STREAM
 
 
 def test_a_request_and_its_answer() -> None:
-    async def run(worker: Upstream) -> None:
-        async with workers(worker.url, prices=CHEAP) as asked:
-            client = await passed(asked, STREAMED | {"stream_options": {"include_usage": True}})
-            assert client.status == 200
-            assert client.headers[b"content-type"] == b"text/event-stream; charset=utf-8"
-            *_, used = frames_of(client.body)
-            assert used["usage"]["total_cost"] == 21
-            assert client.body.startswith(b"".join(FRAMES[:-2]))
-            first, *outputs, end = await said(asked)
-            assert first == Accepted()
-            assert laws.items(cast(list[Output], outputs)) == SAID
-            assert end == Finish("stop", Usage(14, 7, 0, 3))
-            assert asked.counts()["running"] == 0
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
+        client = await passed(worker, STREAMED | {"stream_options": {"include_usage": True}})
+        assert client.sent[0]["status"] == 200
+        assert dict(client.sent[0]["headers"])[b"content-type"] == b"text/event-stream; charset=utf-8"
+        assert frames_of(client.body)[-1]["usage"]["total_cost"] == 42
+        assert client.body.startswith(b"".join(FRAMES[:-2]))
+        first, *outputs, end = await said(worker)
+        assert (first, end) == (Accepted(), Finish("stop", Usage(14, 7, 0, 3)))
+        assert laws.items(cast(list[Output], outputs)) == SAID
 
-    with upstream() as worker:
-        asyncio.run(run(worker))
-        for exchange in worker.exchanges:
-            assert exchange.headers["accept-encoding"] == "identity"
-            assert exchange.headers["authorization"] == "Bearer key"
-            assert exchange.body["stream_options"] == {"include_usage": True}
+    (asked,) = over(check, says(head() + STREAM))
+    for exchange in asked.exchanges:
+        assert exchange.headers["accept-encoding"] == "identity"
+        assert exchange.headers["authorization"] == "Bearer key"
+        assert exchange.body["stream_options"] == {"include_usage": True}
 
 
 # --- chaos --------------------------------------------------------------------------------------------------
@@ -383,36 +306,33 @@ def test_upstream_dies_at_every_byte(how: str) -> None:
     # Only after its blank line is an event known to be whole, unless the upstream has ended its answer.
     at_least = 0 if how == "end of the connection" else 2
 
-    async def run(worker: Upstream) -> None:
-        async with workers(worker.url) as asked:
-            for n in range(0, len(STREAM) + 1, step):
-                worker.answer = ending(n)
-                if n < begun + at_least:
-                    with pytest.raises(Refused):
-                        await passed(asked, STREAMED)
-                    with pytest.raises(Refused):
-                        await said(asked)
-                    continue
-                frames = frames_of((await passed(asked, STREAMED)).body)
-                complete = [f for f in frames if "error" not in f]
-                assert complete == whole_[: len(complete)]
-                errors = frames[len(complete) :]
-                list(map(check_error, errors))
-                assert len(errors) == (n < finished + at_least)
-                end = (await said(asked))[-1]
-                assert isinstance(end, Finish)
-                assert (end.reason == "failed") == bool(errors)
-                if not errors:
-                    assert complete == whole_
+    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
+        for n in range(0, len(STREAM) + 1, step):
+            upstream.answer = ending(n)
+            if n < begun + at_least:
+                with pytest.raises(Refused):
+                    await passed(worker, STREAMED)
+                with pytest.raises(Refused):
+                    await said(worker)
+                continue
+            frames = frames_of((await passed(worker, STREAMED)).body)
+            complete = [frame for frame in frames if "error" not in frame]
+            errors = frames[len(complete) :]
+            assert complete == whole_[: len(complete)]
+            assert [error["error"]["code"] for error in errors] == ["server_error"] * (
+                n < finished + at_least
+            )
+            end = (await said(worker))[-1]
+            assert isinstance(end, Finish)
+            assert (end.reason == "failed") == bool(errors)
+            if not errors:
+                assert complete == whole_
 
-    with upstream() as worker:
-        asyncio.run(run(worker))
+    over(check, hangs)
 
 
-def drip(exchange: Exchange) -> None:
-    exchange.send(head())
-    for i in range(len(STREAM)):
-        exchange.send(STREAM[i : i + 1])
+def hangs(exchange: Exchange) -> None:
+    exchange.wait_closed()
 
 
 def reset(exchange: Exchange) -> None:
@@ -420,30 +340,8 @@ def reset(exchange: Exchange) -> None:
     exchange.reset()
 
 
-BIG = b"x" * 2**20
-
-
-def endless_line(exchange: Exchange) -> None:
-    exchange.send(head() + FRAMES[0] + b"data: ")
-    for _ in range(64):
-        exchange.send(BIG)
-
-
-def endless_answer(exchange: Exchange) -> None:
-    exchange.send(head())
-    frame = delta(content=BIG[: answers.MAX_EVENT_BYTES // 2].decode())
-    for _ in range(256):
-        exchange.send(frame)
-
-
-def endless_json(exchange: Exchange) -> None:
-    exchange.send(head("application/json") + b'{"x":"')
-    for _ in range(64):
-        exchange.send(BIG)
-
-
-def streams(*headers: str) -> bytes:
-    return head("text/event-stream", "200 OK", *headers) + STREAM
+def streams(header: str) -> bytes:
+    return head("text/event-stream", "200 OK", header) + STREAM
 
 
 OOPS = delta(content="x")[:-6] + b"\n\n"
@@ -452,32 +350,19 @@ NAMELESS = delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}])
 # fmt: off
 CHAOS: dict[str, tuple[str, str, str, Answer]] = {
     # what it does         stream,    plain,     Responses, how
-    "bytewise":           ("whole",   "whole",   "stop",    drip),
-    "two [DONE]":         ("whole",   "whole",   "stop",    says(streams() + DONE)),
-    "more behind [DONE]": ("whole",   "whole",   "stop",    says(streams() + b"\x00\xff" * 9)),
-    "too long":           ("whole",   "whole",   "stop",    says(streams("Content-Length: 9999"))),
+    "more after [DONE]":  ("whole",   "whole",   "stop",    says(head() + STREAM + DONE + b"\x00\xff" * 9)),
     "too short":          ("error",   "refused", "failed",  says(streams("Content-Length: 300"))),
     "wrong chunk size":   ("whole",   "whole",   "stop",    says(CHUNKED_HEAD + b"fff\r\n" + STREAM[:-9])),
     "no chunk size":      ("refused", "refused", "refused", says(CHUNKED_HEAD + b"zz\r\n" + STREAM)),
-    "packed badly":       ("refused", "refused", "refused", says(streams("Content-Encoding: gzip"))),
+    "packed":             ("refused", "refused", "refused", says(streams("Content-Encoding: gzip"))),
     "reset":              ("error",   "refused", "failed",  reset),
     "no finish_reason":   ("error",   "refused", "failed",  says(head() + FRAMES[0] + FRAMES[2])),
-    "half a letter":      ("error",   "refused", "failed",  says(head() + FRAMES[2] + b"data: \xc3")),
     "garbage":            ("refused", "refused", "refused", says(head() + bytes(range(256)) * 99)),
-    "garbage frames":     ("refused", "refused", "refused", says(head() + b"data: \xff{\n\n" * 9)),
     "unreadable frame":   ("refused", "refused", "refused", says(head() + OOPS + finish() + DONE)),
-    "endless line":       ("refused", "refused", "refused", endless_line),
-    "endless JSON":       ("refused", "refused", "refused", endless_json),
-    "zstd":               ("refused", "refused", "refused", says(streams("Content-Encoding: zstd"))),
-    "endless answer":     ("error",   "refused", "failed",  endless_answer),
     "HTML":               ("refused", "refused", "refused", says(head("text/html") + b"<html>")),
-    "words of a proxy":   ("refused", "refused", "refused", says(head("text/plain") + b"error code: 502")),
     "an array":           ("refused", "refused", "refused", says(head("application/json") + b"[1]")),
-    "error first":        ("refused", "refused", "refused", says(head() + event({"error": "No."}))),
     "nonsense":           ("refused", "refused", "refused", says(head() + NONSENSE + DONE)),
     "call without name":  ("error",   "refused", "failed",  says(head() + NAMELESS + DONE)),
-    "nothing":            ("refused", "refused", "refused", says(b"")),
-    "no body":            ("refused", "refused", "refused", says(head())),
     "no HTTP":            ("refused", "refused", "refused", says(b"\x00\xff garbage \r\n\r\n" * 9)),
 }
 # fmt: on
@@ -488,14 +373,14 @@ def test_chaos(name: str) -> None:
     """Whatever comes: an answer or an error, in time, and the books are kept."""
     *expected, answer = CHAOS[name]
 
-    async def check(worker: RemoteWorker) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
         found = [await outcome(worker, STREAMED), await outcome(worker, ASK), await response_outcome(worker)]
         assert found == expected
-        totals = worker.ledger.totals
+        totals = worker.totals
         assert totals["relayed_done"] + totals["relayed_error"] == 3
         assert totals["relayed_disconnect"] == 0
 
-    over(answer, check)
+    over(check, answer)
 
 
 async def outcome(worker: RemoteWorker, body: Json) -> str:
@@ -533,17 +418,13 @@ def test_first_frame_is_out_before_the_second_is_written() -> None:
         assert seen.wait(20), "the first frame was held back"
         exchange.send(b"".join(FRAMES[2:]))
 
-    async def check(worker: RemoteWorker) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
         client = Client()
         client.on_body = lambda body: seen.set() if FRAMES[1] == body else None
         await client.call(worker.pass_through(STREAMED))
         assert frames_of(client.body)[-1]["choices"][0]["finish_reason"]
 
-    over(answer, check)
-
-
-def hangs(exchange: Exchange) -> None:
-    exchange.wait_closed()
+    over(check, answer)
 
 
 def stalls(exchange: Exchange) -> None:
@@ -562,8 +443,8 @@ def comments(exchange: Exchange, said: bytes = b"") -> None:
 
 # fmt: off
 TIMES: dict[str, tuple[Answer, Timeouts, tuple[str, str, str]]] = {
-    "no first byte": (hangs,    QUICK._replace(first_byte_s=0.05), ("refused 504", "refused 504", "refused")),
-    "never begins":  (comments, QUICK._replace(first_byte_s=0.3),  ("refused 504", "refused 504", "refused")),
+    "no first byte": (hangs,    QUICK._replace(first_byte_s=0.05), ("refused 502", "refused 502", "refused")),
+    "never begins":  (comments, QUICK._replace(first_byte_s=0.3),  ("refused 502", "refused 502", "refused")),
     "silence":       (stalls,   QUICK._replace(idle_s=0.05),       ("error", "refused 502", "failed")),
     "never ends":    (partial(comments, said=FRAMES[1]), QUICK._replace(answer_s=0.3),
                                                                    ("error", "refused 502", "failed")),
@@ -579,10 +460,10 @@ def test_nothing_waits_for_ever(answer: Answer, timeouts: Timeouts, found: tuple
         except Refused as refused:
             return f"refused {refused.status}"
 
-    async def check(worker: RemoteWorker) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
         assert (await of(worker, STREAMED), await of(worker, ASK), await response_outcome(worker)) == found
 
-    over(answer, check, timeouts=timeouts)
+    over(check, answer, timeouts=timeouts)
 
 
 def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,11 +475,11 @@ def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.Mon
         assert heard.wait(20), "nothing came before the upstream's answer"
         exchange.send(json_answer({"error": {"message": "No."}}, "400 Bad Request"))
 
-    async def check(worker: RemoteWorker) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
         client = Client()
         client.on_body = lambda body: heard.set()
         await client.call(worker.pass_through(STREAMED))
-        assert client.status == 200
+        assert client.sent[0]["status"] == 200
         (error,) = frames_of(client.body)
         assert error["error"]["message"] == "No."
         heard.clear()
@@ -611,7 +492,7 @@ def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.Mon
         assert isinstance(end, Finish)
         assert (end.reason, end.message) == ("failed", "No.")
 
-    over(answer, check)
+    over(check, answer)
 
 
 def test_a_late_refusal_of_a_plain_request_has_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,13 +503,13 @@ def test_a_late_refusal_of_a_plain_request_has_its_status(monkeypatch: pytest.Mo
         time.sleep(0.2)
         exchange.send(json_answer({"error": {"message": "Wait."}}, "429 Too Many", "Retry-After: 7"))
 
-    async def check(worker: RemoteWorker) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
         for asked in (passed(worker, ASK), said(worker)):
             with pytest.raises(Refused) as caught:
                 await asked
             assert (caught.value.status, caught.value.retry_after) == (429, "7")
 
-    over(answer, check)
+    over(check, answer)
 
 
 @pytest.mark.bug("I03")
@@ -644,7 +525,7 @@ def test_who_leaves_ends_the_work_behind(body: Json | None, after: str) -> None:
         if exchange.wait_closed():
             ended.set()
 
-    async def check(worker: RemoteWorker) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
         client = Client()
         app = worker.pass_through(body) if body else None
         working: asyncio.Task[Any] = asyncio.create_task(client.call(app) if app else said(worker))
@@ -656,9 +537,9 @@ def test_who_leaves_ends_the_work_behind(body: Json | None, after: str) -> None:
             working.cancel()
             await asyncio.wait({working})
         assert await asyncio.to_thread(ended.wait, 20), "the connection stayed open"
-        assert worker.ledger.totals["relayed_disconnect"] == 1
+        assert worker.totals["relayed_disconnect"] == 1
 
-    over(answer, check)
+    over(check, answer)
 
 
 @pytest.mark.bug("I06")
@@ -674,16 +555,15 @@ def test_a_slow_client_slows_its_upstream_down() -> None:
             exchange.send(frame)
             n_sent += len(frame)
 
-    async def check(worker: RemoteWorker) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
+        async def never(*_: Any) -> Any:
+            await asyncio.Event().wait()
+
         async def send(message: Message) -> None:
             if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
+                await never()
 
-        async def receive() -> Message:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        working = asyncio.create_task(worker.pass_through(STREAMED)({}, receive, send))
+        working = asyncio.create_task(worker.pass_through(STREAMED)({}, never, send))
         before = -1
         while before != n_sent or n_sent == 0:  # until it stands still
             before = n_sent
@@ -692,7 +572,7 @@ def test_a_slow_client_slows_its_upstream_down() -> None:
         working.cancel()
         await asyncio.wait({working})
 
-    over(answer, check)
+    over(check, answer)
 
 
 # --- accounting ---------------------------------------------------------------------------------------------
@@ -711,20 +591,17 @@ def test_usage_is_settled_once_on_every_path(how: str, caplog: pytest.LogCapture
         elif how == "done":
             exchange.send(finish() + DONE)
 
-    async def check(worker: RemoteWorker) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
         client = Client()
         if how == "disconnect":
             client.on_body = lambda body: client.is_gone.set() if body else None
         await client.call(worker.pass_through(STREAMED))
-        totals = worker.ledger.totals
-        assert (totals[f"relayed_{how}"], totals["relayed_cost"], totals["relayed_usage_unknown"]) == (
-            1,
-            42,
-            0,
-        )
+        totals = worker.totals
+        found = [totals[f"relayed_{name}"] for name in (how, "cost", "usage_unknown")]
+        assert found == [1, 42, 0]
 
     caplog.set_level(logging.INFO, "remote")
-    over(answer, check, prices=Prices(2))
+    over(check, answer)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "remote"]
     assert line.endswith(f": {how}, usage: prompt=11 cached=3 completion=7 reasoning=0 total=21 cost=42")
 
@@ -737,9 +614,9 @@ def names(name: str) -> Answer:
     return says(head() + delta(content=name) + finish() + DONE)
 
 
-async def who(worker: RemoteWorker, model: str = "m") -> str:
+async def who(worker: RemoteWorker) -> str:
     """The name of the upstream that was asked."""
-    return "".join(o.text for o in await said(worker, model=model) if isinstance(o, Delta))
+    return "".join(o.text for o in await said(worker) if isinstance(o, Delta))
 
 
 def test_the_least_busy_is_asked() -> None:
@@ -750,33 +627,26 @@ def test_the_least_busy_is_asked() -> None:
         held.wait(20)
         exchange.send(finish() + DONE)
 
-    async def run(*urls: str) -> None:
-        async with workers(*urls) as worker:
-            first = asyncio.create_task(who(worker))
-            while worker.counts()["running"] == 0:
-                await asyncio.sleep(0)
-            assert [await who(worker) for _ in range(3)] == ["b"] * 3
-            held.set()
-            assert await first == "a"
-            assert sorted([await who(worker), await who(worker)]) in (["a", "a"], ["a", "b"])
+    async def check(worker: RemoteWorker, *_: Upstream) -> None:
+        first = asyncio.create_task(who(worker))
+        while worker.counts()["running"] == 0:
+            await asyncio.sleep(0)
+        assert [await who(worker) for _ in range(3)] == ["b"] * 3
+        held.set()
+        assert await first == "a"
 
-    with upstream(busy) as a, upstream(names("b")) as b:
-        asyncio.run(run(a.url, b.url))
+    over(check, busy, names("b"))
 
 
 # fmt: off
 FALLS = {
-    # what the first upstream says, or None if it is gone
-    "no connection":   None,
     "no answer":       says(b""),
-    "head, no byte":   says(head()),
     "a comment":       says(head() + b": hi\n\n"),
     "a role":          says(head() + delta(role="assistant", content="")),
     "empty deltas":    says(head() + delta(content="") + delta() + event({"choices": []})),
+    "an error":        says(head() + event({"error": {"message": "No.", "code": 503}})),
     "500":             says(json_answer({"error": {"message": "No."}}, "500 Internal Server Error")),
-    "503":             says(json_answer({}, "503 Service Unavailable")),
     "429":             says(json_answer({}, "429 Too Many Requests")),
-    "HTML":            says(head("text/html") + b"<html>"),
 }
 # fmt: on
 
@@ -786,79 +656,49 @@ FALLS = {
 def test_until_something_is_said_another_is_asked(name: str) -> None:
     """Elsewhere the first byte, or the role, was the end of all failover."""
 
-    async def run(a: Upstream, b: Upstream) -> None:
-        async with workers(a.url, b.url) as worker:
-            if FALLS[name] is None:
-                a.close()
-            assert await who(worker) == "b"
-            assert b'"b"' in (await passed(worker, STREAMED)).body
+    async def check(worker: RemoteWorker, *_: Upstream) -> None:
+        assert await who(worker) == "b"
+        assert b'"b"' in (await passed(worker, STREAMED)).body
 
-    with upstream(FALLS[name] or says(b"")) as a, upstream(names("b")) as b:
-        asyncio.run(run(a, b))
+    over(check, FALLS[name], names("b"))
+
+
+BAD_REQUEST = says(json_answer({"error": {"message": "No."}}, "400 Bad Request"))
+STAYS = {"half an answer": (says(head() + delta(content="half")), "error"), "a 400": (BAD_REQUEST, "refused")}
 
 
 @pytest.mark.bug("M06")
-def test_after_something_is_said_no_other_is_asked() -> None:
-    async def run(*urls: str) -> None:
-        async with workers(*urls) as worker:
-            assert await outcome(worker, STREAMED) == "error"
+@pytest.mark.parametrize(("answer", "found"), STAYS.values(), ids=STAYS)
+def test_no_other_is_asked(answer: Answer, found: str) -> None:
+    async def check(worker: RemoteWorker, *_: Upstream) -> None:
+        assert await outcome(worker, STREAMED) == found
 
-    with upstream(says(head() + delta(content="half"))) as a, upstream(names("b")) as b:
-        asyncio.run(run(a.url, b.url))
-        assert len(b.exchanges) == 0
-
-
-def test_no_other_is_asked_where_the_request_is_at_fault() -> None:
-    async def run(*urls: str) -> None:
-        async with workers(*urls) as worker:
-            with pytest.raises(Refused, match=r"No\.") as caught:
-                await said(worker)
-            assert caught.value.status == 400
-
-    refuses = says(json_answer({"error": {"message": "No."}}, "400 Bad Request"))
-    with upstream(refuses) as a, upstream(names("b")) as b:
-        asyncio.run(run(a.url, b.url))
-        assert (len(a.exchanges), len(b.exchanges)) == (1, 0)
+    _, other = over(check, answer, names("b"))
+    assert not other.exchanges
 
 
-def test_circuit_opens_and_closes(caplog: pytest.LogCaptureFixture) -> None:
-    """What another upstream has answered was no fault of the request."""
+def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests that fail do not count. Bug: after three of one client nobody was served for a while."""
 
-    async def run(worker: Upstream, other: Upstream) -> None:
-        async with workers(worker.url, other.url, max_failures=3) as asked:
-            for _ in range(12):
-                assert await who(asked) == "other"
-            assert asked.counts()["upstreams_down"] == 1
-            assert len(worker.exchanges) == 3  # it is not asked any more
-            worker.answer = names("a")
-            await asked.upstreams.probe()
-            assert await who(asked) == "a"
+    async def check(worker: RemoteWorker, a: Upstream, b: Upstream) -> None:
+        for _ in range(upstreams.MAX_FAILURES):
+            assert await who(worker) == "b"
+        assert worker.counts()["upstreams_down"] == 0
+        a.models, models = {}, a.models
+        for _ in range(upstreams.MAX_FAILURES):
+            await worker.upstreams.probe()
+        assert worker.counts()["upstreams_down"] == 1
+        assert await who(worker) == "b"
+        assert len(a.exchanges) == upstreams.MAX_FAILURES
+        a.models, a.answer = models, names("a")
+        await worker.upstreams.probe()
+        assert await who(worker) == "a"
 
     caplog.set_level(logging.WARNING, "upstreams")
-    with upstream(says(b"")) as worker, upstream(names("other")) as other:
-        asyncio.run(run(worker, other))
-    log = "\n".join(record.getMessage() for record in caplog.records)
-    assert log.count("circuit opened after 3 failures in a row") == 1
-    assert log.count("circuit closed, it works again") == 1
-
-
-@pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n", head() + delta(content="a")]
-)
-def test_a_request_that_nobody_answers_opens_no_circuit(answer: bytes) -> None:
-    """Bug: three poisoned requests of one client, and nobody was served until the next probe."""
-
-    async def run(a: Upstream, b: Upstream) -> None:
-        async with workers(a.url, b.url, max_failures=3) as asked:
-            for _ in range(5):
-                with suppress(Refused):
-                    await said(asked)
-            assert asked.counts()["upstreams_down"] == 0
-            a.answer = b.answer = names("served")
-            assert await who(asked) == "served"
-
-    with upstream(says(answer)) as a, upstream(says(answer)) as b:
-        asyncio.run(run(a, b))
+    over(check, says(b""), names("b"))
+    assert (
+        "failed 3 times: ValueError: expected a list of models; most servers have it under /v1" in caplog.text
+    )
 
 
 # --- what is asked ------------------------------------------------------------------------------------------
@@ -904,34 +744,9 @@ REQUESTS: list[tuple[Json, Json]] = [
 def test_what_is_asked(asked: Json, more: Json) -> None:
     request = params.from_responses({"model": "m", "input": "hi"} | asked, {})
     always = {"model": "m", "stream": True, "stream_options": {"include_usage": True}}
+    always["messages"] = [{"role": "user", "content": "hi"}]
     found = json.loads(json.dumps(remote.chat_body(request, "m")))
     assert found == always | more
-
-
-TURNS = [("user", "one"), ("assistant", "1"), ("user", "two")]
-
-
-def test_the_oldest_turns_are_dropped_where_the_upstream_says_too_long() -> None:
-    """truncation=auto: only the upstream can count, so it is asked again."""
-
-    def answer(exchange: Exchange) -> None:
-        if len(exchange.body["messages"]) > 1:
-            exchange.send(json_answer({"error": {"message": LONG, "code": 400}}, "400 Bad Request"))
-        else:
-            exchange.send(head() + STREAM)
-
-    async def run(url: str) -> None:
-        async with workers(url) as worker:
-            turns = [{"role": role, "content": text} for role, text in TURNS]
-            with pytest.raises(Refused, match="maximum context length"):
-                await said(worker, input=turns)
-            *_, end = await said(worker, input=turns, truncation="auto")
-            assert isinstance(end, Finish)
-            assert end.reason == "stop"
-
-    with upstream(answer) as worker:
-        asyncio.run(run(worker.url))
-        assert worker.exchanges[-1].body["messages"] == [{"role": "user", "content": "two"}]
 
 
 # fmt: off
@@ -948,7 +763,7 @@ REFUSED = [
 @pytest.mark.parametrize(("more", "param"), REFUSED)
 def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
     """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp."""
-    worker = RemoteWorker(Upstreams(["http://127.0.0.1:9/v1"]))
+    worker = RemoteWorker(Upstreams([], {}, QUICK))
     with pytest.raises(BadInput) as caught:
         worker.pass_through(ASK | more)
     assert caught.value.param == param

@@ -5,7 +5,6 @@ without a model of its own, which asks the worker behind it by /v1/chat/completi
 only a relay does.
 """
 
-import argparse
 import itertools
 import signal
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import openai
 import pytest
 
 import sse
-from gateway.metering import Prices, TokenCounts
 from gateway.upstreams import Timeouts
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
@@ -73,7 +71,7 @@ def worker() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def server(worker: Server) -> Iterator[Server]:
     """The front: the tests that are imported know it by this name."""
-    with serve("--upstream", worker.url + "/v1", "--price", "token=3", model=None) as started:
+    with serve("--upstream", worker.url + "/v1", "--price", "3", model=None) as started:
         yield started
 
 
@@ -210,9 +208,9 @@ def test_a_worker_that_is_killed_ends_every_answer() -> None:
         assert ended(front, in_background)["status"] == "failed"
         until(lambda: front.health()["upstreams_down"] == 1, "the front has noticed")
         reply = front.post(RESPONSES, HI)
-        assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+        assert (reply.status, reply.headers["retry-after"]) == (503, "10")
         log = front.log()
-    assert "circuit opened after 3 failures in a row" in log
+    assert "/models failed 3 times" in log
     assert "disconnect" not in log
     assert log.count(f"tiny of {worker.url}/v1: error, usage: unknown (null)") == 2
 
@@ -263,7 +261,7 @@ def test_an_upstream_may_come_later() -> None:
     with serve("--upstream", early.url, *QUICK, model=None) as front:
         for path_ in (CHAT, RESPONSES):
             reply = front.post(path_, {"model": "m"} | says_in(path_, "hi"))
-            assert (reply.status, reply.headers["retry-after"]) == (503, "5")
+            assert (reply.status, reply.headers["retry-after"]) == (503, "10")
         assert front.get("/v1/models").json["data"] == []
         with upstream(port=early.port):
             until(lambda: bool(front.get("/v1/models").json["data"]), "it is found")
@@ -277,7 +275,7 @@ WRONG = [
     ("--upstream", "http://host:x/v1"),
     ("--upstream-timeout", "idle=0"),
     ("--upstream-timeout", "lunch=5"),
-    ("--price", "token=1.5"),
+    ("--price", "1.5"),
 ]
 # fmt: on
 
@@ -289,34 +287,20 @@ def test_wrong_flags_of_upstreams(flags: tuple[str, str]) -> None:
     assert caught.value.code == 2
 
 
-def parsed_options(*flags: str) -> argparse.Namespace:
-    return options.arguments().parse_args(flags)
-
-
 def test_timeouts_of_upstreams() -> None:
-    flags = ("--upstream-timeout", "connect=1", "--upstream-timeout", "first-byte=2.5")
-    assert options.timeouts(parsed_options(*flags)) == Timeouts(connect_s=1, first_byte_s=2.5)
-    assert options.timeouts(parsed_options()) == Timeouts()
-
-
-def test_prices() -> None:
-    assert options.prices(parsed_options()) is None
-    flags = itertools.chain(*(("--price", f"{name}={i}") for i, name in enumerate(options.PRICES)))
-    assert options.prices(parsed_options(*flags)) == Prices(0, TokenCounts(1, 2, 3, 4), 5)
-    assert options.prices(parsed_options("--price", "token=3")) == Prices(3)
-    with pytest.raises(ValueError, match=r"expected token=NUMBER, .* beside cached"):
-        options.prices(parsed_options("--price", "cached=3"))
+    for flags, expected in (
+        (["--upstream-timeout", "connect=1", "--upstream-timeout", "first-byte=2.5"], Timeouts(1, 2.5)),
+        ([], Timeouts()),
+    ):
+        assert options.timeouts(options.arguments().parse_args(flags)) == expected
 
 
 # fmt: off
 #  what the upstream finds fault with              what the client has sent
 RENAMED = [
-    ("response_format.json_schema.schema.type",     "text.format.schema.type"),
-    ("response_format.type",                        "text.format.type"),
-    ("response_format",                             "text.format"),
+    ("response_format.json_schema.schema.type",     "text.format"),
     ("max_tokens",                                  "max_output_tokens"),
     ("messages[3].content",                         "input"),
-    ("messages",                                    "input"),
     ("reasoning_effort",                            "reasoning.effort"),
     ("temperature",                                 "temperature"),
 ]
@@ -333,7 +317,6 @@ def test_an_upstream_names_what_the_client_has_sent() -> None:
 
     with upstream(answer, ("m",)) as worker, serve("--upstream", worker.url, model=None) as front:
         for theirs, ours in RENAMED:
-            found = front.post(RESPONSES, {"model": "m", "input": theirs}).json["error"]
-            assert (found["param"], found["message"]) == (ours, f"Invalid '{ours}'.")
+            assert front.post(RESPONSES, {"model": "m", "input": theirs}).json["error"]["param"] == ours
             asked = {"model": "m", **says_in(CHAT, theirs)}
             assert front.post(CHAT, asked).json["error"]["param"] == theirs
