@@ -503,7 +503,9 @@ class Answer:
         usage = usage_of(chunk)
         if usage is not None:
             self.meter.read(usage)
-        if is_usage := usage is not None and "usage" in chunk:
+        is_usage = usage is not None and "usage" in chunk
+        if is_usage:
             self._usage_chunk = chunk | {"choices": []}
-            del chunk["usage"]
+        if is_usage or not self._asked.shows_usage:
+            chunk.pop("usage", None)
         return bool(chunk["choices"]) or not (choices or is_usage)

@@ -704,8 +704,8 @@ def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.LogCaptu
 # --- what is asked ------------------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("f", "g")]
-F: Json = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-G: Json = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
+F: Json = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+G: Json = {"type": "function", "function": {"name": "g", "description": "", "parameters": {"type": "object"}}}
 STRICT_F, STRICT_G = (tool | {"function": tool["function"] | {"strict": True}} for tool in (F, G))
 SCHEMA = {"name": "n", "schema": {"type": "object"}, "strict": True}
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
