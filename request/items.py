@@ -199,9 +199,8 @@ def with_image_texts(value: Any) -> Any:
     if type_ in IMAGES:
         return {"type": "text", "text": IMAGE_TEXT}
     texts = {name: with_image_texts(member) for name, member in value.items()}
-    image_member = IMAGE_MEMBERS.get(type_)
-    if texts.get(image_member) is not None:
-        texts[image_member] = IMAGE_TEXT
+    if type_ in IMAGE_MEMBERS:
+        texts[IMAGE_MEMBERS[type_]] = IMAGE_TEXT
     return texts
 
 
@@ -305,7 +304,7 @@ SUMMARY_PARAMETERS = {
 }
 
 
-def summary_request(request: Request, conversation: Sequence[Item], defaults: Mapping[str, Any]) -> Request:
+def summary_request(request: Request, conversation: list[Item], defaults: Mapping[str, Any]) -> Request:
     """Return the question for a summary, after the conversation that `request` wants compacted.
 
     `defaults` are those of its worker. Raises BadInput.

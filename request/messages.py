@@ -24,7 +24,6 @@ Rules of this file:
 """
 
 from bisect import bisect
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ from request.tool_items import (
     SUFFIX,
     TOOL_ITEMS,
 )
-from request.tools import CLIENT_TOOLS, as_json, flat, qualified_name
+from request.tools import CLIENT_TOOLS, DeclaredTool, as_json, flat, qualified_name, read_tool
 from request.validation import Object, Place, list_of, one_of, place, text, text_or_array
 
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
@@ -225,43 +224,30 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
         for name in filter(given.__contains__, ARGUMENTS):
             arguments |= given[name] if isinstance(given[name], dict) else {name: given[name]}
         conversation.add_call(call_id, function, as_json(arguments), is_cut=True)
-    results = {name: given[name] for name in RESULTS if name in given}
+    results = [given[name] for name in RESULTS if name in given]
     if is_result and not results:
-        results = {"status": given.get("status", "completed")}
+        results = [given.get("status", "completed")]
     if results:
-        match [*results.values()]:
-            case [str(result)]:
-                pass
-            case _:
-                result = as_json(results)
-        conversation.add_result(call_id, result, f"{item.path}.call_id")
+        lines = [result if isinstance(result, str) else as_json(result) for result in results]
+        conversation.add_result(call_id, "\n".join(lines), f"{item.path}.call_id")
 
 
-Items = Sequence[Object]
+Items = list[Object]
 
 
-def from_responses(items: Items, instructions: str | None, chain: Items = ()) -> list[Message]:
-    """Return the messages of a chain, and then of the items of the input; raises BadInput."""
+def from_responses(
+    items: Items, instructions: str | None, chain: Items
+) -> tuple[list[Message], list[DeclaredTool]]:
+    """Return the messages of a chain, then of the input, and the tools that items bring; raises BadInput."""
     conversation = Conversation()
+    brought = []
     if instructions:
         conversation.add_text("system", instructions)
-    for item in placed(items, chain):
+    for item in objects(chain, "previous_response_id") + objects(items, "input"):
         add_item(conversation, item)
-    return conversation.close("input")
-
-
-def placed(items: Items, chain: Items) -> list[Place]:
-    """Return the items of the chain, then of the input, with their paths."""
-    of_chain = [Place(item, f"previous_response_id[{i}]") for i, item in enumerate(chain)]
-    own: list[Place] = objects(items, "input")
-    return of_chain + own
-
-
-def brought_tools(items: Items, chain: Items) -> Iterator[Place]:
-    """Yield each tool that items bring with them; raises BadInput."""
-    for item in placed(items, chain):
         if item.members.get("type") in ("additional_tools", "tool_search_output"):
-            yield from item.need("tools", objects)
+            brought += item.need("tools", list_of(read_tool))
+    return conversation.close("input"), brought
 
 
 # --- Chat Completions: messages -----------------------------------------------------------------------------

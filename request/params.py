@@ -109,11 +109,15 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     return tuple(list_of(string(1, MAX_STOP), max_items=4)(strings, path))
 
 
+items = list_of(mapping, messages.MAX_ITEMS)
+count = integer(1, 2**31)
+
+
 def input_items(value: Any, path: str) -> Any:
     """Return the items of the input; a text is a message of the user."""
     if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    return list_of(mapping, messages.MAX_ITEMS)(value, path)
+        return [{"role": "user", "content": value}]
+    return items(value, path)
 
 
 # --- the parameters -----------------------------------------------------------------------------------------
@@ -242,8 +246,8 @@ RESPONSES = COMMON | {
     "previous_response_id":   Parameter(string(0, 256),                  None,       True),
     "store":                  Parameter(boolean,                         True,       True),
     "background":             Parameter(boolean,                         False,      True),
-    "max_output_tokens":      Parameter(integer(1, 2**31),               None,       True),
-    "max_tool_calls":         Parameter(integer(1, 2**31),               None,       True),  # of hosted tools
+    "max_output_tokens":      Parameter(count,                           None,       True),
+    "max_tool_calls":         Parameter(count,                           None,       True),  # of hosted tools
     "include":                Parameter(list_of(one_of(*INCLUDES)),      []),
     "reasoning":              Parameter(reasoning,                       {}),
     "text":                   Parameter(text_options,                    {}),
@@ -251,10 +255,10 @@ RESPONSES = COMMON | {
 } | {name: Parameter(check) for name, check in REFUSED_IN_RESPONSES.items()}
 
 CHAT = COMMON | {
-    "messages":               Parameter(list_of(mapping, messages.MAX_ITEMS)),
+    "messages":               Parameter(items),
     "n":                      Parameter(integer(1, 16),                  1),
-    "max_tokens":             Parameter(integer(1, 2**31)),
-    "max_completion_tokens":  Parameter(integer(1, 2**31)),
+    "max_tokens":             Parameter(count),
+    "max_completion_tokens":  Parameter(count),
     "logprobs":               Parameter(boolean,                         False),
     "response_format":        Parameter(text_format,                     {}),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
@@ -298,16 +302,17 @@ read_responses = partial(read, RESPONSES)
 def from_responses(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/responses that refers to nothing; raises BadInput."""
     values = read_responses(body, defaults)
-    return responses_request(values, (), values["input"], owner)
+    return responses_request(values, [], values["input"], owner)
 
 
-def responses_request(values: Object, chain: Sequence[Object], input: Any, owner: str = "") -> Request:
+def responses_request(
+    values: Object, chain: messages.Items, input: messages.Items, owner: str = ""
+) -> Request:
     """Return the Request of what read_responses() has read and items.resolve() has resolved.
 
     Raises BadInput.
     """
-    conversation = messages.from_responses(input, values["instructions"], chain)
-    brought = [read_tool(*tool) for tool in messages.brought_tools(input, chain)]
+    conversation, brought = messages.from_responses(input, values["instructions"], chain)
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
     echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
         "tools": [entry.echo for entry in values["tools"]],

@@ -1,6 +1,6 @@
 """Room and turns: what one owner may hold of the server, and whose turn it is. An owner is an API key.
 
-    Room.take(owner, n), give_back(owner, n)           there is so much: now, or BadInput
+    Room.take(owner, n), take(owner, -n)               there is so much: now, or BadInput
     with Rooms.visit(owner) as visit                   what one request holds, given back at its end
     async with Turns.turn(owner)                       so many at once; the others wait
     await Threads.call(owner, function, ...)           a thread runs it when its owner's turn has come
@@ -23,13 +23,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from request.refusals import BadInput
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 # Threads of the event loop, for what would keep it too long. They share Python's lock, which the event loop
 # wants back after each system call: with six at work a turn of it took 0.2 s.
@@ -56,22 +55,18 @@ class Room:
         self._held = Counter[str]()  # by owner
 
     def take(self, owner: str, n: int) -> None:
-        """Take n of them; raises BadInput if there is no room."""
+        """Take n of them, or give some back if n is negative; raises BadInput if there is no room."""
         n_held = self._held[owner]
         n_left = self._n_free - n
         if n_left < 0:
             message = f"There is no room for more {self._things}; try again later."
             raise BadInput(message, None, "server_is_overloaded")
-        if self._is_shared and n_held and n_held + n > n_left:  # rule 1
+        if self._is_shared and n_held and n > 0 and n_held + n > n_left:  # rule 1
             share = f"{n_held} of {self.n_total} {self._things}"
             message = f"Your key holds {share}, and more would leave too few for others; try again later."
             raise BadInput(message, None, "rate_limit_exceeded")
         self._held[owner] += n
         self._n_free = n_left
-
-    def give_back(self, owner: str, n: int) -> None:
-        self._held[owner] -= n
-        self._n_free += n
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -111,7 +106,7 @@ class Threads(Turns):
         super().__init__(n_threads)
         self._executor = executor
 
-    async def call(self, owner: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
+    async def call(self, owner: str, function: Callable[..., T], *args: Any) -> T:
         """Call the function in a thread. If the caller is cancelled before it has begun, it never begins."""
         loop = asyncio.get_running_loop()
         async with self.turn(owner):
@@ -164,11 +159,7 @@ class Visit:
 
     def hold(self, room: Room, n: int) -> None:
         """Hold n of a room, instead of as many as now; raises BadInput, and then holds what it held."""
-        n_more = n - self.held[room]
-        if n_more > 0:
-            room.take(self.owner, n_more)
-        else:
-            room.give_back(self.owner, -n_more)
+        room.take(self.owner, n - self.held[room])
         self.held[room] = n
 
     def enter(self, n_streams: int = 1) -> None:

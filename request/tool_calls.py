@@ -23,7 +23,7 @@ Rules of this file:
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from channels import Arguments, Call, Close, Finish, Output, is_object
 from request.tools import Tool
@@ -37,49 +37,42 @@ class Restorer:
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self._tools = tools  # of the request, by Tool.qualified_name
         self._call: Call | None = None  # the one that is open, in the client's words
-        self._arguments: list[str] = []  # of that call, if its tool is a function
+        self._arguments: list[str] = []  # of that call, as the model wrote them
         self._decoder = InputDecoder()  # of that call, if its tool is a custom one
         self._broken = ""  # the name in the first call that cannot be run
 
-    def feed(self, output: Said) -> list[Said]:
-        """Return what the client is told. A call that cannot be run fails the answer: rule 3."""
+    def feed(self, output: Said) -> Iterator[Said]:
+        """Yield what the client is told. A call that cannot be run fails the answer: rule 3."""
+        call = self._call
         if isinstance(output, Arguments):
-            if self._call and self._call.custom:
-                return _arguments(self._decoder.feed(output.text))
             self._arguments.append(output.text)
-            return [output]
-        if isinstance(output, Finish) and output.reason != "stop":  # a limit may have cut the call
-            return [output]
-        ended = self._end_call()  # any other output ends it
+            text = output.text
+            if call and call.custom:
+                text = self._decoder.feed(text)
+            if text:
+                yield Arguments(text)
+            return
+        may_be_cut = isinstance(output, Finish) and output.reason != "stop"
+        if call and not may_be_cut:  # any other output ends it
+            self._call = None
+            if call.custom:
+                if rest := self._decoder.close():
+                    yield Arguments(rest)
+            elif not is_object("".join(self._arguments)):
+                self._broken = self._broken or call.name
+                yield Close(is_cut=True)
+                if isinstance(output, Close):
+                    return
         match output:
-            case Close() if Close(is_cut=True) in ended:
-                return ended
             case Call(name):
                 tool = self._tools.get(name, Tool(name))
                 output = self._call = Call(tool.name, tool.custom, tool.namespace)
                 self._arguments = []
                 self._decoder = InputDecoder()
-            case Finish(_, usage) if self._broken:
+            case Finish("stop", usage) if self._broken:
                 message = f"The arguments of the call of '{self._broken}' are not a JSON object."
                 output = Finish("failed", usage, message)
-        return [*ended, output]
-
-    def _end_call(self) -> list[Said]:
-        """End the open call, if there is one."""
-        call, self._call = self._call, None
-        if call is None:
-            return []
-        if call.custom:
-            return _arguments(self._decoder.close())
-        if is_object("".join(self._arguments)):
-            return []
-        self._broken = self._broken or call.name
-        return [Close(is_cut=True)]
-
-
-def _arguments(text: str) -> list[Said]:
-    """Return no output for no text."""
-    return [Arguments(text)] if text else []
+        yield output
 
 
 # --- the input of a custom tool -----------------------------------------------------------------------------

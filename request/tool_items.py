@@ -1,7 +1,7 @@
 """Tool items: calls that have item types of their own, and their results, told as calls of functions.
 
     shell_call {call_id: "c", action: {commands: [...]}}     a call "c" of shell with {"commands": [...]}
-    shell_call_output {call_id: "c", output: [...]}          its result {"output": [...]}
+    shell_call_output {call_id: "c", output: [...]}          its result [...]
     mcp_call {name: "x", arguments: "{}", output: "y"}       a call and its result: it has run elsewhere
 
 Agents send back what other models have called, of tools that this server does not have. No model here was
@@ -35,7 +35,7 @@ TOOL_ITEMS = (
 SUFFIX = re.compile("_call|_request|_output|_response")  # begins after the name of the tool
 RESULT_SUFFIXES = ("_output", "_response")
 
-# Members that are told. An object is the arguments, anything else is one of them.
+# Members that are told. An object is the arguments, anything else is one of them; results are a line each.
 ARGUMENTS = (
     "action",
     "actions",

@@ -121,7 +121,6 @@ SHORT_FORMS: list[Json] = [
     texts_of("assistant", "output_text"),  # as Codex writes it
     texts_of("assistant", "input_text", "text"),
     texts_of("user", "text", "output_text"),
-    texts_of("developer", "input_text"),
     {"role": "assistant", "content": [REFUSAL]},
     {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
     {"type": "reasoning", "content": "hm", "summary": None},
@@ -146,7 +145,6 @@ JUNK: list[Json] = [{}] * 1000
 HOLDERS = (
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi", "zz": JUNK}]},
     {"role": "assistant", "content": [{"type": "output_text", "text": "hi", "annotations": JUNK}]},
-    {"role": "assistant", "content": [{"type": "output_text", "text": "hi", "logprobs": JUNK}]},
     {"type": "reasoning", "summary": [{"type": "text", "text": "s", "zz": JUNK}]},
     {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "zz": JUNK}]},
 )

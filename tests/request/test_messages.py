@@ -168,22 +168,15 @@ TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_paramet
 #    input                                              param                         code
 BAD_RESPONSES: list[tuple[Any, str, str]] = [
     ([],                                                "input",                      MISSING),
-    (7,                                                 "input",                      TYPE),
-    (None,                                              "input",                      MISSING),
     ([{}],                                              "input[0].role",              MISSING),
-    ([says("user", 5)],                                 "input[0].content",           TYPE),
     ([says("user", ["x"])],                             "input[0].content[0]",        TYPE),
-    ([says("user", [{"type": "input_text"}])],          "input[0].content[0].text",   MISSING),
     ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   UNSUPPORTED),
     ([{"type": "banana_call"}],                         "input[0].type",              VALUE),
-    ([{"type": []}],                                    "input[0].type",              TYPE),
     ([{"type": "function_call", "name": "f"}],          "input[0].call_id",           MISSING),
-    ([CALL | {"arguments": {}}],                        "input[0].arguments",         TYPE),
     ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   UNSUPPORTED),
     ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
     ([CALL, OUTPUT, OUTPUT],                            "input[2].call_id",           VALUE),
     ([CALL, user("hi")],                                "input",                      VALUE),
-    ([CALL, OUTPUT | {"output": {}}],                   "input[1].output",            TYPE),
     ([HM | {"content": [{"type": "reasoning_text"}]}],  "input[0].content[0].text",   MISSING),
 ]
 # fmt: on
@@ -257,14 +250,10 @@ CHAT = [
 #    messages                                   param                                        code
 BAD_CHAT: list[tuple[Any, str, str]] = [
     ([],                                        "messages",                                  MISSING),
-    ("hi",                                      "messages",                                  TYPE),
-    ([{"content": "hi"}],                       "messages[0].role",                          MISSING),
     ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               UNSUPPORTED),
     ([assistant("") | {"reasoning": ["Hm."]}],  "messages[0].reasoning",                     TYPE),
-    ([assistant("") | {"tool_calls": "f"}],     "messages[0].tool_calls",                    TYPE),
     (calls(CHAT_CALL | {"type": "mcp"}),        "messages[0].tool_calls[0].type",            VALUE),
     (calls(CHAT_CUSTOM | {"custom": {}}),       "messages[0].tool_calls[0].custom.name",     MISSING),
-    (calls(CHAT_CALL | {"function": {}}),       "messages[0].tool_calls[0].function.name",   MISSING),
     (calls(CHAT_CALL | {"id": None}),           "messages[0].tool_calls[0].id",              MISSING),
     ([CALLS, RESULT, RESULT],                   "messages[2].tool_call_id",                  VALUE),
 ]
@@ -324,14 +313,6 @@ def test_the_prompt_ends_where_the_assistant_begins() -> None:
     assert QWEN.render([user("hi")], None, NOW, enable_thinking=False) == prompt + "<think>\n\n</think>\n\n"
 
 
-def test_tools_are_shown_as_the_model_saw_them() -> None:
-    """Plain JSON: Jinja's own filter would write \\u003cb\\u003e, json.dumps alone \\u00b0C."""
-    prompt = QWEN.render([user("hi")], [WEATHER], NOW)
-    assert f"<tools>\n{json.dumps(WEATHER, ensure_ascii=False)}\n</tools>" in prompt
-    assert QWEN.takes_tools
-    assert ChatTemplate("{{ tools }}", {}).render([user("hi")], [], NOW) == "None"  # templates test for both
-
-
 WORDS = (
     st.text(st.characters(codec="utf-8", exclude_characters="<>\n"), min_size=1).map(str.strip).filter(bool)
 )
@@ -352,8 +333,6 @@ GEMMA = """
 {%- endfor %}
 {{- '<start_of_turn>model\n' }}"""
 
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-
 
 def test_what_transformers_adds_to_jinja() -> None:
     """The date, `tojson` of text as it is, `continue`, `generation`, blocks without lines and indentation."""
@@ -366,42 +345,23 @@ def test_what_transformers_adds_to_jinja() -> None:
     assert prompt == "  09 Mar\n" + json.dumps([WEATHER], ensure_ascii=False, indent=4) + "b"
 
 
-# fmt: off
-#   what it raises        template, messages                                           its words
-REFUSED = [
-    ("raise_exception",   "{{ raise_exception('must alternate') }}", [user("a")],      "must alternate"),
-    ("TypeError",         "{{ messages[0].content + 1 }}", [user("a")],                "concatenate"),
-    ("SecurityError",     "{{ messages.append(1) }}", [user("a")],                     "append"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("why", "source", "messages", "words"), REFUSED, ids=[case[0] for case in REFUSED])
-def test_what_a_template_raises_is_the_requests_fault(
-    why: str, source: str, messages: list[Message], words: str
-) -> None:
-    with pytest.raises(BadInput, match=words) as error:
-        ChatTemplate(source, TOKENS).render(messages, None, NOW)
+@pytest.mark.parametrize("source", ["raise_exception('no')", "messages[0].content + 1", "messages.append(1)"])
+def test_what_a_template_raises_is_the_requests_fault(source: str) -> None:
+    """Also what its sandbox refuses."""
+    with pytest.raises(BadInput, match="chat template refuses these messages") as error:
+        ChatTemplate("{{ " + source + " }}", {}).render([user("a")], None, NOW)
     assert (error.value.param, error.value.code) == (None, "invalid_prompt")
 
 
-def test_a_template_that_ignores_tools_has_them_as_text() -> None:
-    template = ChatTemplate(CHATML, {})
-    talk = [user("q"), HM, ANSWER, CALL, CALL | {"call_id": "call_2"}, OUTPUT, OUTPUT_2]
-    prompt = template.render(from_responses(talk, "Be brief."), [WEATHER], NOW)
-    assert not template.takes_tools
-    assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
-    assert f"<tools>\n{json.dumps(WEATHER, ensure_ascii=False)}\n</tools>" in prompt
-    assert '<tool_call>\n{"name": <name of the function>, "arguments": <object' in prompt
-    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    result = "<tool_response>\n42\n</tool_response>"
-    assert prompt.endswith(
-        f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nHello\n{call}\n{call}<|im_end|>\n"
-        f"<|im_start|>user\n{result}\n{result}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert "# Tools" not in template.render([user("q")], None, NOW)
-    thinking = ChatTemplate("{{ messages[1].reasoning_content }}", {})
-    assert thinking.render(from_responses(talk, None), None, NOW) == "Hm."
+def test_tools_are_shown_as_the_model_saw_them() -> None:
+    """Plain JSON: Jinja's own filter would write \\u003cb\\u003e, json.dumps alone \\u00b0C."""
+    ignores = ChatTemplate(CHATML, {})  # tools: so it has them as text
+    assert (QWEN.takes_tools, ignores.takes_tools) == (True, False)
+    for template in (QWEN, ignores):
+        prompt = template.render([system("Be brief."), user("hi")], [WEATHER], NOW)
+        assert f"<tools>\n{json.dumps(WEATHER, ensure_ascii=False)}\n</tools>" in prompt
+        assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+    assert ChatTemplate("{{ tools }}", {}).render([user("hi")], [], NOW) == "None"  # templates test for both
 
 
 def test_a_template_that_refuses_system_messages_has_them_in_the_users() -> None:
@@ -412,15 +372,6 @@ def test_a_template_that_refuses_system_messages_has_them_in_the_users() -> None
         "<start_of_turn>user\ns\n\na<end_of_turn>\n<start_of_turn>assistant\nb<end_of_turn>\n"
         "<start_of_turn>user\nt<end_of_turn>\n<start_of_turn>model\n"
     )
-    assert "user\n# Tools" in template.render([user("a")], [WEATHER], NOW)
-
-
-def test_rendering_changes_no_message() -> None:
-    messages = from_responses([system("s"), user("q"), HM, ANSWER, CALL, OUTPUT], None)
-    before = json.dumps(messages)
-    for source in (CHATML, GEMMA):
-        ChatTemplate(source, TOKENS).render(messages, [WEATHER], NOW)
-    assert json.dumps(messages) == before
 
 
 # --- templates of other dialects ----------------------------------------------------------------------------
@@ -502,6 +453,8 @@ def test_a_template_that_takes_one_call_a_turn_gets_a_turn_for_each() -> None:
     template = ChatTemplate(GPT_OSS, {})
     assert template.render(from_responses(talk, None), tools, NOW) == "// f;q;Hello.(Hm.)f!42.g!43.r;"
     assert (template.takes_turns, QWEN.takes_turns) == (False, True)
+    late = [system("s"), user("a"), system("t"), user("b")]
+    assert template.render(late, None, NOW) == "s;a;t\n\nb;"
 
 
 ITEMS = ["user", "assistant", "system", "developer", "call", "cut call", "result"]
@@ -563,11 +516,6 @@ def test_arguments_in_the_history_are_an_object(file: str, is_chat: bool, argume
     assert rendered(arguments) == rendered(as_object)
 
 
-def test_a_template_that_drops_late_system_messages_has_them_in_the_users() -> None:
-    prompt = ChatTemplate(GPT_OSS, {}).render([system("s"), user("a"), system("t"), user("b")], None, NOW)
-    assert prompt == "s;a;t\n\nb;"
-
-
 @pytest.mark.parametrize("n_calls", [1, 2])
 def test_values_in_the_arguments_of_all_calls_are_bounded(n_calls: int) -> None:
     """Bug: a text of 2 MB was parsed whatever it holds: ten such requests took 600 MB, and 0.8 s of Python's
@@ -604,29 +552,21 @@ def write(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-def test_the_jinja_file_goes_before_the_config(tmp_path: Path) -> None:
-    write(tmp_path, {"chat_template": "old", "bos_token": "<s>"})
-    assert ChatTemplate.load(tmp_path).render([user("a")], None, NOW) == "old"
-    (tmp_path / "chat_template.jinja").write_text("new {{ bos_token }}")
-    assert ChatTemplate.load(tmp_path).render([user("a")], None, NOW) == "new <s>"
-
-
-def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
-    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": "plain"}]
-    template = ChatTemplate.load(write(tmp_path, {"chat_template": named}))
-    assert template.render([user("a")], None, NOW) == "plain"
-
-
-def test_tokens_are_strings_objects_or_absent(tmp_path: Path) -> None:
-    config = {
+def test_a_model_directory_holds_the_template_and_its_tokens(tmp_path: Path) -> None:
+    """The Jinja file goes before the config; of named templates the default is taken."""
+    tokens = {
         "bos_token": None,
         "eos_token": {"content": "</s>"},
         "unk_token": "<unk>",
         "add_bos_token": True,
     }
     source = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ add_bos_token is defined }}"
-    template = ChatTemplate.load(write(tmp_path, config | {"chat_template": source}))
-    assert template.render([user("a")], None, NOW, eos_token="mine") == "|mine|<unk>|False"
+    named = [{"name": "rag", "template": "x"}, {"name": "default", "template": source}]
+    for chat_template in (source, named):
+        template = ChatTemplate.load(write(tmp_path, tokens | {"chat_template": chat_template}))
+        assert template.render([user("a")], None, NOW, eos_token="mine") == "|mine|<unk>|False"
+    (tmp_path / "chat_template.jinja").write_text("new {{ eos_token }}")
+    assert ChatTemplate.load(tmp_path).render([user("a")], None, NOW) == "new </s>"
 
 
 # fmt: off

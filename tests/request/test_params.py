@@ -1,7 +1,6 @@
 """Every row of params.RESPONSES and params.CHAT: what it takes, what it refuses, and what is echoed."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from request.params import CHAT, RESPONSES, Request
 from request.refusals import MAX_MESSAGE, MAX_SHOWN, BadInput, shown
 from request.tools import Grammar, Tool
 from request.tools import StructuredOutput as Must
-from sampling import Sampling
 
 Json = dict[str, Any]
 Read = Callable[[Any, dict[str, Any]], Request]
@@ -263,10 +261,6 @@ def test_no_row_is_missing_here(api: str) -> None:
     assert {name for name, (_, *bad) in VALUES[api].items() if not any(bad)} == {*HINTS}
 
 
-def test_each_sampling_parameter_is_a_field_of_the_sampler() -> None:
-    assert params.SAMPLING.keys() <= {field.name for field in dataclasses.fields(Sampling)}
-
-
 @pytest.mark.parametrize(("api", "name", "value"), GOOD)
 def test_good_value(api: str, name: str, value: Any) -> None:
     request = read(api, context(api, name, value))
@@ -312,11 +306,6 @@ def test_unknown_parameters_change_nothing_and_are_named(api: str) -> None:
         plain, not_run=("banana", "temprature")
     )
     assert plain.not_run == ()
-
-
-def test_the_other_api_is_unknown_to_chat() -> None:
-    asked = read("chat", {"max_output_tokens": -1, "background": True})
-    assert asked == dataclasses.replace(read("chat", {}), not_run=("max_output_tokens", "background"))
 
 
 @pytest.mark.bug("M12")
@@ -411,13 +400,6 @@ def test_sampling(api: str) -> None:
     assert (found["top_k"], found["logit_bias"], found["min_p"], found["seed"]) == (-1, {5: 1}, 0.5, None)
 
 
-def test_what_has_moved_says_where_to() -> None:
-    """As OpenAI has it: chat's names on /v1/responses, which would be lost in silence."""
-    error = refusal("responses", {"response_format": JSON})
-    expected = "In the Responses API, this parameter has moved to 'text.format'."
-    assert error.message == f"Unsupported parameter: 'response_format'. {expected}"
-
-
 @pytest.mark.parametrize(("change", "members"), ECHOES)
 def test_echo(change: Json, members: Json) -> None:
     echo = read("responses", change).echo
@@ -438,14 +420,6 @@ def test_defaults_are_the_models(api: str) -> None:
 
 
 # --- what an error quotes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "value", [None, 1.5, "é" * 58, {"a": [1, {}]}, float("nan"), "a" * 59, {"a" * 99: 1}]
-)
-def test_a_value_is_shown_as_it_is_or_cut(value: Any) -> None:
-    whole = json.dumps(value, ensure_ascii=False)
-    assert shown(value) == (whole if len(whole) <= MAX_SHOWN else whole[: MAX_SHOWN - 3] + "...")
 
 
 def test_of_a_large_value_no_more_is_written_than_is_shown() -> None:

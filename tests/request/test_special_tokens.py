@@ -221,17 +221,6 @@ def test_roles_may_be_part_of_a_token() -> None:
     assert special_tokens(prompt, tokenizer) == ["<|im_end|>", "<|im_start|>"]
 
 
-def test_what_a_user_ends_with_opens_no_reasoning() -> None:
-    """A template may write nothing behind the last message: its end is the request's then."""
-    tokenizer = Tokenizer(TINY / "tokenizer.json")
-    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' if thinks }}"
-    template = ChatTemplate(source, {})
-    body = {"messages": [{"role": "user", "content": "Why <think>"}]}
-    thinking = body | {"chat_template_kwargs": {"thinks": True}}
-    assert prepared(template, tokenizer, body).parser().state == "final"
-    assert prepared(template, tokenizer, thinking).parser().state == "analysis"
-
-
 def test_what_a_template_raises_is_told_without_marks() -> None:
     tokenizer = Tokenizer(TINY / "tokenizer.json")
     template = ChatTemplate("{{ raise_exception('not ' + messages[0].content) }}", {})
