@@ -17,8 +17,8 @@ Rules of this file:
    chain is stored with all turns before it (store.py), and read as a whole by the next one.
 5. A row needs no other row, so a background run can start again from it. A waiting response is held as this
    row of JSON text: its prompt and tokens would take many times the room.
-6. Items get their long form first, as they are stored and listed, and messages.py checks that. A part keeps
-   its text and nothing else: logprobs may be a hundred times the text.
+6. Items get their long form first, as they are stored and listed, and messages.py checks that. Members that
+   mean nothing are kept as they came, and count.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ import sse
 from channels import Accepted, Compaction, Delta, Emit, Finish, Output
 from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
-from request.messages import IMAGES, ITEM_TYPES, MAX_ITEMS, PART_TEXTS
+from request.messages import IMAGES, ITEM_TYPES, MAX_ITEMS
 from request.params import Request, read_responses, responses_request
 from request.refusals import BadInput
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT
@@ -49,15 +49,8 @@ MAX_CONVERSATION_BYTES = 4 * 2**20  # by n_bytes(): about a million tokens, or 2
 VALUE_BYTES = 64  # what Python takes for a value, even an empty one
 MAX_REFERENCED = 256  # responses, each of which is read from the store
 
-# fmt: off
-#   type of an item            its lists of parts: the type of a text there
-PARTS = {
-    "message":                 {"content": "input_text"},
-    "reasoning":               {"summary": "summary_text", "content": "reasoning_text"},
-    "function_call_output":    {"output": "input_text"},
-    "custom_tool_call_output": {"output": "input_text"},
-}
-# fmt: on
+# role of a message, or type of an item -> type of the part that a string in place of its parts is
+TEXT_TYPES = {"assistant": "output_text", "reasoning": "reasoning_text"}  # of all others "input_text"
 TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items before it
 
 
@@ -197,7 +190,7 @@ def with_image_texts(value: Any) -> Any:
         return value
     type_ = str(value.get("type"))
     if type_ in IMAGES:
-        return {"type": "text", "text": IMAGE_TEXT}
+        return {"type": "input_text", "text": IMAGE_TEXT}
     texts = {name: with_image_texts(member) for name, member in value.items()}
     if type_ in IMAGE_MEMBERS:
         texts[IMAGE_MEMBERS[type_]] = IMAGE_TEXT
@@ -222,30 +215,20 @@ def _long_form(item: Item, ids: set[str]) -> Item:
     ids.add(long["id"])
     if kind == "reasoning":
         long = {"summary": [], "content": []} | long
-    lists = PARTS.get(kind, {})
-    if kind == "message" and item.get("role") == "assistant":
-        lists = {"content": "output_text"}
-    for name, part_type in lists.items():
-        parts = long.get(name)
-        if name == "content" and isinstance(parts, str):
-            parts = [{"type": "text", "text": parts}]
-        if isinstance(parts, list):  # the output of a call may be a string
-            long[name] = [_long_part(part, part_type) for part in parts]
+    content = long.get("content")
+    if isinstance(content, str):
+        role_or_kind = str(long.get("role", kind))
+        content = [{"type": TEXT_TYPES.get(role_or_kind, "input_text"), "text": content}]
+    if isinstance(content, list):
+        long["content"] = [_long_part(part) for part in content]
     return long
 
 
-def _long_part(part: Any, part_type: str) -> Any:
-    """Return a part with its text and no other member (rule 6)."""
-    type_ = str(part.get("type")) if isinstance(part, dict) else ""
-    if type_ not in PART_TEXTS:
-        return part
-    if type_ == "refusal":
-        part_type = type_
-    name = PART_TEXTS[type_]
-    long = {"type": part_type, name: part.get(name)}
-    if part_type == "output_text":
-        long |= {"annotations": [], "logprobs": []}  # which must be there, even empty
-    return long
+def _long_part(part: Any) -> Any:
+    """Return a part with the members that openai's type of what an assistant says has, and clients leave out."""
+    if isinstance(part, dict) and part.get("type") == "output_text":
+        return {"annotations": [], "logprobs": []} | part
+    return part
 
 
 def retained(conversation: Sequence[Item]) -> list[Item]:

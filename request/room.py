@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -148,14 +149,14 @@ class Rooms:
                 visit.hold(room, 0)
 
 
+@dataclass
 class Visit:
     """What one request, WebSocket or turn holds until it ends, and whose it is."""
 
-    def __init__(self, rooms: Rooms, owner: str, has_key: bool = True) -> None:
-        self.rooms = rooms
-        self.owner = owner
-        self.has_key = has_key  # if keys are asked for
-        self.held = Counter[Room]()
+    rooms: Rooms
+    owner: str
+    has_key: bool = True  # if keys are asked for
+    held: Counter[Room] = field(default_factory=Counter)
 
     def hold(self, room: Room, n: int) -> None:
         """Hold n of a room, instead of as many as now; raises BadInput, and then holds what it held."""

@@ -152,8 +152,8 @@ SYSTEM: Message = {"role": "system", "content": PROBE}
 PROBE_FUNCTION = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
 PROBE_TOOLS = [{"type": "function", "function": PROBE_FUNCTION}]
 PROBE_CALLS = [
-    {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
-    for name in ("first", SECOND_PROBE)
+    {"id": f"call{n:05}", "type": "function", "function": {"name": name, "arguments": {}}}
+    for n, name in enumerate(("first", SECOND_PROBE))
 ]
 PROBE_TURN: list[Message] = [
     USER,
@@ -183,10 +183,7 @@ class ChatTemplate:
         self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
         late_system = [USER, ASSISTANT, SYSTEM, USER]
         self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
-        # A turn of text and several calls is split only for a template that shows it when it is split.
-        shows_turn = self._shows(PROBE_TURN, PROBE_TOOLS, PROBE, SECOND_PROBE)
-        shows_split = self._shows(one_call_a_message(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE)
-        self.takes_turns = shows_turn or not shows_split
+        self.takes_turns = self._shows(PROBE_TURN, PROBE_TOOLS, PROBE, SECOND_PROBE)
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":

@@ -530,7 +530,7 @@ TOOL = WEATHER | {"zz": JUNK}
 MEANT: Json = {"logit_bias": {"5": 1}, "stop": "###", "top_k": -1, "metadata": {"a": "b"}}
 ODD: Json = MEANT | {
     "model": "tiny",
-    "input": [{"role": "user", "content": [{"type": "input_text", "text": TOKYO, "zz": JUNK}]}],
+    "input": [{"role": "user", "content": [{"type": "input_text", "text": TOKYO}]}],
     "tools": [TOOL],
     "tool_choice": {"type": "function", "name": TOOL["name"]},
     "reasoning": {"effort": "none", "zz": JUNK},
