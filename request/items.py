@@ -225,7 +225,7 @@ def _long_form(item: Item, ids: set[str]) -> Item:
 
 
 def _long_part(part: Any) -> Any:
-    """Return a part with the members that openai's type of what an assistant says has, and clients leave out."""
+    """Return a part; what an assistant has said has members that clients leave out."""
     if isinstance(part, dict) and part.get("type") == "output_text":
         return {"annotations": [], "logprobs": []} | part
     return part

@@ -264,8 +264,9 @@ def structured_output(
 
     `format_` is what text_format() has returned for the text, {} for none; its schema stands at `path`.
     """
-    schemas = {"json_schema": format_.get("schema"), "json_object": {"type": "object"}}
-    schema = schemas.get(str(format_.get("type")))
+    schema = format_.get("schema")
+    if format_.get("type") == "json_object":
+        schema = {"type": "object"}
     # The calls that may come are all that a model could write.
     is_any = len(choice.allowed) == len(tools) and not any(
         tool.strict or tool.grammar for tool in choice.allowed

@@ -171,7 +171,7 @@ CAPS = {
     "devices":    17_870,
     "dialects":    8_800,
     "gateway":     8_890,
-    "request":    15_000,
+    "request":    14_400,
     "service":    10_700,
 }
 # fmt: on

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -106,18 +106,9 @@ def test_a_visit_gives_back_what_it_holds() -> None:
 
 def round_robin(owners: Sequence[str]) -> list[str]:
     """One of each owner after the other, in the order in which they came."""
-    queues: dict[str, int] = {}
-    for owner in owners:
-        queues[owner] = queues.get(owner, 0) + 1
-    waiting = deque(queues)
-    served = []
-    while waiting:
-        owner = waiting.popleft()
-        served.append(owner)
-        queues[owner] -= 1
-        if queues[owner]:
-            waiting.append(owner)
-    return served
+    rounds = [owners[:i].count(owner) for i, owner in enumerate(owners)]
+    by_round = sorted(zip(rounds, map(owners.index, owners), owners, strict=True))
+    return [owner for _, _, owner in by_round]
 
 
 def served(owners: Sequence[str], n_places: int = 1, leave: Sequence[int] = ()) -> list[str]:
