@@ -107,8 +107,6 @@ def run(args: argparse.Namespace) -> None:
         cases.append((runs, partial(speed, row=Row(f"prompt of {n}, tokens/s", 1, n, 1))))
     card = importlib.import_module("cupy").cuda.runtime.getDeviceProperties(0)["name"].decode()
     report(args, f"{card}, {args.model or args.shape}, bfloat16.", cases)
-    for engine in engines.values():
-        engine.close()
 
 
 def shape_options(add: argparse.ArgumentParser) -> None:

@@ -49,13 +49,13 @@ class Answer(NamedTuple):
 
 async def ask(target: Target, prompt: str, n_new: int, **more: Any) -> Answer:
     """Ask for a stream, and read it to its end."""
-    body = {"model": target.model, "stream": True, "temperature": 0} | more
     prompt = f"{secrets.token_hex(4)}: {prompt}"
     if target.url.endswith(RESPONSES):
-        body |= {"input": prompt, "max_output_tokens": n_new}
+        body: dict[str, Any] = {"input": prompt, "max_output_tokens": n_new, "store": False}
     else:
-        body |= {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_new}
+        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_new}
         body["stream_options"] = {"include_usage": True}
+    body |= {"model": target.model, "stream": True, "temperature": 0} | more
     raw = json.dumps(body).encode()
     address = urlsplit(target.url)
     head = (

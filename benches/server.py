@@ -116,7 +116,9 @@ SERVED = {"ours": serve_ours, "least": serve_least}
 
 
 def hear(running: Running, n_streams: int, n_tokens: int, tick_ms: int) -> list[Answer]:
-    return together(Target(running.url + PATH, "default"), n_streams, "hi", n_tokens, seed=tick_ms)
+    return together(
+        Target(running.url + PATH, "default"), n_streams, "hi", n_tokens, seed=tick_ms, store=True
+    )
 
 
 def speed(running: Running, n_streams: int) -> Figures:

@@ -18,7 +18,6 @@ import sse
 from helpers import clients, laws
 from helpers.serving import Json, Server, serve
 from helpers.upstream import DONE, USED, Exchange, delta, finish, head, upstream
-from request.tool_items import IMAGE_TEXT
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -252,19 +251,6 @@ def test_its_bodies_are_compressed(server: Server) -> None:
     packed = zstd.compress(json.dumps(BODY | CUT).encode(), 3)
     reply = server.post("/v1/responses", packed, Content_Encoding="zstd")
     assert reply.status == 200, reply.body
-
-
-def test_an_image_that_a_tool_has_read() -> None:
-    """view_image answers with one; the model is told of it if the operator says so."""
-    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBO"}
-    call = {"type": "function_call", "call_id": "call_1", "name": "view_image", "arguments": "{}"}
-    output = {"type": "function_call_output", "call_id": "call_1", "output": [image]}
-    body = BODY | CUT | {"stream": False, "store": True, "input": [message("user", "look"), call, output]}
-    with serve("--images", "placeholder") as told:
-        made = told.post("/v1/responses", body)
-        assert made.status == 200, made.body
-        items = told.get(f"/v1/responses/{made.json['id']}/input_items?order=asc").json["data"]
-        assert items[-1]["output"] == [{"type": "input_text", "text": IMAGE_TEXT}]
 
 
 # --- Codex itself -------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from channels import Finish
 from helpers.scripted import in_steps, said, vocab_size, vocabulary
 from helpers.serving import Reply, Server, serve
 from request import params
-from request.refusals import BadInput
 
 N_EXAMPLES = 150
 STATUSES = {200, 400, 401, 404, 405, 408, 413, 415, 429}  # 503 too, where there is no room; here there is
@@ -130,16 +129,6 @@ def test_bytes_that_are_no_http(server: Server, data: bytes) -> None:
     with server.connect(data):
         pass  # and gone
     assert server.get("/health/live").status == 200
-
-
-@settings(max_examples=300)
-@given(both, st.booleans())
-def test_params(body: Any, is_chat: bool) -> None:
-    read = params.from_chat if is_chat else params.from_responses
-    try:
-        assert read(body, {}).messages
-    except BadInput as refusal:
-        assert refusal.message and refusal.code  # noqa: PT017, PT018
 
 
 TOKENIZER = vocabulary([b"get", b'{"name": "f", "arguments": {', b"}}", b"\n\n"])
