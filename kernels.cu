@@ -41,40 +41,9 @@
 // sequence each. Arrays are row-major; float is float32, bf16 and weight are bfloat16, int is int32.
 //
 // A kernel's argument is the array of its name; a bias, a norm of heads or sinks that the model does not have
-// are null. For layers and weights the names are those of checkpoint/weights.py, with the shapes that stand
-// there. The others are made by devices/cuda.py (buffer_shapes) and devices/steps.py (step_layout):
-//
-//   x            (n_rows, DIM) float                    the residual stream
-//   normed       (n_rows, DIM) bf16                     x normed, for more than NORMED_ROWS rows
-//   qkv          (n_rows, QKV_DIM) float                N_HEADS queries, N_KV_HEADS keys, N_KV_HEADS values
-//   y            (n_rows, N_HEADS * HEAD_DIM) bf16      what attention gives
-//   h            (n_rows, HIDDEN_DIM) bf16              the hidden layer of the MLP
-//   rope         (max_seq_len, HEAD_DIM / 2) float2     cos, sin of the angle of a pair of neighbours
-//   keys         (n_pages, N_KV_HEADS, PAGE, HEAD_PAD) bf16  the key of a token is a row
-//   values       (n_pages, N_KV_HEADS, HEAD_PAD, PAGE) bf16  its value is a column: a lane finds the numbers
-//                                                       of 8 keys side by side
-//   page_tables  (max_batch, max_pages) int             entry i: the page of positions PAGE * i and on
-//   part         (any, N_HEADS, PART_WIDTH) float       what splits leave, see `attend`
-//   n_done       (n_tiles, N_KV_HEADS) int              splits that are in `part`; 0 before and after `attend`
-//   tokens       (n_rows,) int                          -1: chosen[slot], which the host has not read yet
-//   slots        (n_rows,) int
-//   positions    (n_rows,) int                          -1: the row only pads the step
-//   tiles        (n_tiles, TILE_WIDTH) int              struct Tile
-//   wanted       (n_wanted,) int                        which rows of x
-//   raw          (n_wanted, VOCAB_SIZE) float           the model's logits
-//   best         (n_wanted,) u64                        rank_of() the likeliest token; 0 before and after
-//   logits       (n_wanted, VOCAB_SIZE) float           after penalties, bias and mask, if there are any
-//   pick_rows    (n_wanted, PICK_ROW_WIDTH) int         struct PickRow
-//   settings     (n_wanted, SETTINGS_WIDTH) float       struct Settings
-//   seeds        (n_wanted, SEEDS_WIDTH) u64            seed; choice; number of the output token
-//   masks        (n_wanted, MASK_WORDS) unsigned        a bit a token, 1: structured output allows it
-//   choices      (n_wanted, CHOICE_WIDTH) int           token, -1: the logits are not finite; its
-//                                                       logprob; the MAX_TOP likeliest; their logprobs (float)
-//   counts       (max_batch, VOCAB_SIZE) unsigned       how often a token has come, see `count`
-//   biases       (max_batch, VOCAB_SIZE) float          logit_bias
-//   chosen       (max_batch,) int                       the token that the slot has chosen last
-//
-// Those of a mixture of experts stand there.
+// are null. For layers and weights the names are those of checkpoint/weights.py; the others, with shapes and
+// what they hold, stand where they are made, devices/cuda.py (buffer_shapes) and devices/steps.py
+// (step_layout).
 //
 // Not here: which rows a step has (scheduler.py), memory (devices/cuda.py), launches (devices/kernels.py).
 
@@ -83,6 +52,7 @@
 #define ALL 0xffffffffu  // lanes of a warp
 #define LOG2_E 1.44269504f
 #define MAX_FLOAT 3.4028235e38f
+#define UNROLLED _Pragma("unroll")  // a loop whose body stands once for each round
 #define MINUS_INFINITY __uint_as_float(0xff800000u)  // the logit of a token that may not come
 
 typedef __nv_bfloat16 bf16;
@@ -141,10 +111,18 @@ __device__ __forceinline__ void await_copies() {
 
 // ---- Numbers ----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float warp_sum(float v) {  // every lane gets it, added in one order
-  for (int m = 16; m; m /= 2) v += __shfl_xor_sync(ALL, v, m);
+// Every lane gets it, joined in one order
+template <class T, class Join>
+__device__ __forceinline__ T warp_reduce(T v, Join join) {
+  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
   return v;
 }
+__device__ __forceinline__ float warp_sum(float v) {
+  return warp_reduce(v, [](float a, float b) { return a + b; });
+}
+struct Larger {
+  __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
+};
 
 // A pair of bfloat16 as it lies in memory
 __device__ __forceinline__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
@@ -152,10 +130,6 @@ __device__ __forceinline__ float high(unsigned pair) { return __uint_as_float(pa
 __device__ __forceinline__ unsigned pack(float low, float high) {
   return __bfloat16_as_ushort(__float2bfloat16(low)) | (unsigned)__bfloat16_as_ushort(__float2bfloat16(high))
                                                            << 16;
-}
-__device__ __forceinline__ uint4 zeros() {
-  uint4 zero = {0, 0, 0, 0};
-  return zero;
 }
 
 // A token and its logit as one number: the larger the logit the larger, and of equal logits the token that
@@ -192,11 +166,7 @@ struct RowOfLane {
 struct NormWeight : RowOfLane {
   uint2 of[N];
   __device__ __forceinline__ void load(weight *w) {
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      uint2 zero = {0, 0};
-      of[i] = has(i) ? *(const uint2 *)(w + place(i)) : zero;
-    }
+    UNROLLED for (int i = 0; i < N; i++) of[i] = has(i) ? *(const uint2 *)(w + place(i)) : uint2{};
   }
 };
 
@@ -206,13 +176,8 @@ struct NormWeight : RowOfLane {
 __device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf16 *y, float *sums) {
   float4 v[RowOfLane::N];
   float sum = 0;
-#pragma unroll
-  for (int i = 0; i < w.N; i++) {
-    float4 zero = {0, 0, 0, 0};
-    v[i] = w.has(i) ? *(const float4 *)(x + w.place(i)) : zero;
-  }
-#pragma unroll
-  for (int i = 0; i < w.N; i++) {
+  UNROLLED for (int i = 0; i < w.N; i++) v[i] = w.has(i) ? *(const float4 *)(x + w.place(i)) : float4{};
+  UNROLLED for (int i = 0; i < w.N; i++) {
     sum = fmaf(v[i].x, v[i].x, sum);
     sum = fmaf(v[i].y, v[i].y, sum);
     sum = fmaf(v[i].z, v[i].z, sum);
@@ -222,11 +187,9 @@ __device__ __forceinline__ void norm_row(const float *x, const NormWeight &w, bf
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
   __syncthreads();
   sum = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) sum += sums[i];
+  UNROLLED for (int i = 0; i < WARPS; i++) sum += sums[i];
   float scale = rsqrtf(sum / DIM + NORM_EPS);
-#pragma unroll
-  for (int i = 0; i < w.N; i++) {
+  UNROLLED for (int i = 0; i < w.N; i++) {
     uint2 normed = {pack(v[i].x * scale * low(w.of[i].x), v[i].y * scale * high(w.of[i].x)),
                     pack(v[i].z * scale * low(w.of[i].y), v[i].w * scale * high(w.of[i].y))};
     if (w.has(i)) *(uint2 *)(y + w.place(i)) = normed;
@@ -324,7 +287,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       for (int n = 0; n < N; n++) {
         int column = first_column + n * 8 + g;
         bool is_there = step < part && k < size && column < n_columns;
-        to[m][n] = is_there ? *(const uint4 *)(w[m] + (size_t)column * size + k) : zeros();
+        to[m][n] = is_there ? *(const uint4 *)(w[m] + (size_t)column * size + k) : uint4{};
       }
   };
   // x comes through a ring in shared memory. A thread reads what it has copied itself: it waits for no other.
@@ -337,18 +300,15 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
     return (const uint4 *)input.at(first_row + r * 8 + g, begin + step * 32 + t * 8);
   };
   auto copy_x = [&](int step) {
-#pragma unroll
-    for (int r = 0; r < ROW_TILES * 2; r++)
+    UNROLLED for (int r = 0; r < ROW_TILES * 2; r++)
       begin_copy(&x_of[step % PLACES][r][threadIdx.x], x_at(step, r), x_is_there(step, r));
     end_copies();
   };
   auto prefetch_behind = [&]() {
     const int MOST = L2_BYTES / (WARPS * MATRICES * N * 8);  // of a row's part
     int k = begin + AHEAD * 32, n_bytes = min(min((part - AHEAD) * 32, size - k) * 2, MOST);
-#pragma unroll
-    for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-      for (int n = 0; n < N; n++) {
+    UNROLLED for (int m = 0; m < MATRICES; m++)
+      UNROLLED for (int n = 0; n < N; n++) {
         int column = first_column + n * 8 + g;
         if (t == 0 && n_bytes > 0 && column < n_columns) prefetch(w[m] + (size_t)column * size + k, n_bytes);
       }
@@ -367,36 +327,28 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   };
   float old[N][N_OF_THREAD];
   auto read_before = [&]() {
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-      for (int i = 0; i < N_OF_THREAD; i++) old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
+    UNROLLED for (int n = 0; n < N; n++)
+      UNROLLED for (int i = 0; i < N_OF_THREAD; i++)
+        old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
   };
   start_next();
-#pragma unroll
-  for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
+  UNROLLED for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
   prefetch_behind();
   input.begin(n_rows);
-#pragma unroll
-  for (int i = 0; i < RING; i++) copy_x(i);
+  UNROLLED for (int i = 0; i < RING; i++) copy_x(i);
   if (ROW_TILES == 1) read_before();
   for (int step = 0; step < part; step += AHEAD) {
-#pragma unroll
-    for (int a = 0; a < AHEAD; a++) {
+    UNROLLED for (int a = 0; a < AHEAD; a++) {
       if (step + a >= part || begin + (step + a) * 32 >= size) break;
       uint4 x[ROW_TILES * 2];
       if (RING) await_copies<PLACES - 1>();
-#pragma unroll
-      for (int r = 0; r < ROW_TILES * 2; r++) {
+      UNROLLED for (int r = 0; r < ROW_TILES * 2; r++) {
         if (RING) x[r] = x_of[(step + a) % PLACES][r][threadIdx.x];
-        else x[r] = x_is_there(step + a, r) ? *x_at(step + a, r) : zeros();
+        else x[r] = x_is_there(step + a, r) ? *x_at(step + a, r) : uint4{};
       }
-#pragma unroll
-      for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-          for (int r = 0; r < ROW_TILES; r++)
+      UNROLLED for (int m = 0; m < MATRICES; m++)
+        UNROLLED for (int n = 0; n < N; n++)
+          UNROLLED for (int r = 0; r < ROW_TILES; r++)
             multiply(sum[m][n][r], x[r * 2], x[r * 2 + 1], ahead[a][m][n]);
       fetch(step + a + AHEAD, ahead[a]);
       if (RING) copy_x(step + a + RING);
@@ -404,17 +356,14 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   }
   if (RING) await_copies<0>();  // those behind the last step copy zeros, but no copy may outlive the block
   if (ROW_TILES > 1) read_before();
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-#pragma unroll
-    for (int i = 0; i < MATRICES * ROW_TILES; i++) {
+  UNROLLED for (int n = 0; n < N; n++) {
+    UNROLLED for (int i = 0; i < MATRICES * ROW_TILES; i++) {
       float *d = sum[i / ROW_TILES][n][i % ROW_TILES];
       float4 v = {d[0], d[1], d[2], d[3]};
       sums_of_warp[warp][i / ROW_TILES][i % ROW_TILES][lane] = v;
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < N_OF_THREAD; i++) {
+    UNROLLED for (int i = 0; i < N_OF_THREAD; i++) {
       if (!is_there(n, i)) continue;
       int tile = (row + i * 32) / 16, from = row % 8 * 16 + of_eight / 2 * 4 + row / 8 % 2 * 2 + of_eight % 2;
       float v[MATRICES];
@@ -442,8 +391,7 @@ template <int N>
 __device__ __forceinline__ void copy_rows(Step *to, const bf16 *from, int first, int n_rows, int size,
                                           int step) {
   int quarter = threadIdx.x % 4, k = step * 32 + quarter * 8;
-#pragma unroll
-  for (int i = 0; i < N; i += WARPS * 8) {
+  UNROLLED for (int i = 0; i < N; i += WARPS * 8) {
     int row = threadIdx.x / 4 + i;
     begin_copy(&to[row][quarter], from + (size_t)(first + row) * size + k, k < size && first + row < n_rows);
   }
@@ -459,8 +407,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
   int first_row = blockIdx.x * BLOCK_ROWS, row = warp % 2 * R * 16 + g;
   int first_column = blockIdx.y * COLUMNS, column = warp / 2 * C * 8;
   auto copy_w = [&](int step) {
-#pragma unroll
-    for (int m = 0; m < MATRICES; m++)
+    UNROLLED for (int m = 0; m < MATRICES; m++)
       copy_rows<COLUMNS>(w_of[step % STAGES][m], w[m], first_column, n_columns, size, step);
   };
   auto copy_x = [&](int step) {
@@ -481,28 +428,20 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       copy_w(step + STAGES - 1);
       copy_x(step + STAGES - 1);
       uint4 b[MATRICES][C];
-#pragma unroll
-      for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-        for (int c = 0; c < C; c++) b[m][c] = w_of[step % STAGES][m][column + c * 8 + g][t];
-#pragma unroll
-      for (int r = 0; r < R; r++) {
+      UNROLLED for (int m = 0; m < MATRICES; m++)
+        UNROLLED for (int c = 0; c < C; c++) b[m][c] = w_of[step % STAGES][m][column + c * 8 + g][t];
+      UNROLLED for (int r = 0; r < R; r++) {
         uint4 low = x_of[step % STAGES][row + r * 16][t], high = x_of[step % STAGES][row + r * 16 + 8][t];
-#pragma unroll
-        for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-          for (int c = 0; c < C; c++) multiply(sum[c][r][m], low, high, b[m][c]);
+        UNROLLED for (int m = 0; m < MATRICES; m++)
+          UNROLLED for (int c = 0; c < C; c++) multiply(sum[c][r][m], low, high, b[m][c]);
       }
     }
-#pragma unroll
-    for (int i = 0; i < C * R * 4; i++)
-#pragma unroll
-      for (int m = 0; m < MATRICES; m++) total[i][m] += sum[i / 4 / R][i / 4 % R][m][i % 4];
+    UNROLLED for (int i = 0; i < C * R * 4; i++)
+      UNROLLED for (int m = 0; m < MATRICES; m++) total[i][m] += sum[i / 4 / R][i / 4 % R][m][i % 4];
   }
   await_copies<0>();  // those behind the last step copy zeros, but no copy may outlive the block
   auto each = [&](auto use) {  // use(i, column, place in y, has it one?) for each number i of the thread
-#pragma unroll
-    for (int i = 0; i < C * R * 4; i++) {
+    UNROLLED for (int i = 0; i < C * R * 4; i++) {
       int y_row = first_row + row + i / 4 % R * 16 + i % 4 / 2 * 8;
       int y_column = first_column + column + i / 4 / R * 8 + t * 2 + i % 2;
       size_t at = (size_t)y_row * n_columns + y_column;
@@ -524,29 +463,23 @@ __device__ __forceinline__ float bias(weight *b, int column) { return b ? __bflo
 // all threads enter. The blocks that share weights come one after another, so that these stream by once.
 
 // qkv = rms_norm(x) wqkv^T + bqkv                                                         NumpyOps.qkv
-//   grid: n_rows / BLOCK_ROWS, QKV_DIM / BLOCK_COLUMNS
 extern "C" __global__ void __launch_bounds__(THREADS)
     qkv(weight *wqkv, weight *bqkv, weight *attn_norm, const float *x, const bf16 *normed, float *qkv,
         int n_rows) {
   NormedRows input = {{normed}, x, attn_norm, nullptr};
-  weight *const matrices[1] = {wqkv};
-  linear<1, COLUMN_TILES>(matrices, DIM, QKV_DIM, n_rows, input, nullptr, qkv,
+  linear<1, COLUMN_TILES>({wqkv}, DIM, QKV_DIM, n_rows, input, nullptr, qkv,
                           [&](int column, float *v) { return v[0] + bias(bqkv, column); });
 }
 
 // x += y wo^T + bo                                                                        NumpyOps.out
-//   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
 // With one tile four blocks a processor, as in `down`.
 extern "C" __global__ void __launch_bounds__(THREADS, ONE_TILE ? 4 : 0)
     out(weight *wo, weight *bo, const bf16 *y, float *x, int n_rows) {
-  Rows<N_HEADS * HEAD_DIM> input = {y};
-  weight *const matrices[1] = {wo};
-  linear<1, COLUMN_TILES>(matrices, N_HEADS * HEAD_DIM, DIM, n_rows, input, x, x,
+  linear<1, COLUMN_TILES>({wo}, N_HEADS * HEAD_DIM, DIM, n_rows, Rows<N_HEADS * HEAD_DIM>{y}, x, x,
                           [&](int column, float *v) { return v[0] + bias(bo, column); });
 }
 
 // h = silu(gate) * up, with gate, up = rms_norm(x) w_gate_up^T + b_gate_up                NumpyOps.gate_up
-//   grid: n_rows / BLOCK_ROWS, HIDDEN_DIM / PAIR_COLUMNS
 // With one tile three blocks a processor, or ptxas spills to make room for a fourth; two if a lane has much
 // of a row to norm.
 #define GATE_UP_BLOCKS (!ONE_TILE ? 0 : DIM > 2048 ? 2 : 3)
@@ -554,21 +487,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, GATE_UP_BLOCKS)
     gate_up(weight *w_gate_up, weight *b_gate_up, weight *mlp_norm, const float *x, const bf16 *normed, bf16 *h,
             int n_rows) {
   NormedRows input = {{normed}, x, mlp_norm, nullptr};
-  weight *const matrices[2] = {w_gate_up, w_gate_up + (size_t)HIDDEN_DIM * DIM};
-  linear<2, PAIR_TILES>(matrices, DIM, HIDDEN_DIM, n_rows, input, nullptr, h, [&](int column, float *v) {
+  weight *up = w_gate_up + (size_t)HIDDEN_DIM * DIM;
+  linear<2, PAIR_TILES>({w_gate_up, up}, DIM, HIDDEN_DIM, n_rows, input, nullptr, h, [&](int column, float *v) {
     float gate = v[0] + bias(b_gate_up, column), up = v[1] + bias(b_gate_up, HIDDEN_DIM + column);
     return gate / (1 + expf(-gate)) * up;
   });
 }
 
 // x += h w_down^T + b_down                                                                NumpyOps.down
-//   grid: n_rows / BLOCK_ROWS, DIM / BLOCK_COLUMNS
 // With one tile four blocks a processor, or ptxas spills to make room for a fifth (sm_120).
 extern "C" __global__ void __launch_bounds__(THREADS, ONE_TILE ? 4 : 0)
     down(weight *w_down, weight *b_down, const bf16 *h, float *x, int n_rows) {
-  Rows<HIDDEN_DIM> input = {h};
-  weight *const matrices[1] = {w_down};
-  linear<1, COLUMN_TILES>(matrices, HIDDEN_DIM, DIM, n_rows, input, x, x,
+  linear<1, COLUMN_TILES>({w_down}, HIDDEN_DIM, DIM, n_rows, Rows<HIDDEN_DIM>{h}, x, x,
                           [&](int column, float *v) { return v[0] + bias(b_down, column); });
 }
 
@@ -581,20 +511,18 @@ __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_r
     u64 rank = 0;
     for (int i = first_column + threadIdx.x % 32; i < end; i += 32)
       rank = max(rank, rank_of(y[(size_t)row * VOCAB_SIZE + i], i));
-    for (int m = 16; m; m /= 2) rank = max(rank, __shfl_xor_sync(ALL, rank, m));
+    rank = warp_reduce(rank, Larger());
     if (threadIdx.x % 32 == 0) atomicMax(&best[row], rank);
   }
 }
 
 // raw = rms_norm(x[wanted]) head^T                                                        NumpyOps.logits
-//   grid: n_wanted / BLOCK_ROWS, VOCAB_SIZE / LOGITS_COLUMNS
 // With one tile of rows two blocks a processor, or ptxas spills to make room for a third.
 extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
     logits(weight *head, weight *norm, const float *x, const bf16 *normed, const int *wanted, float *raw,
            u64 *best, int n_wanted) {
   NormedRows input = {{normed}, x, norm, wanted};
-  weight *const matrices[1] = {head};
-  linear<1, LOGITS_TILES>(matrices, DIM, VOCAB_SIZE, n_wanted, input, nullptr, raw,
+  linear<1, LOGITS_TILES>({head}, DIM, VOCAB_SIZE, n_wanted, input, nullptr, raw,
                           [](int column, float *v) { return v[0]; });
   find_best(raw, best, blockIdx.x * BLOCK_ROWS, n_wanted, blockIdx.y * LOGITS_COLUMNS);
 }
@@ -659,11 +587,7 @@ struct Tile {
   const int *page_table;
   int first_split, last_split;
   __device__ __forceinline__ Tile(const int *tile, const int *page_tables, int max_pages, int window)
-      : row(tile[0]),
-        start(tile[1]),
-        n_tokens(tile[2]),
-        first(tile[3]),
-        first_part(tile[5]),
+      : row(tile[0]), start(tile[1]), n_tokens(tile[2]), first(tile[3]), first_part(tile[5]),
         page_table(page_tables + (size_t)tile[4] * max_pages) {
     n_rows = min(QUERIES, n_tokens * GROUP - first);
     last_split = position(n_rows - 1) / SPLIT_KEYS;
@@ -697,15 +621,12 @@ __device__ __forceinline__ void rotate(const float *head, weight *norm, const fl
   int lane = threadIdx.x % 32;
   float2 v[n];
   float sum = 0;
-#pragma unroll
-  for (int i = 0; i < n; i++) {
-    float2 zero = {0, 0};
-    v[i] = lane + 32 * i < HEAD_DIM / 2 ? ((const float2 *)head)[lane + 32 * i] : zero;
+  UNROLLED for (int i = 0; i < n; i++) {
+    v[i] = lane + 32 * i < HEAD_DIM / 2 ? ((const float2 *)head)[lane + 32 * i] : float2{};
     sum = fmaf(v[i].x, v[i].x, sum), sum = fmaf(v[i].y, v[i].y, sum);
   }
   float scale = norm ? rsqrtf(warp_sum(sum) / HEAD_DIM + NORM_EPS) : 1;
-#pragma unroll
-  for (int i = 0; i < n; i++) {
+  UNROLLED for (int i = 0; i < n; i++) {
     int pair = lane + 32 * i;
     if (pair >= HEAD_DIM / 2) break;
     float a = v[i].x * scale, b = v[i].y * scale;
@@ -724,11 +645,9 @@ __device__ __forceinline__ void write_token(const float *qkv, int kv, weight *k_
   const int n = (HEAD_DIM + 31) / 32;  // numbers of a lane
   int lane = threadIdx.x % 32;
   float v[n];
-#pragma unroll
-  for (int i = 0; i < n; i++) v[i] = lane + 32 * i < HEAD_DIM ? value[lane + 32 * i] : 0;
+  UNROLLED for (int i = 0; i < n; i++) v[i] = lane + 32 * i < HEAD_DIM ? value[lane + 32 * i] : 0;
   rotate(qkv + (N_HEADS + kv) * HEAD_DIM, k_norm, rope, keys + at + position % PAGE * HEAD_PAD);
-#pragma unroll
-  for (int i = 0; i < n; i++)
+  UNROLLED for (int i = 0; i < n; i++)
     if (lane + 32 * i < HEAD_DIM)
       values[at + (lane + 32 * i) * PAGE + position % PAGE] = __float2bfloat16(v[i]);
 }
@@ -761,15 +680,12 @@ __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int sp
     const bf16 *k = keys + at + (begin % PAGE + g / 2 * 8 + g % 2) * HEAD_PAD + t * 8;
     const bf16 *v = values + at + g * PAGE + begin % PAGE + t * 8;
     uint4 value[HEAD_PAD / 8];
-#pragma unroll
-    for (int n = 0; n < HEAD_PAD / 8; n++) value[n] = *(const uint4 *)(v + n * 8 * PAGE);
+    UNROLLED for (int n = 0; n < HEAD_PAD / 8; n++) value[n] = *(const uint4 *)(v + n * 8 * PAGE);
     float score[4][4] = {};
-#pragma unroll
-    for (int c = 0; c < HEAD_PAD; c += 32) {
+    UNROLLED for (int c = 0; c < HEAD_PAD; c += 32) {
       uint4 q0 = *(const uint4 *)(work.q[g] + c + t * 8), q1 = *(const uint4 *)(work.q[g + 8] + c + t * 8);
       unsigned a0[4] = {q0.x, q1.x, q0.y, q1.y}, a1[4] = {q0.z, q1.z, q0.w, q1.w};
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
+      UNROLLED for (int i = 0; i < 4; i++) {
         uint4 key = *(const uint4 *)(k + i * 2 * HEAD_PAD + c);
         unsigned b0[2] = {key.x, key.y}, b1[2] = {key.z, key.w};
         mma_16x8x16(score[i], a0, b0);
@@ -777,8 +693,7 @@ __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int sp
       }
     }
     float scale = LOG2_E / sqrtf((float)HEAD_DIM);  // for exp2f
-#pragma unroll
-    for (int j = 0; j < 16; j++) {
+    UNROLLED for (int j = 0; j < 16; j++) {
       int r = g + j % 4 / 2 * 8, key = begin + t * 8 + j / 4 * 2 + j % 2, query = tile.position(r);
       bool is_seen = r < tile.n_rows && key <= query && (!window || key > query - window);
       float s = is_seen ? score[j / 4][j % 4] * scale : EMPTY;
@@ -786,12 +701,10 @@ __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int sp
       top[j % 4 / 2] = fmaxf(top[j % 4 / 2], s);
     }
     unsigned p[4][2];  // the weights, rounded, of two keys each; rows g and g + 8
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
+    UNROLLED for (int h = 0; h < 2; h++) {
       top[h] = fmaxf(top[h], __shfl_xor_sync(ALL, top[h], 1));
       top[h] = fmaxf(top[h], __shfl_xor_sync(ALL, top[h], 2));
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
+      UNROLLED for (int i = 0; i < 4; i++) {
         float *s = score[i] + 2 * h;
         p[i][h] = pack(s[0] == EMPTY ? 0 : exp2f(s[0] - top[h]), s[1] == EMPTY ? 0 : exp2f(s[1] - top[h]));
         sum[h] += low(p[i][h]) + high(p[i][h]);
@@ -802,23 +715,20 @@ __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int sp
     unsigned a0[4] = {p[0][0], p[0][1], p[1][0], p[1][1]}, a1[4] = {p[2][0], p[2][1], p[3][0], p[3][1]};
     // of this lane's 8 keys; behind them the page may hold anything, NaN too
     int n_keys = last + 1 - (begin + t * 8);
-#pragma unroll
-    for (int n = 0; n < HEAD_PAD / 8; n++) {
+    UNROLLED for (int n = 0; n < HEAD_PAD / 8; n++) {
       unsigned b[4] = {value[n].x, value[n].y, value[n].z, value[n].w};
       for (int i = 0; i < 4; i++) b[i] = n_keys > 2 * i + 1 ? b[i] : n_keys > 2 * i ? b[i] & 0xffff : 0;
       mma_16x8x16(out[n], a0, b);
       mma_16x8x16(out[n], a1, b + 2);
     }
   }
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
+  UNROLLED for (int h = 0; h < 2; h++) {
     int r = g + 8 * h;
     if (t == 0) {
       work.top[warp][r] = top[h];
       work.sum[warp][r] = sum[h];
     }
-#pragma unroll
-    for (int n = 0; n < HEAD_PAD / 8; n++) {
+    UNROLLED for (int n = 0; n < HEAD_PAD / 8; n++) {
       float2 pair = {out[n][2 * h], out[n][2 * h + 1]};
       *(float2 *)&work.out[warp][r][n * 8 + t * 2] = pair;
     }
@@ -835,18 +745,14 @@ __device__ __forceinline__ void merge_warps(const Work &work, float &top, float 
   int r = row_of_thread();
   float factor[ATTEND_WARPS];
   top = EMPTY, sum = 0;
-#pragma unroll
-  for (int w = 0; w < ATTEND_WARPS; w++) top = fmaxf(top, work.top[w][r]);
-#pragma unroll
-  for (int w = 0; w < ATTEND_WARPS; w++) {
+  UNROLLED for (int w = 0; w < ATTEND_WARPS; w++) top = fmaxf(top, work.top[w][r]);
+  UNROLLED for (int w = 0; w < ATTEND_WARPS; w++) {
     factor[w] = exp2f(work.top[w][r] - top);
     sum = fmaf(work.sum[w][r], factor[w], sum);
   }
-#pragma unroll
-  for (int i = 0; i < A_THREAD; i++) {
+  UNROLLED for (int i = 0; i < A_THREAD; i++) {
     out[i] = 0;
-#pragma unroll
-    for (int w = 0; w < ATTEND_WARPS; w++)
+    UNROLLED for (int w = 0; w < ATTEND_WARPS; w++)
       out[i] = fmaf(work.out[w][r][column_of_thread(i)], factor[w], out[i]);
   }
 }
@@ -956,16 +862,14 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     float top = EMPTY, sum = 0, out = 0;
     for (int first = tile.first_split; first <= tile.last_split; first += AT_ONCE) {
       float tops[AT_ONCE], sums[AT_ONCE], outs[AT_ONCE];
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
+      UNROLLED for (int j = 0; j < AT_ONCE; j++) {
         bool is_split = first + j <= tile.last_split;  // else it is empty, and changes nothing
         const float *next = tile.part_of(part, first + j, r, kv);
         tops[j] = is_split ? __ldcg(next + HEAD_DIM) : EMPTY;
         sums[j] = is_split ? __ldcg(next + HEAD_DIM + 1) : 0;
         outs[j] = is_split ? __ldcg(next + column) : 0;
       }
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; j++) {
+      UNROLLED for (int j = 0; j < AT_ONCE; j++) {
         float old_scale, new_scale;
         rescale(top, tops[j], old_scale, new_scale);
         sum = sum * old_scale + sums[j] * new_scale;
@@ -1001,8 +905,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     merge_warps(work, next_top, next_sum, next);
     rescale(top, next_top, old_scale, new_scale);
     sum = sum * old_scale + next_sum * new_scale;
-#pragma unroll
-    for (int i = 0; i < A_THREAD; i++) out[i] = out[i] * old_scale + next[i] * new_scale;
+    UNROLLED for (int i = 0; i < A_THREAD; i++) out[i] = out[i] * old_scale + next[i] * new_scale;
   }
   write_result(tile, kv, top, sum, out, sinks, y);
 }
@@ -1065,13 +968,11 @@ __device__ __forceinline__ u64 philox(u64 seed, u64 choice, u64 number) {
 
 template <class T, class Join>
 __device__ __forceinline__ T block_reduce(T *of_warp, T v, Join join) {  // for every thread, in one order
-  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
+  v = warp_reduce(v, join);
   __syncthreads();
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
   __syncthreads();
-  v = of_warp[threadIdx.x % 32];
-  for (int m = 16; m; m /= 2) v = join(v, __shfl_xor_sync(ALL, v, m));
-  return v;
+  return warp_reduce(of_warp[threadIdx.x % 32], join);
 }
 
 // Call f(logit) for each token in the words [begin, end) of the set, by one warp. Where f returns false, the
@@ -1085,13 +986,11 @@ __device__ __forceinline__ void each_of(unsigned *set, int begin, int end, const
       if (!(some >> j & 255)) continue;
       bool is_in[8];
       float logit[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
+      UNROLLED for (int i = 0; i < 8; i++) {
         is_in[i] = __shfl_sync(ALL, word, j + i) >> lane & 1;
         logit[i] = is_in[i] ? logits[(first + j + i) * 32 + lane] : 0;
       }
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
+      UNROLLED for (int i = 0; i < 8; i++) {
         unsigned stay = __ballot_sync(ALL, is_in[i] && f(logit[i]));
         if (lane == j + i) word = stay;
       }
@@ -1208,7 +1107,6 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   if (p.slot < 0) return;
   size_t of_slot = (size_t)p.slot * VOCAB_SIZE;
   raw += (size_t)row * VOCAB_SIZE, logits += (size_t)row * VOCAB_SIZE;
-  auto larger = [](u64 a, u64 b) { return a > b ? a : b; };
   const float *used = raw;
   u64 used_best = raw_best;
 
@@ -1218,9 +1116,9 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
       float logit = penalised(raw[i], i, p, s, counts + of_slot, tokens, biases + of_slot,
                               masks + (size_t)row * MASK_WORDS);
       logits[i] = logit;
-      used_best = larger(used_best, rank_of(logit, i));
+      used_best = max(used_best, rank_of(logit, i));
     }
-    used_best = block_reduce(of_warp, used_best, larger);
+    used_best = block_reduce(of_warp, used_best, Larger());
     used = logits;
   }
   int token = token_of(used_best);
@@ -1280,8 +1178,8 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     u64 below = next;
     next = 0;
     for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS)
-      if (rank_of(raw[i], i) < below) next = larger(next, rank_of(raw[i], i));
-    next = block_reduce(of_warp, next, larger);
+      if (rank_of(raw[i], i) < below) next = max(next, rank_of(raw[i], i));
+    next = block_reduce(of_warp, next, Larger());
   }
 }
 
@@ -1313,27 +1211,13 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
 // then a block has some columns of one expert and all rows of its group, up to TILES * 16 at a time, and reads
 // its weights once for these. What no row has chosen is not read.
 //
-// n_pairs is n_rows * N_CHOSEN; pair i is of row i / N_CHOSEN. The arrays:
-//
-//   scores    (n_rows, N_EXPERTS) float  of the router
-//   experts   (n_pairs,) int             expert of each pair
-//   shares    (n_pairs,) float           softmax of its score, over those of the row or over all experts
-//   places    (n_pairs,) int             where the pair lies among the groups
-//   pair_rows (n_pairs,) int             row of the pair that lies there
-//   groups    (grid.y, GROUP_WIDTH) int  expert; place of its first pair; how many, 0: no group
-//   expert_x  (n_pairs, DIM) bf16        normed, by group
-//   expert_h  (n_pairs, EXPERT_DIM) bf16, by group
-//   expert_y  (n_pairs, DIM) float, by group
-//   w         (N_EXPERTS, columns, size), of w_gate_up or w_down
-//   blocks, scales  the same as MXFP4: 16 bytes, 1 byte for 32
+// n_pairs is n_rows * N_CHOSEN; pair i is of row i / N_CHOSEN. For a kernel of experts w (N_EXPERTS, columns,
+// size) is w_gate_up or w_down, or blocks and scales are, as MXFP4: 16 bytes and 1 byte for 32 numbers.
 
 // scores = normed router^T + b_router
-//   grid: n_rows / BLOCK_ROWS, N_EXPERTS / BLOCK_COLUMNS; block: THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(THREADS)
     router(weight *router, weight *b_router, const bf16 *normed, float *scores, int n_rows) {
-  Rows<DIM> input = {normed};
-  weight *const matrices[1] = {router};
-  linear<1, COLUMN_TILES>(matrices, DIM, N_EXPERTS, n_rows, input, nullptr, scores,
+  linear<1, COLUMN_TILES>({router}, DIM, N_EXPERTS, n_rows, Rows<DIM>{normed}, nullptr, scores,
                           [&](int column, float *v) { return v[0] + bias(b_router, column); });
 }
 
@@ -1358,8 +1242,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
         u64 rank = rank_of(finite(e), e);
         if (rank < last) best = max(best, rank);
       }
-      for (int m = 16; m; m /= 2) best = max(best, __shfl_xor_sync(ALL, best, m));
-      last = best;
+      last = best = warp_reduce(best, Larger());
       int e = token_of(best);
       if (i == 0) top = finite(e);
       if (lane == i) mine = finite(e), experts[row * N_CHOSEN + i] = e;
@@ -1409,7 +1292,7 @@ struct ExpertMatrices {
     int scale;
   };
   __device__ __forceinline__ Eight load(size_t row, int size, int k) const {
-    Eight eight = {zeros(), 0};
+    Eight eight = {};
     if (PACKED) {
       eight.bits.x = *(const unsigned *)(blocks + (row * size + k) / 2);
       eight.scale = scales[(row * size + k) / 32];
@@ -1450,35 +1333,27 @@ __device__ __forceinline__ void expert_linear(const ExpertMatrices &w, size_t fi
   float sum[MATRICES][TILES][4] = {};
   for (int k0 = begin + t * 8; k0 - t * 8 < end; k0 += STEPS * 32) {
     ExpertMatrices::Eight ahead[STEPS][MATRICES];
-#pragma unroll
-    for (int s = 0; s < STEPS; s++)
-#pragma unroll
-      for (int m = 0; m < MATRICES; m++) {
-        ExpertMatrices::Eight none = {zeros(), 0};
+    UNROLLED for (int s = 0; s < STEPS; s++)
+      UNROLLED for (int m = 0; m < MATRICES; m++) {
         bool is_there = k0 + s * 32 < end && column < n_columns;
-        ahead[s][m] = is_there ? w.load(first_row + m * n_columns + column, size, k0 + s * 32) : none;
+        ahead[s][m] = {};
+        if (is_there) ahead[s][m] = w.load(first_row + m * n_columns + column, size, k0 + s * 32);
       }
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
+    UNROLLED for (int s = 0; s < STEPS; s++) {
       int k = k0 + s * 32;
       if (k - t * 8 >= end) break;
       uint4 of_w[MATRICES];
-#pragma unroll
-      for (int m = 0; m < MATRICES; m++) of_w[m] = ExpertMatrices::decoded(ahead[s][m]);
-#pragma unroll
-      for (int r = 0; r < TILES; r++) {
+      UNROLLED for (int m = 0; m < MATRICES; m++) of_w[m] = ExpertMatrices::decoded(ahead[s][m]);
+      UNROLLED for (int r = 0; r < TILES; r++) {
         int row = r * 16 + g;
-        uint4 low = k < end && row < n_rows ? *(const uint4 *)(x + (size_t)row * size + k) : zeros();
-        uint4 high = k < end && row + 8 < n_rows ? *(const uint4 *)(x + (size_t)(row + 8) * size + k) : zeros();
-#pragma unroll
-        for (int m = 0; m < MATRICES; m++) multiply(sum[m][r], low, high, of_w[m]);
+        uint4 low = k < end && row < n_rows ? *(const uint4 *)(x + (size_t)row * size + k) : uint4{};
+        uint4 high = k < end && row + 8 < n_rows ? *(const uint4 *)(x + (size_t)(row + 8) * size + k) : uint4{};
+        UNROLLED for (int m = 0; m < MATRICES; m++) multiply(sum[m][r], low, high, of_w[m]);
       }
     }
   }
-#pragma unroll
-  for (int m = 0; m < MATRICES; m++)
-#pragma unroll
-    for (int r = 0; r < TILES; r++) {
+  UNROLLED for (int m = 0; m < MATRICES; m++)
+    UNROLLED for (int r = 0; r < TILES; r++) {
       float *d = sum[m][r];
       float4 v = {d[0], d[1], d[2], d[3]};
       sums_of_warp[((warp * MATRICES + m) * TILES + r) * 32 + lane] = v;

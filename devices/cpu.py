@@ -25,7 +25,7 @@ import ctypes
 import importlib.metadata
 import logging
 import sys
-import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -60,13 +60,10 @@ WEIGHTS = {"bfloat16": ("BF16", "BF16"), "int8": ("Q8_0", "Q8_0"), "int4": ("Q4_
 
 def load_tbb() -> None:
     """Load oneTBB from where pip has put it: neither Numba nor the system looks there."""
-    try:
-        files = importlib.metadata.files("tbb") or []
-    except importlib.metadata.PackageNotFoundError:
-        return
-    for file in files:
-        if file.name in ("libtbb.so.12", "tbb12.dll"):
-            ctypes.CDLL(str(file.locate()))
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("tbb") or []:
+            if file.name in ("libtbb.so.12", "tbb12.dll"):
+                ctypes.CDLL(str(file.locate()))
 
 
 def usable_threads() -> int:
@@ -95,7 +92,6 @@ class FastOps(NumpyOps):
         self._turns: Array = self._rope.view(np.float32)  # (max_seq_len, head_dim)
         self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
         self._n_threads = usable_threads()
-        self._small = SMALL
         load_tbb()
         self.get_ready()
         self.about = f"Numba, {self._n_threads} threads, {weights.nbytes / 1e6:.0f} MB of weights"
@@ -112,22 +108,19 @@ class FastOps(NumpyOps):
     def get_ready(self) -> None:
         """Compile the kernels, or read them from where they are kept, by a step of one token.
 
-        All threads compute it, then one.
+        One thread computes it, then all.
         """
         log.info("getting the kernels ready: the first start compiles them, which takes some twenty seconds")
-        started = time.perf_counter()
         batch = Batch([Span(0, [0], [0], 0, 1)])
-        if self._n_threads > 1:
-            self._small = 0  # so all threads compute everything
-            try:
+        try:
+            for small in (sys.maxsize, 0):
+                self._small = small
                 forward(self, self.weights, batch)
-            except ValueError as error:  # there is no threading layer; the message says what to install
-                log.warning("one thread: %s", " ".join(str(error).split()))
-                self._n_threads = 1
-        self._small = sys.maxsize
-        forward(self, self.weights, batch)
+        except ValueError as error:  # there is no threading layer; the message says what to install
+            log.warning("one thread: %s", " ".join(str(error).split()))
+            self._n_threads = 1
         self._small = SMALL
-        log.info("kernels ready in %.1f s", time.perf_counter() - started)
+        log.info("the kernels are ready")
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
         if self._n_threads > 1:

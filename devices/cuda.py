@@ -139,32 +139,33 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
     # fmt: off
     return {
         "x":           ("f4", (n, c.dim)),  # the residual stream
-        "normed":      ("u2", (n, c.dim)),
-        "qkv":         ("f4", (n, qkv_dim(c))),
-        "y":           ("u2", (n, c.n_heads * c.head_dim)),
-        "h":           ("u2", (n, c.hidden_dim)),
-        "part":        ("f4", (parts, c.n_heads, part_width(c))),
-        "n_done":      ("i4", (wanted * tiles_a_row(c), c.n_kv_heads)),
+        "normed":      ("u2", (n, c.dim)),  # x normed, for more than NORMED_ROWS rows
+        "qkv":         ("f4", (n, qkv_dim(c))),  # n_heads queries, n_kv_heads keys, n_kv_heads values
+        "y":           ("u2", (n, c.n_heads * c.head_dim)),  # what attention gives
+        "h":           ("u2", (n, c.hidden_dim)),  # the hidden layer of the MLP
+        "part":        ("f4", (parts, c.n_heads, part_width(c))),  # what splits of attention leave
+        "n_done":      ("i4", (wanted * tiles_a_row(c), c.n_kv_heads)),  # splits in `part`; 0 after `attend`
         "raw":         ("f4", (wanted, c.vocab_size)),  # logits
-        "best":        ("u8", (wanted,)),  # the likeliest token of each row, as kernels.cu ranks them
-        "logits":      ("f4", (wanted, c.vocab_size)),  # after penalties
-        "masks":       ("u4", (wanted, mask_words(c))),  # a bit a token
+        "best":        ("u8", (wanted,)),  # rank_of() the likeliest token (kernels.cu); 0 after `pick`
+        "logits":      ("f4", (wanted, c.vocab_size)),  # after penalties, bias and mask, if there are any
+        "masks":       ("u4", (wanted, mask_words(c))),  # a bit a token, 1: structured output allows it
+        # token, -1: the logits are not finite; its logprob; the MAX_TOP likeliest; their logprobs (float)
         "choices":     ("i4", (wanted, CHOICE_WIDTH)),
-        "rope":        ("c8", (max_seq_len, c.head_dim // 2)),
-        "page_tables": ("i4", (max_batch, -(-max_seq_len // PAGE))),
-        "chosen":      ("i4", (max_batch,)),
-        "counts":      ("u4", (max_batch, c.vocab_size)),
-        "biases":      ("f4", (max_batch, c.vocab_size)),
+        "rope":        ("c8", (max_seq_len, c.head_dim // 2)),  # cos, sin of a pair of neighbours
+        "page_tables": ("i4", (max_batch, -(-max_seq_len // PAGE))),  # i: the page of position PAGE * i
+        "chosen":      ("i4", (max_batch,)),  # the token that the slot has chosen last
+        "counts":      ("u4", (max_batch, c.vocab_size)),  # how often a token has come, see `count`
+        "biases":      ("f4", (max_batch, c.vocab_size)),  # logit_bias
         "history":     ("i4", (max_seq_len,)),  # the tokens to count
-        "scores":      ("f4", (n, n_experts)),
+        "scores":      ("f4", (n, n_experts)),  # of the router
         "experts":     ("i4", (pairs,)),  # of each pair
-        "shares":      ("f4", (pairs,)),
-        "places":      ("i4", (pairs,)),
-        "pair_rows":   ("i4", (pairs,)),
-        "groups":      ("i4", (n_experts, GROUP_WIDTH)),
-        "expert_x":    ("u2", (pairs, c.dim)),
-        "expert_h":    ("u2", (pairs, expert_dim)),
-        "expert_y":    ("f4", (pairs, c.dim)),
+        "shares":      ("f4", (pairs,)),  # softmax of its score, over those of the row or over all experts
+        "places":      ("i4", (pairs,)),  # where the pair lies among the groups
+        "pair_rows":   ("i4", (pairs,)),  # row of the pair that lies there
+        "groups":      ("i4", (n_experts, GROUP_WIDTH)),  # expert; its first place; pairs, 0: no group
+        "expert_x":    ("u2", (pairs, c.dim)),  # normed, by group
+        "expert_h":    ("u2", (pairs, expert_dim)),  # by group
+        "expert_y":    ("f4", (pairs, c.dim)),  # by group
     }
     # fmt: on
 
@@ -193,15 +194,11 @@ def room(config: Config, max_seq_len: int, max_batch: int, cp: Any = None) -> in
 def missing() -> str | None:
     """Say why no GPU can compute here; None if one can."""
     try:
-        cupy = importlib.import_module("cupy")
-        n_devices = cupy.cuda.runtime.getDeviceCount()
+        capability = int(importlib.import_module("cupy").cuda.Device().compute_capability)
     except ImportError:
         return "CuPy is not installed: pip install -e '.[cuda]'"
     except Exception as error:  # cupy.cuda.runtime.CUDARuntimeError: no driver, or one that is too old
         return f"CuPy finds no device: {error}"
-    if not n_devices:
-        return "CuPy finds no device"
-    capability = int(cupy.cuda.Device().compute_capability)
     if capability < 80:
         return f"compute capability {capability / 10}; 8.0 or above is supported"
     return None

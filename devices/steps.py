@@ -51,14 +51,14 @@ def step_layout(n_rows: int, n_wanted: int, n_tiles: int) -> "np.dtype[Any]":
     """The fields of a step, one after another in one piece of memory."""
     # fmt: off
     return np.dtype([
-        ("seeds",     "u8", (n_wanted, SEEDS_WIDTH)),
+        ("seeds",     "u8", (n_wanted, SEEDS_WIDTH)),  # seed; choice; number of the output token
         ("tokens",    "i4", (n_rows,)),  # -1: the token that the slot chose last
         ("slots",     "i4", (n_rows,)),
-        ("positions", "i4", (n_rows,)),
-        ("tiles",     "i4", (n_tiles, TILE_WIDTH)),
+        ("positions", "i4", (n_rows,)),  # -1: the row only pads the step
+        ("tiles",     "i4", (n_tiles, TILE_WIDTH)),  # struct Tile of kernels.cu
         ("wanted",    "i4", (n_wanted,)),  # rows whose logits are wanted
-        ("pick_rows", "i4", (n_wanted, PICK_ROW_WIDTH)),
-        ("settings",  "f4", (n_wanted, SETTINGS_WIDTH)),
+        ("pick_rows", "i4", (n_wanted, PICK_ROW_WIDTH)),  # struct PickRow
+        ("settings",  "f4", (n_wanted, SETTINGS_WIDTH)),  # struct Settings
     ])
     # fmt: on
 

@@ -168,7 +168,7 @@ CAPS = {
     "audit":      20_450,
     "benches":     8_000,
     "checkpoint":  9_910,
-    "devices":    17_870,
+    "devices":    17_815,
     "dialects":    8_800,
     "gateway":     8_890,
     "request":    14_400,

@@ -5,23 +5,17 @@ pip is really run, told to look nowhere.
 """
 
 import hashlib
-import json
 import os
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-import jinja2
 import pytest
 from huggingface_hub import constants
-from tokenizers import Tokenizer
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from checkpoint import default_model as default
-from checkpoint import weights
+from checkpoint import hub, weights
 from checkpoint.config import read_config
 from checkpoint.default_model import HubError
 from checkpoint.hub import find
@@ -53,9 +47,7 @@ def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 #  model                  words of the one line that refuses it
 NOWHERE = {
     "/no/such/directory": ["no directory /no/such/directory", "is not a Hub id"],
-    "./models/absent":    ["no directory", "models/absent", "is not a Hub id"],
     "absent":             ["no directory", "absent is not a Hub id", "Qwen/Qwen3-0.6B"],
-    "Org/Name/more":      ["no directory", "is not a Hub id"],
     "../Name":            ["no directory", "is not a Hub id"],
     "~no-such-user/x":    ["no directory", "~no-such-user/x is not a Hub id"],
     "model.bin":          ["model.bin is a file", "config.json"],
@@ -82,59 +74,21 @@ def test_nowhere_to_be_found(
     assert all(word in message for word in NOWHERE[model]), message
 
 
-COMMIT = "0123456789" * 4
 REPOSITORY = [
     "config.json",
     "model-00001-of-00001.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
-    "chat_template.jinja",
-    "consolidated.safetensors",  # what Mistral's own program reads: the same weights again
-    "onnx/config.json",
-    "original/params.json",
-    "README.md",
 ]
 
 
-class HubHandler(BaseHTTPRequestHandler):
-    """As much of the Hub as a download asks for; each file holds its own path."""
-
-    def do_GET(self) -> None:
-        path, _, resolved = urlsplit(self.path).path.partition(f"/resolve/{COMMIT}/")
-        body = resolved or json.dumps(
-            [{"type": "file", "path": name, "size": len(name), "oid": name} for name in REPOSITORY]
-            if "/tree/" in path
-            else {"id": "Org/Name", "sha": COMMIT, "siblings": [{"rfilename": name} for name in REPOSITORY]}
-        )
-        self.send_response(200)
-        self.send_header("ETag", f'"{body.encode().hex()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body.encode())
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-def test_of_a_hub_repository_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server, ThreadPoolExecutor() as pool:
-        pool.submit(server.serve_forever)
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        try:
-            found = find("Org/Name")
-        finally:
-            server.shutdown()
-    assert sorted(path.name for path in found.iterdir()) == sorted(REPOSITORY[:5])
-    assert (found / "config.json").read_text() == "config.json"
+def test_of_a_hub_repository_what_is_read_is_fetched() -> None:
+    """Neither the weights as Mistral's own program reads them, nor those in folders."""
+    others = ["consolidated.safetensors", "onnx/config.json", "original/params.json", "README.md"]
+    fetched = filter_repo_objects(
+        REPOSITORY + others, allow_patterns=hub.HUB_FILES, ignore_patterns=hub.HUB_IGNORED
+    )
+    assert [*fetched] == REPOSITORY
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(offline: Path, tmp_path: Path) -> None:
@@ -208,27 +162,6 @@ def test_a_cache_folder_that_cannot_be_written(nowhere: Path, monkeypatch: pytes
     assert message.endswith("; set LLMREF_CACHE to another folder"), message
 
 
-# fmt: off
-#   LLMREF_CACHE  XDG_CACHE_HOME  the folder; HOME is /home
-FOLDERS = [
-    ("/own",      "/xdg",         "/own"),
-    (None,        "/xdg",         "/xdg/llmref"),
-    (None,        None,           "/home/.cache/llmref"),
-    ("",          "",             "/home/.cache/llmref"),  # empty is unset, says the XDG specification
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("own", "xdg", "folder"), FOLDERS)
-def test_cache_folder(own: str | None, xdg: str | None, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home")
-    for name, value in (("LLMREF_CACHE", own), ("XDG_CACHE_HOME", xdg)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    assert default.cache_folder() == Path(folder)
-
-
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container with a user id of its own: the start ended with a traceback."""
     for name in ("HOME", "LLMREF_CACHE", "XDG_CACHE_HOME"):
@@ -271,14 +204,3 @@ def test_default_models_shape(default_model: Path) -> None:
     assert (config.max_seq_len, config.rope.rope_theta, config.norm_eps) == (8192, 100_000.0, 1e-5)
     assert (config.eos_token_ids, config.tied, n_params(config)) == ((2,), True, 134_515_008)
     assert (config.generation["temperature"], config.generation["top_p"]) == (0.2, 0.9)
-
-
-def test_default_models_prompt(default_model: Path) -> None:
-    """The template's own system prompt included, this question has 43 tokens in `transformers` too."""
-    template = jinja2.Template((default_model / "chat_template.jinja").read_text())
-    question = {"role": "user", "content": "What is 2+2? Answer with just the number."}
-    prompt = template.render(messages=[question], add_generation_prompt=True)
-    encoded = Tokenizer.from_file(str(default_model / "tokenizer.json")).encode(prompt)
-    assert encoded.tokens[:2] == ["<|im_start|>", "system"]
-    assert encoded.ids.count(2) == 2  # <|im_end|>
-    assert len(encoded.ids) == 43

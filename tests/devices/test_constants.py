@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import model
-import sampling
 from devices.kernels import ANY_SHAPE, FAST_CODE, PLAIN_CODE, constants
 from helpers.device_ops import MIXTURES
 
@@ -39,11 +37,3 @@ def test_a_file_lists_the_constants_it_is_given(path: Path) -> None:
 def test_every_constant_is_used() -> None:
     words = {word for path in FILES for word in re.findall(r"\w+", without_comments(path))}
     assert words >= NAMES
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_function_that_a_kernel_equals_exists(path: Path) -> None:
-    owners = {"NumpyOps": model.NumpyOps, "model": model, "sampling": sampling}
-    named = re.findall(r"\b(NumpyOps|model|sampling)\.(?!py\b)(\w+)", path.read_text(encoding="utf-8"))
-    assert len(named) > 10
-    assert [f"{owner}.{name}" for owner, name in named if not hasattr(owners[owner], name)] == []

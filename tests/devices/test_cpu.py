@@ -2,9 +2,8 @@
 and the same bits alone and in any batch. Without Numba there is nothing to test, and these say so.
 """
 
-import platform
-import re
 import shutil
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from numba.extending import intrinsic
 
 from checkpoint.blocks import Blocks, decoded, quantized
 from checkpoint.config import FAMILIES, Config, read_config
-from checkpoint.weights import Weights, bfloat16, read_weights, unpacked
+from checkpoint.weights import Mxfp4, Weights, bfloat16, decoded_mxfp4, read_weights, unpacked
 from devices import cpu_kernels as kernels
 from devices import microkernel
 from devices.cpu import NOTHING, SMALL, FastOps
@@ -29,7 +28,7 @@ from devices.microkernel import FAST_BFLOAT16, WIDTH
 from devices.panels import Panels, pack, pack_blocks, pack_floats
 from helpers.serving import TINY
 from model import PAGE, Array, Batch, NumpyOps, Span, forward
-from parity import CASES, write
+from parity import CASES, every_mxfp4, write
 
 SIZES = [(1, 1), (31, 33), (65, 127), (1000, 36)]  # (n_out, n_in)
 ROWS = [1, 2, 3, 4, 5, 7, 8, 33, 64]
@@ -74,6 +73,10 @@ def as_multiplied(x: Array, packed: Panels) -> Array:
 def in_format(name: str, n_out: int, n_in: int) -> tuple[Panels, Array]:
     """A matrix packed in a format, and the numbers that it holds."""
     w = random(n_out, n_in)
+    if name == "MXFP4":
+        data = np.random.default_rng(n_out).integers(0, 256, (n_out, n_in // 32, 17), np.uint8)
+        data[:, :, 0] = 124  # exponents of 2, plus 127
+        return pack_blocks(Blocks(name, data)), decoded(Blocks(name, data))
     if name.startswith("Q"):
         blocks = quantized(w, name)
         return pack_blocks(blocks), decoded(blocks)
@@ -85,8 +88,8 @@ def in_format(name: str, n_out: int, n_in: int) -> tuple[Panels, Array]:
 
 
 BLOCK_SIZES = [(1, 32), (33, 64), (100, 576)]  # (n_out, n_in)
-FORMATS = ["BF16", "F16", "F32", "Q8_0", "Q5_1", "Q4_1"]
-FORMS = [(name, *size) for name in FORMATS for size in (BLOCK_SIZES if name[0] == "Q" else SIZES)]
+FORMATS = ["BF16", "F16", "F32", "Q8_0", "Q5_1", "Q4_1", "MXFP4"]
+FORMS = [(name, *size) for name in FORMATS for size in (BLOCK_SIZES if name[0] in "QM" else SIZES)]
 
 
 @pytest.mark.parametrize(("name", "n_out", "n_in"), FORMS)
@@ -143,44 +146,16 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, n_out: int, n_in: int) 
             assert np.array_equal(product(x[rows].copy(), w), alone[rows])
 
 
-def by_one_and_by_all(kernel: Any, *arguments: Any) -> tuple[list[Any], list[Any]]:
-    """The arguments after a call of each of the two."""
-    ops()  # loads the threads
-    copies = [[a.copy() if isinstance(a, np.ndarray) else a for a in arguments] for _ in range(2)]
-    for one, arrays in zip((kernel, SHARED[kernel]), copies, strict=True):
-        one(*arrays)
-    return copies[0], copies[1]
-
-
-N = 70  # rows, on two pages
-HEADS = random(N, 5, 32)  # three of queries, one of keys, one of values
-KV = np.zeros((2, 1, 2, 1, PAGE * 32), np.uint16)
-POSITIONS = np.arange(N)
-TURNS = random(N, 32)
-BLOCKS = np.array([(first, min(first + 16, N), 0) for first in range(0, N, 16)])
-MATRIX = pack_floats(bfloat16s(64, 160))
-# fmt: off
-CALLS: dict[str, tuple[Any, ...]] = {
-    "product":          (kernels.product, MATRIX.inputs(N) * 0, MATRIX.words, random(N, 64), random(N, 64)),
-    "store_rows":       (kernels.store_rows, random(N, 160), MATRIX.inputs(N)),
-    "rms_norm":         (kernels.rms_norm, random(N, 160), random(160), np.float32(1), MATRIX.inputs(N)),
-    "silu_product":     (kernels.silu_product, random(N, 320), MATRIX.inputs(N)),
-    "rotate_and_cache": (kernels.rotate_and_cache, HEADS, KV, 0, POSITIONS // PAGE, POSITIONS, TURNS, True),
-    "attention":        (kernels.attention, HEADS, KV, 0, random(3), np.array([[0, 1]]), POSITIONS, BLOCKS, N,
-                         random(N, 3, 32)),
-}
-# fmt: on
-
-
-def test_every_kernel_is_called_here() -> None:
-    assert [call[0] for call in CALLS.values()] == [*KERNELS]
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_threads_change_nothing(name: str) -> None:
+def test_threads_change_nothing() -> None:
     """Numba once moved memory that each row wrote to out of the loop that threads share."""
-    one, all_cores = by_one_and_by_all(*CALLS[name])
-    for mine, theirs in zip(one, all_cores, strict=True):
+    config, _, packed = both(TINY)
+    fast = FastOps(config, packed, 320, 10, 2)
+    found = []
+    for small in (sys.maxsize, 0):  # one thread computes all, or all do
+        fast._small = small
+        batch = Batch([Span(i, range(5 * i, 5 * i + 5), LONG_PROMPTS[-1], 0, 9) for i in range(2)])
+        found.append((forward(fast, packed, batch), fast._kv.copy()))
+    for mine, theirs in zip(*found, strict=True):
         assert np.array_equal(mine, theirs)
 
 
@@ -284,13 +259,6 @@ def place(kernel: Any) -> tuple[str, int]:
     return kernel.py_func.__qualname__, kernel.py_func.__code__.co_firstlineno
 
 
-def test_a_product_is_added_to_the_bias_or_the_residual() -> None:
-    x, w, b, residual = bfloat16s(9, 8), pack_floats(bfloat16s(70, 8)), bfloat16s(70), random(9, 70)
-    rows = ops()._stored(x, w.inputs(9))
-    assert np.array_equal(ops()._product(rows, w, b), product(x, w) + b)
-    assert np.array_equal(ops()._product(rows, w, None, residual.copy()), residual + product(x, w))
-
-
 # ---- Weights -----------------------------------------------------------------------------------------------
 
 
@@ -303,13 +271,6 @@ def test_packing_is_exact() -> None:
     bits = pack_floats((w.view(np.uint32) >> 16).astype(np.uint16))  # as weights.py hands on bfloat16
     assert bits.format == "BF16"
     assert np.array_equal(bits.words, packed.words)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_is_packed_can_be_taken_out(name: str) -> None:
-    packed, w = in_format(name, 70, 64)
-    rows = np.array([0, 69, 31, 32, 31])
-    assert np.array_equal(packed.take(rows), w[rows])
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1"])
@@ -347,20 +308,49 @@ def test_blocks_of_256(name: str, n_bytes: int, begin: int, n: int, kept: str, l
     assert np.abs(packed.take(np.arange(70)) - expected).max() < limit * np.abs(expected).max()
 
 
-def test_parts_in_different_blocks_become_eight_bits() -> None:
-    """As in files of Q4_K_M, whose values have more bits than queries and keys."""
-    parts = [quantized(random(64, 96), "Q4_1"), quantized(random(32, 96), "Q8_0")]
-    packed = pack(parts)
-    assert packed.format == "Q8_0"
-    assert np.abs(packed.take(np.arange(96)) - np.concatenate([decoded(part) for part in parts])).max() < 0.02
-
-
 @pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_1"])
 def test_a_format_for_all_matrices(name: str) -> None:
     w = random(40, 64)
     for packed in (pack(w, name), pack([quantized(w, "Q5_1")], name)):
         assert packed.format == name
     assert pack(random(40, 36), name).format == "BF16"  # no whole blocks
+    different = [quantized(w, "Q4_1"), quantized(w, "Q8_0")]  # as in files of Q4_K_M
+    assert pack(different).format == "Q8_0"
+    assert np.abs(pack(different).take(np.arange(80))[:40] - decoded(different[0])).max() < 0.02
+
+
+# ---- Experts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_mxfp4", [True, False])
+def test_what_no_row_has_chosen_is_not_read(is_mxfp4: bool) -> None:
+    """It may be no number."""
+    rng = np.random.default_rng(0)
+    w: Any = bfloat16(rng.standard_normal((4, 40, 64)).astype(np.float32))
+    if is_mxfp4:
+        blocks = rng.integers(0, 256, (4, 40, 2, 16), np.uint8)
+        w = Mxfp4(blocks, rng.integers(120, 130, (4, 40, 2), np.uint8))
+    x = random(4, 64)
+    expected = ops()._expert_linear(x, pack(w), None, np.array([2, 0, 2, 3]))
+    if is_mxfp4:
+        w.scales[1] = 255
+    else:
+        w[1] = 0x7FC0  # a NaN
+    packed = pack(w)
+    assert np.array_equal(ops()._expert_linear(x, packed, None, np.array([2, 0, 2, 3])), expected)
+    found = ops()._expert_linear(x, packed, None, np.array([2, 1, 2, 3]))
+    assert not np.isfinite(found[1]).any()
+    assert np.array_equal(found[[0, 2, 3]], expected[[0, 2, 3]])
+
+
+def test_every_number_of_mxfp4_times_one() -> None:
+    """One of 512 inputs is 1: the product is that number itself, for 2^15 / 32767 is rounded away."""
+    every = every_mxfp4()
+    w = Mxfp4(every.blocks[:, 10:245], every.scales[:, 10:245])  # none is infinite, and no sum rounds
+    numbers, [packed] = decoded_mxfp4(w)[0], pack(w)
+    for i in range(0, 512, 7):
+        found = product(np.eye(1, 512, i, dtype=np.float32), packed)[0]
+        assert np.abs(found - numbers[:, i]).max() <= 2.0**-22 * np.abs(numbers[:, i]).max()
 
 
 # ---- The forward pass --------------------------------------------------------------------------------------
@@ -430,13 +420,6 @@ def test_equals_numpy(name: str) -> None:
     same_ops(config, wide, packed, LONG_PROMPTS)
 
 
-def test_same_bits_alone_and_batched() -> None:
-    config, _, packed = both(TINY)
-    together = logits(FastOps, packed, PROMPTS, 3, config)
-    for i, prompt in enumerate(PROMPTS):
-        assert np.array_equal(logits(FastOps, packed, [prompt], 3, config)[:, 0], together[:, i])
-
-
 PAGES = [5, 0, 3, 2, 4]  # of one sequence
 NOT_A_NUMBER = 0x7FC0  # in bfloat16
 SOME = ["llama-3", "mistral-window", "qwen3-layer-types", "smollm3-window"]
@@ -469,49 +452,7 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
         assert np.array_equal(steps(fast, packed, sizes), expected)
 
 
-def test_exp() -> None:
-    x = -np.geomspace(1e-6, 200, 4000, dtype=np.float32)
-    got = np.array([kernel_exp(v) for v in x])
-    assert np.abs(got - np.exp(x)).max() < 2e-7
-    assert got[x < -88].max() == kernel_exp(np.float32(-np.inf)) == 0
-    assert kernel_exp(np.float32(0)) == 1
-
-
-@njit
-def kernel_exp(x: Any) -> Any:
-    return kernels.exp(x)
-
-
 # ---- Starting ----------------------------------------------------------------------------------------------
-
-
-def rows(n: int) -> Array:
-    return np.zeros((1, n), "f4")
-
-
-# fmt: off
-VECTORS: dict[Any, tuple[Any, ...]] = {
-    kernels.add_rows:     (rows(8), np.zeros((4, WIDTH, 2), "u2"), rows(WIDTH), False, 0),
-    kernels.exponentials: (np.zeros(PAGE, "f4"), np.float32(0)),
-    kernels.silu_product: (rows(64), rows(32)),
-    kernels.rms_norm:     (rows(64), np.zeros(64, "f4"), np.float32(1), rows(64)),
-    kernels.rotate:       (np.zeros(64, "f4"), np.zeros(64, "f4")),
-}
-# fmt: on
-
-
-HAS_VECTORS = "+avx2" in microkernel.target_features or platform.machine() in ("aarch64", "arm64")
-
-
-@pytest.mark.skipif(not HAS_VECTORS, reason="names the vectors of AVX2, AVX-512 and NEON")
-@pytest.mark.parametrize("kernel", VECTORS, ids=lambda kernel: kernel.py_func.__name__)
-def test_kernels_use_vectors(kernel: Any) -> None:
-    """A kernel that the compiler did not vectorise is right, and ten times as slow.
-
-    Compiled to scalars it has no fused step of a vector at all. How many it has is the processor's affair.
-    """
-    code = listing(kernel, *VECTORS[kernel])
-    assert re.search(r"\bv?fn?m(add|sub|la)\w*\s.*([zy]mm|\.4s)", code), code
 
 
 def listing(kernel: Any, *arguments: Any) -> str:

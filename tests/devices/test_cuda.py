@@ -23,7 +23,6 @@ from devices.kernels import (
     SHAPES,
     SOME_ROWS,
     SOME_WIDE,
-    Kernels,
     check_sizes,
     shape_for,
 )
@@ -167,17 +166,6 @@ def test_a_graph_is_captured_launch_for_launch_by_early_ones() -> None:
     assert n_early == len(graph.work) > 5 * ops.config.n_layers
 
 
-def test_overlapping_changes_nothing() -> None:
-    """The launches that cuLaunchKernelEx makes within a graph are those that CuPy makes."""
-    early, late = ops_of(VARIED[1]), ops_of(VARIED[1])
-    late._kernels = Kernels(late._cp, late.config, None)
-    assert early._kernels._driver is not None
-    spans = [prefill(tokens(40)), rows([3], 40), rows([4], 41), rows([5], 42)]
-    assert by_steps(early, spans) == by_steps(late, spans)
-    assert early._cp.driver.n_launches > 20
-    assert late._cp.driver.n_launches == 0
-
-
 def test_what_cannot_be_captured_is_launched_kernel_by_kernel_and_late(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,12 +254,6 @@ def test_splits_for_which_there_is_no_place_are_computed_by_one_block() -> None:
     for n_parts in (3, 1, 0):
         ops._buffers["part"] = ops._buffers["part"][:n_parts]
         assert choices(ops, spans) == expected
-
-
-def test_a_step_that_is_larger_than_the_buffers_is_refused() -> None:
-    ops = ops_of(VARIED[0])
-    with pytest.raises(ValueError, match=r"545 rows, 1 wanted: at most 544, 32"):
-        ops.launch([prefill([1] * 545)], [Context(BITS, [], [])])
 
 
 def test_nothing_is_allocated_once_it_is_made() -> None:

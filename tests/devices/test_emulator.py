@@ -4,16 +4,12 @@ Each bug is planted into a kernel that is right; most of them change no output i
 most races of a GPU do not on the day they are written.
 """
 
-import math
 import re
-from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
-from checkpoint.weights import bfloat16
 from helpers import emulator
 from helpers.device_ops import sweep
 from helpers.emulator import Emulator
@@ -170,65 +166,3 @@ def test_planted(run: Any, name: str, says: str, order: int) -> None:
         run(Emulator(order, check=True), name)
     if "deadlock" not in says and "ended" not in says:
         assert "kernels.cu:" in str(caught.value), "the checker names the line"
-
-
-# ---- The tensor cores --------------------------------------------------------------------------------------
-
-# One instruction: d (16, 8) += a (16, 16) b (8, 16)^T
-MMA = """
-extern "C" __global__ void __launch_bounds__(32) mma(const bf16* a, const bf16* b, float* d) {
-  int g = threadIdx.x / 4, t = threadIdx.x % 4;
-  const unsigned *x = (const unsigned *)a, *w = (const unsigned *)b;
-  unsigned of_a[4] = {x[g * 8 + t], x[(g + 8) * 8 + t], x[g * 8 + t + 4], x[(g + 8) * 8 + t + 4]};
-  unsigned of_b[2] = {w[g * 8 + t], w[g * 8 + t + 4]};
-  float of_d[4];
-  for (int i = 0; i < 4; i++) of_d[i] = d[(g + i / 2 * 8) * 8 + t * 2 + i % 2];
-  mma_16x8x16(of_d, of_a, of_b);
-  for (int i = 0; i < 4; i++) d[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = of_d[i];
-}
-"""
-
-
-def hopper_sum(a: Sequence[float], b: Sequence[float], d: float) -> float:
-    """17 terms, cut off at 25 bits behind the point of the largest, added, cut off: arXiv 2511.10909."""
-
-    def exponent(value: float) -> int:
-        return max(math.frexp(value)[1] - 1, -126)
-
-    terms = [(Fraction(d), exponent(d))] if d else []
-    for x, y in zip(a, b, strict=True):
-        if x and y:
-            terms.append((Fraction(x) * Fraction(y), exponent(x) + exponent(y)))
-    if not terms:
-        return 0.0
-    unit = Fraction(2) ** (max(exponent for _, exponent in terms) - 25)
-    total = sum(math.trunc(value / unit) for value, _ in terms) * unit
-    if not total:
-        return 0.0
-    last_bit = Fraction(2) ** (max(math.floor(math.log2(abs(total))), -126) - 23)
-    return float(math.trunc(total / last_bit) * last_bit)
-
-
-def test_the_tensor_cores_are_those_of_hopper_to_the_bit() -> None:
-    """Numbers alike, of all sizes, that cancel, and subnormal ones."""
-    kernel = Emulator().RawModule(code=HEAD + MMA).get_function("mma")
-    cp = kernel.emulator
-    rng = np.random.default_rng(0)
-    for scale in (0, 1, 8, 60):
-        a, b = (rng.normal(size=(n, 16)) * 2.0 ** rng.integers(-scale, scale + 1, (n, 16)) for n in (16, 8))
-        d = rng.normal(size=(16, 8)) * 2.0 ** rng.integers(-scale, scale + 1, (16, 8))
-        a[:, 8:] = np.where(rng.random((16, 8)) < 0.5, -a[:, :8], a[:, 8:])
-        b[:, 8:] = b[:, :8]  # half of the products cancel, to the bit or nearly
-        a[0] *= 2.0**-120
-        d[0] *= 2.0**-126
-        bits = [bfloat16(x.astype(np.float32)) for x in (a, b)]
-        rounded = [(x.astype(np.uint32) << 16).view(np.float32).astype(float) for x in bits]
-        before = d.astype(np.float32)
-        arrays = [cp.asarray(x) for x in (*bits, before)]
-        kernel((1,), (32,), tuple(arrays))
-        cp.current.synchronize()
-        expected = [
-            [hopper_sum(rounded[0][i], rounded[1][j], float(before[i, j])) for j in range(8)]
-            for i in range(16)
-        ]
-        assert arrays[2].get().tolist() == expected, scale

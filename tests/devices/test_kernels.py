@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from devices.kernels import NORMED_ROWS, SHAPES, qkv_dim, shape_for
+from devices.kernels import SHAPES, qkv_dim, shape_for
 from helpers import emulator
 from helpers.device_ops import (
     CONFIGS,
@@ -35,7 +35,7 @@ from helpers.device_ops import (
 )
 from helpers.plain_ops import PlainOps
 from model import PAGE, Array, Batch, Span
-from sampling import NO_TOKEN, Context, Sampling, philox_uniform, pick_token
+from sampling import NO_TOKEN, Context, Sampling, pick_token
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -125,16 +125,6 @@ def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
             assert np.array_equal(whole[: len(part)], part)
 
 
-@pytest.mark.parametrize("n", [NORMED_ROWS, NORMED_ROWS + 1])
-def test_a_product_of_few_rows_norms_them_itself(n: int) -> None:
-    """Of 16, each block of qkv read 64 KB, four times what it read of the weights."""
-    m, x = both("grouped", 0), noise(n, CONFIGS["grouped"].dim)
-    m.put("normed", np.full_like(x, np.nan))
-    m.cuda.qkv(m.put("x", x), m.device_layer, m.batch(n))
-    assert not np.isnan(m.got("qkv", n)).any()
-    assert np.isnan(m.got("normed", n)).all() == (n <= NORMED_ROWS)
-
-
 @pytest.mark.parametrize("order", [0, 1])
 def test_what_a_product_prefetches_lies_in_its_weights(order: int) -> None:
     """The checker looks; there is more of a row than registers hold, and parts are short, and empty."""
@@ -172,22 +162,6 @@ def test_attention_has_the_same_bits_in_tiles_and_row_by_row(name: str) -> None:
     assert np.array_equal(pages, (m.cuda._keys[0].get(), m.cuda._values[0].get()))
     parts = [attend(m, [span(1, i, min(31, n - i), i % 2 == 0)], qkv[i : i + 31]) for i in range(0, n, 31)]
     assert np.array_equal(whole, np.concatenate(parts))
-
-
-def test_attention_has_the_same_bits_beside_other_sequences() -> None:
-    m = both("grouped", 0)
-    spans = [span(0, 140, 1, False, [1, 3, 5]), span(1, 0, 40, True, [4]), span(2, 63, 3, False, [8, 6])]
-    for s in spans:
-        if s.start:
-            attend(m, [span(s.slot, 0, s.start, True, s.pages)], qkv_noise(m, s.start, s.slot))
-    qkv = qkv_noise(m, 44, 9)
-    together = attend(m, spans, qkv)
-    alone = [
-        attend(m, [spans[0]], qkv[:1]),
-        attend(m, [spans[1]], qkv[1:41]),
-        attend(m, [spans[2]], qkv[41:]),
-    ]
-    assert np.array_equal(together, np.concatenate(alone))
 
 
 @pytest.mark.parametrize("name", ["grouped", "sinks"])
@@ -262,17 +236,6 @@ def test_pick_among_the_tokens_of_a_mask(allowed: list[int]) -> None:
     mask = np.isin(np.arange(1001), allowed)
     contexts = [Context(Sampling(temperature=t), PROMPT, OUTPUT, mask) for t in (0.0, 1.0)]
     assert pick(m, np.stack([raw, raw]), contexts) == [pick_token(raw, context) for context in contexts]
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**64 - 1, -1])
-def test_the_random_number_is_that_of_numpy(seed: int) -> None:
-    """Among 1001 equal tokens, the one that is drawn says the number's first three digits."""
-    m = both("grouped", 0)
-    contexts = [
-        Context(Sampling(seed=seed, choice=choice), [], [0] * n) for choice in (0, 3) for n in (0, 1, 77)
-    ]
-    for got, c in zip(pick(m, np.zeros((6, 1001), np.float32), contexts), contexts, strict=True):
-        assert got.token_id == int(philox_uniform(c.sampling.seed, c.sampling.choice, c.n_output) * 1001)
 
 
 @pytest.mark.parametrize("worst", [np.nan, np.inf, -np.nan])

@@ -13,12 +13,9 @@ few times what was seen:
 Not here: the fast kernels against NumPy (test_kernels.py), a real GPU (tests/gpu).
 """
 
-from typing import Any
-
-import numpy as np
 import pytest
 
-from devices.kernels import ANY_SHAPE, PLAIN_CODE, Kernels, signatures
+from devices.kernels import PLAIN_CODE, signatures
 from helpers import emulator
 from helpers.device_models import (
     VARIED,
@@ -35,7 +32,6 @@ from helpers.device_models import (
 from helpers.device_ops import (
     CONFIGS,
     MIXTURES,
-    SAMPLINGS,
     STEP,
     Both,
     attended,
@@ -44,12 +40,10 @@ from helpers.device_ops import (
     near,
     nearly_the_same,
     noise,
-    pick,
     products,
     qkv_noise,
     rounded,
     run_every_kernel,
-    same,
     span,
     spans_of,
     sweep,
@@ -58,7 +52,6 @@ from helpers.device_ops import (
 from helpers.emulator import Emulator
 from helpers.plain_ops import PlainOps
 from model import PAGE, Batch, Span
-from sampling import NO_TOKEN, Context, Sampling, pick_token
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -103,28 +96,6 @@ def test_attend(name: str) -> None:
         assert attended_alike(attended(fast, n), got)
 
 
-@pytest.mark.parametrize("changes", SAMPLINGS[::2], ids=str)
-def test_pick(changes: dict[str, Any]) -> None:
-    fast, plain = pair("grouped")
-    raw = np.random.default_rng(7).normal(0, 3, (3, 1001)).astype(np.float32)
-    raw[1, :900] = -np.inf
-    raw[2] *= 20
-    outputs: list[list[int]] = [[], [4], [4, 17, 4]]
-    contexts = [Context(Sampling(**changes | {"seed": n}), [3, 3, 500], outputs[n]) for n in range(3)]
-    got = pick(plain, raw, contexts)
-    assert all(map(same, got, pick(fast, raw, contexts)))
-    assert all(map(same, got, map(pick_token, raw, contexts)))
-
-
-def test_pick_under_a_mask_and_from_no_numbers() -> None:
-    plain = both("grouped", 0, ops=PlainOps)
-    raw = np.random.default_rng(6).normal(0, 3, 1001).astype(np.float32)
-    context = Context(Sampling(), [], [], np.arange(1001) % 7 == 0)
-    assert pick(plain, raw[None], [context])[0] == pick_token(raw, context)
-    raw[1000] = np.nan
-    assert pick(plain, raw[None], [Context(Sampling(), [], [])])[0].token_id == NO_TOKEN
-
-
 @pytest.mark.parametrize("name", sweep(["many-heads", "large-head", *MIXTURES], ["many-heads", "mxfp4"]))
 def test_no_plain_kernel_races_or_leaves_its_arrays(name: str) -> None:
     run_every_kernel(both(name, 0, True, PlainOps), 20)
@@ -140,17 +111,6 @@ def test_every_op_is_plain() -> None:
     assert isinstance(ops, PlainOps)
     assert not ops._kernels._functions
     assert {name for name, _ in ops._plain_kernels._functions} == signatures(PLAIN_CODE.read_text()).keys()
-
-
-def test_the_emulator_refuses_an_early_launch_of_code_that_does_not_wait() -> None:
-    cp, config = Emulator(), both("grouped", 0).config
-    kernels = Kernels(cp, config, cp.driver, PLAIN_CODE, [ANY_SHAPE])
-    n = config.hidden_dim
-    arguments = {"gate_up": cp.zeros(2 * n, np.float32), "h": cp.zeros(n, np.uint16), "n": n}
-    kernels.launch("silu_mul", (2,), arguments)
-    kernels.overlap = True
-    with pytest.raises(AssertionError, match="launched early waits"):
-        kernels.launch("silu_mul", (2,), arguments)
 
 
 @pytest.mark.parametrize("name", sweep(VARIED, [VARIED[0], "gpt-oss"]))

@@ -46,7 +46,6 @@ from helpers.device_ops import (
     attended_alike,
     near,
     nearly_the_same,
-    pick,
     products,
     random_weights,
 )
@@ -54,12 +53,11 @@ from helpers.emulator import Emulator
 from helpers.plain_ops import PlainOps
 from model import NumpyOps, Span
 from parity import CASES
-from sampling import Choice, Context, Sampling
+from sampling import Choice, Context
 
 pytestmark = pytest.mark.skipif(cuda.missing() is not None, reason=f"no GPU: {cuda.missing()}")
 
 LAYERS = 4  # of a model of a real shape: as many as the laws need
-SANITIZER_S = 270  # for one tool, in which every access is watched: two of them in a command of ten minutes
 
 
 def cupy() -> Any:
@@ -111,29 +109,6 @@ def test_each_op_is_its_plain_kernel(name: str) -> None:
         assert attended_alike(attended(fast, n), attended(plain, n)), n
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_logits_and_tokens_as_with_plain_kernels(name: str) -> None:
-    """A prompt in two chunks, then tokens one by one; the same token wherever the first has a lead."""
-    both = real(name), real(name, PlainOps)
-    prompt = [int(i) for i in np.random.default_rng(2).integers(0, both[0].config.vocab_size, 300)]
-    steps, n_clear = [span(0, prompt[:256], 0, 0), span(0, prompt[256:], 256, 1)], 0
-    for position in range(300, 321):
-        [(fast, raw), (plain, expected)] = [
-            (last_choice(ops, steps), ops._buffers["raw"].get()[:1]) for ops in both
-        ]
-        assert near(raw, expected, 3e-2), position
-        if fast.top[0][1] - fast.top[1][1] > 0.2:
-            assert fast.token_id == plain.token_id, position
-            n_clear += 1
-        steps = [span(0, [(fast.token_id + position) % both[0].config.vocab_size], position)]
-    assert n_clear
-
-
-def last_choice(ops: CudaOps, steps: Sequence[Span]) -> Choice:
-    """What comes after the last of the steps."""
-    return by_steps(ops, steps)[-1]
-
-
 def test_products_have_the_bits_of_the_emulator() -> None:
     """Its tensor cores are those of Hopper, by a model that others have measured.
 
@@ -156,15 +131,6 @@ def test_products_have_the_bits_of_the_emulator() -> None:
             results.append(device.got("x", n))
         assert near(results[0], results[1], SUM), n
         assert np.array_equal(results[0], results[1]) or not is_hopper, n
-
-
-def test_a_token_is_picked_as_by_one_thread() -> None:
-    fast, plain = Real(real("SmolLM2-135M")), Real(real("SmolLM2-135M", PlainOps))
-    vocab_size = fast.config.vocab_size
-    raw = np.random.default_rng(3).normal(0, 3, (4, vocab_size)).astype(np.float32)
-    for changes in ({"temperature": 0.0}, {}, {"top_k": 20}, {"top_k": 50, "top_p": 0.8}, {"min_p": 0.1}):
-        contexts = [Context(Sampling(**changes, seed=i), [1, 2], [3] * i) for i in range(len(raw))]
-        assert pick(fast, raw, contexts) == pick(plain, raw, contexts), changes
 
 
 # ---- Laws --------------------------------------------------------------------------------------------------
@@ -216,7 +182,7 @@ def test_graphs_and_early_launches_change_nothing() -> None:
 @pytest.mark.skipif(
     not shutil.which("compute-sanitizer"), reason="no compute-sanitizer: CUDA's toolkit has it"
 )
-@pytest.mark.timeout(SANITIZER_S + 10)
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "initcheck", "racecheck"])
 def test_compute_sanitizer(tool: str) -> None:
     here = Path(__file__)
@@ -225,7 +191,7 @@ def test_compute_sanitizer(tool: str) -> None:
     cases = "test_logprobs_are_those_of_numpy and (qwen3-layer-types or llama-biases)"
     inner = [sys.executable, "-m", "pytest", "-q", "--timeout=0", str(here), "-k", cases]
     ended = subprocess.run(
-        [*sanitizer, *inner], capture_output=True, text=True, timeout=SANITIZER_S, cwd=here.parents[2]
+        [*sanitizer, *inner], capture_output=True, text=True, timeout=270, cwd=here.parents[2]
     )
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert "2 passed" in ended.stdout
