@@ -5,7 +5,6 @@
 Authority: rule 2 of worker.py, which this keeps even if a worker has a bug.
 """
 
-import asyncio
 import logging
 import time
 
@@ -15,6 +14,8 @@ from service.metrics import Metrics, Run
 from worker import Prompt
 
 log = logging.getLogger("choices")
+
+CUT_OFF = Finish("cancelled")  # for metrics and log: the run was cancelled before the worker said another end
 
 
 async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) -> None:
@@ -28,29 +29,26 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
     started_at = time.monotonic()
     restorer = Restorer(prompt.request.called)
     accepted = False
-    finish: Finish | None = None  # emitted when the run is over
+    end = CUT_OFF
 
-    def emit_restored(output: Accepted | Output | Finish) -> None:
-        nonlocal accepted, finish
-        if isinstance(output, Accepted):
+    def emit_restored(said: Accepted | Output | Finish) -> None:
+        nonlocal accepted, end
+        if isinstance(said, Accepted):
             accepted = True
-            emit(output)
+            emit(said)
             return
-        if not isinstance(output, Finish):
+        if not isinstance(said, Finish):
             watch.piece()
-        for one in restorer.feed(output):
+        for one in restorer.feed(said):
             if isinstance(one, Finish):
-                finish = one
+                end = one  # emitted when the run is over
             else:
                 emit(one)
 
-    end = Finish("cancelled")  # for metrics and log, if it is cancelled before another one is set
     try:
         await prompt.run(emit_restored, choice)
-        end = finish or Finish("failed", message="The worker ended without finishing.")
-    except asyncio.CancelledError:
-        end = finish or end
-        raise
+        if end is CUT_OFF:
+            end = Finish("failed", message="The worker ended without finishing.")
     except Exception as error:
         message = f"{type(error).__name__} in the worker; the server's log has the details."
         end = Finish("failed", message=message)
@@ -61,8 +59,5 @@ async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) 
         usage = end.usage or Usage(0, 0)
         n_in, n_out = usage.input_tokens, usage.output_tokens
         watch.end(end.reason, n_in, usage.cached_tokens, n_out)
-        seconds = time.monotonic() - started_at
-        why = "nobody waits any longer: aborted" if end.reason == "cancelled" else end.reason
-        rate = n_out / max(seconds, 1e-9)
-        log.info("%s: %d tokens in, %d out, %.2f s, %.1f tok/s", why, n_in, n_out, seconds, rate)
+        log.info("%s: %d tokens in, %d out, %.2f s", end.reason, n_in, n_out, time.monotonic() - started_at)
     emit(end)
