@@ -172,12 +172,11 @@ def reused_call_ids(peer: Peer) -> None:
     https://github.com/NousResearch/hermes-agent/pull/88324
     """
     long = "It rains, and it will rain tomorrow and the day after tomorrow. " * 4
-    counts = []
-    for texts in (("It rains.", "It rains."), (long, "It rains."), ("It rains.", long)):
+    counts = set()
+    for texts in (("It rains.", long), (long, "It rains.")):  # if both are read, both prompts are as long
         first, second = (history(peer, ("call_0", "{}", text)) for text in texts)
-        counts.append(n_prompt(peer, first + second))
-    longer = "expected a longer prompt with a longer result in either turn"
-    assert counts[0] < min(counts[1:]), f"{longer}, got {counts} tokens"
+        counts.add(n_prompt(peer, first + second))
+    assert len(counts) == 1, f"expected prompts of one length, got {counts} tokens"
 
 
 @should(after="results")

@@ -88,8 +88,7 @@ def numbers(capture: Capture) -> Faults:
         got = event["sequence_number"]
         if got is None and not is_known(event):
             continue
-        if got != expected:
-            yield number, f"expected sequence_number {expected}, got {got}"
+        yield from agreed(number, "sequence_number", expected, got)
         expected = (got or expected) + 1
 
 

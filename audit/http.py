@@ -13,7 +13,7 @@ Rules of this file:
 1. `seconds_left` raises NoReply when the budget of the rule is used up: every wait asks it.
 2. A reply that breaks off is an EOFError.
 
-Not here: what is asked (peer.py), what the replies must be (clients.py, answers.py and so on).
+Not here: what is asked (peer.py), what the replies must be (answers.py, agents.py and so on).
 """
 
 import http.client

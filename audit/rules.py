@@ -18,7 +18,7 @@ Rules of this file:
 1. A rule that flags correct behaviour is the worst defect: what only some clients need is not a "must".
 2. A fault is named by its rule alone: what a rule builds on, and another one is about, is `presumed`.
 
-Not here: the rules (frames.py, events.py, chunks.py, clients.py and so on), running them (session.py).
+Not here: the rules (frames.py, events.py, chunks.py, answers.py and so on), running them (session.py).
 '''
 
 import contextlib

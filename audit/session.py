@@ -13,7 +13,7 @@ Rules of this file:
 2. What is wrong before the first rule is told in one line, which names what failed: the name, the connection,
    TLS, HTTP, the key or the model. It is not a failure of a rule.
 
-Not here: the rules, what is printed (report.py).
+Not here: the rules, what is printed (__main__.py).
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from audit import agents, answers, chunks, clients, events, frames, refusals, stored, turns
+from audit import agents, answers, chunks, events, frames, refusals, stored, turns
 from audit.http import NOT_THERE
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
@@ -33,7 +33,6 @@ MODULES = (
     frames,
     events,
     chunks,
-    clients,
     answers,
     agents,
     stored,

@@ -14,7 +14,7 @@ Rules of this file:
 4. An event's number is its place in the recording, 0 the first: its `sequence_number`, if that is right.
 5. An Answer has the words of neither API, and is the same plain or streamed.
 
-Not here: the rules on one stream (frames.py, events.py, chunks.py), who records it (report.py, peer.py).
+Not here: the rules on one stream (frames.py, events.py, chunks.py), who records it (__main__.py, peer.py).
 """
 
 import contextlib

@@ -14,7 +14,7 @@ Rules of this file:
 2. What a server must not send (masked frames, binary messages, half a frame) is an AssertionError.
 3. The events of a turn are judged by the rules of events.py, as those of a stream are.
 
-Not here: HTTP (peer.py), streams over HTTP (clients.py).
+Not here: HTTP (peer.py), streams over HTTP (answers.py).
 """
 
 import contextlib

@@ -18,7 +18,8 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from audit import report, session
+from audit import __main__ as command
+from audit import session
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import PROFILES, Result, Verdict, chosen
@@ -160,7 +161,7 @@ def test_what_cannot_be_done_is_said_in_a_line(words: list[str]) -> None:
 )
 def test_a_failed_must_decides(verdicts: dict[str, Verdict], strict: bool, status: int) -> None:
     results = [Result(rule, verdict) for rule, verdict in verdicts.items()]
-    assert report.status(results, strict) == status
+    assert command.status(results, strict) == status
 
 
 def test_what_differs_is_flaky(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def test_what_differs_is_flaky(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "judge", lambda *_: next(verdicts))
     _, flaky = session.judge_all(Peer("http://127.0.0.1:9", "m"), ["cancel"], 2)
     assert (flaky.verdict, flaky.reason, flaky.excerpt) == ("flaky", "pass, then fail: late", "{}")
-    (suite,) = ElementTree.fromstring(report.junit([flaky], {}))
+    (suite,) = ElementTree.fromstring(command.junit([flaky], {}))
     assert suite.attrib["skipped"] == "1"
 
 
@@ -179,11 +180,11 @@ def test_reports_say_whatever_a_server_sends() -> None:
         Result("cancel", "fail", "a\x00<b>\033[2J", "\ud800\u2028\r\n & ]]>"),
         Result("resume", "n/a", "none"),
     ]
-    suites = ElementTree.fromstring(report.junit(results, {"url": "http://x"}))
+    suites = ElementTree.fromstring(command.junit(results, {"url": "http://x"}))
     assert [case.attrib["name"] for case in suites.iter("testcase")] == ["cancel", "resume"]
     properties = {p.attrib["name"] for p in suites.iter("property")}
     assert properties == {"strength", "title", "source", "link", "bugs"}
-    assert all(line.isprintable() for line in report.details(results))
+    assert all(line.isprintable() for line in command.details(results))
 
 
 # --- the list -----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ A fault is data, and what of it is absent changes nothing:
     reply     [old, new]: in the body; in each event of a stream, one by one
     as_whole  a stream is collected, changed as a whole, and written an event at a time
     joined    the same, written at once
-    drops     events for which a client that reads slowly has no room
     holds     a stream is kept open after its last event, until the client leaves
     said      only replies that say so, a regular expression
     also      rules that must name it too, each with the reason
@@ -23,7 +22,6 @@ import contextlib
 import http.client
 import http.server
 import re
-import select
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -91,8 +89,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raw = chunk.text.encode("latin-1")
             if chunk.pause_s >= NOTICED_S:
                 time.sleep(chunk.pause_s)
-            if "drops" in fault and not select.select([], [self.connection], [], 0)[1]:
-                continue
             if raw:
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(raw), raw))
         if "holds" in fault:
@@ -180,11 +176,9 @@ def changes(fault: Fault, exchange: Exchange) -> bool:
     """Whether the fault makes another exchange of it."""
     if not is_about(fault, exchange.line):
         return False
-    if {"drops", "holds"} & fault.keys():
-        return True
     status, headers, chunks = with_fault(exchange, exchange.chunks, fault)
     is_same = (status, headers, list(chunks)) == (exchange.status, exchange.headers, exchange.chunks)
-    return not is_same or edited(exchange.line, fault.get("ask")) != exchange.line
+    return not is_same or "holds" in fault or edited(exchange.line, fault.get("ask")) != exchange.line
 
 
 def edited(text: str, change: list[str] | None) -> str:

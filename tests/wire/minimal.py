@@ -41,21 +41,20 @@ KNOWN = {
     *("model", "stream", "stream_options", "input", "messages", "instructions", "generate", "stop", "seed"),
     *("store", "metadata", "previous_response_id", "tool_choice", "parallel_tool_calls", *NUMBERS, *REFUSED),
 }
-STRINGS = ("message", "type", "param", "code")
-
-
 IDS = count()
 
 
 class Refusal(Exception):
     """What the client gets instead of an answer."""
 
-    def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
-    ) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str = "") -> None:
         self.status = status
-        self.error = dict(zip(STRINGS, (message, "invalid_request_error", param, code), strict=True))
+        self.error = {
+            "message": message,
+            "type": "invalid_request_error",
+            "param": param,
+            "code": code or None,
+        }
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -81,35 +80,29 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def get(self) -> None:
         if self.headers.get("Upgrade") == "websocket" and self.path == "/v1/responses":
             self.upgrade()
-            Socket(self).run()
-            return
-        if self.path != "/v1/models":
+        elif self.path == "/v1/models":
+            model = {"id": "minimal", "object": "model", "created": 1, "owned_by": "tests"}
+            self.send_json(200, {"object": "list", "data": [model]})
+        else:
             raise Refusal("There is nothing here.", None, 404)
-        model = {"id": "minimal", "object": "model", "created": 1, "owned_by": "tests"}
-        self.send_json(200, {"object": "list", "data": [model]})
 
     def upgrade(self) -> None:
         if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
             raise Refusal("A key is missing.", None, self.server.fault.get("status", 401))
         key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-        digest = hashlib.sha1(key.encode(), usedforsecurity=False).digest()
-        accept = base64.b64encode(digest).decode()
+        accept = base64.b64encode(hashlib.sha1(key.encode(), usedforsecurity=False).digest()).decode()
         self.send_head(101, {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Accept": accept})
         self.close_connection = True
+        Socket(self).run()
 
     def post(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.headers.get("Content-Encoding"):
             raise Refusal("Send it without an encoding.", None, 415)
-        makers: dict[str, Maker] = {
-            "/v1/responses": responses,
-            "/v1/responses/compact": compacted,
-            "/v1/chat/completions": chat,
-        }
-        if self.path not in makers:
+        if self.path not in MAKERS:
             raise Refusal("There is nothing here.", None, 404)
         body = checked(parsed(raw))
-        events, answer = makers[self.path](body)
+        events, answer = MAKERS[self.path](body)
         if not body.get("stream"):
             self.send_json(200, answer)
             return
@@ -118,10 +111,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for frame in map(sse_frame, events):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(frame), frame))
             time.sleep(0.001)
-        if self.server.fault.get("breaks_off"):
-            self.close_connection = True
-            return
-        self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = bool(self.server.fault.get("breaks_off"))
+        if not self.close_connection:
+            self.wfile.write(b"0\r\n\r\n")
 
     def send_json(self, status: int, body: Json) -> None:
         raw = json.dumps(body).encode()
@@ -134,51 +126,43 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def parsed(raw: bytes) -> Json:
-    """The JSON object that it is; raises Refusal."""
     try:
         body = json.loads(raw)
     except ValueError as error:
         raise Refusal("This is no JSON.") from error
-    if not isinstance(body, dict):
-        raise Refusal("This is no object.")
-    return body
+    expect(isinstance(body, dict), "", "an object")
+    return dict(body)
+
+
+def expect(holds: bool, name: str, expected: str, status: int = 400) -> None:
+    if not holds:
+        raise Refusal(f"{name}: expected {expected}.", name or None, status)
 
 
 def checked(body: Json) -> Json:
-    """The body; raises Refusal."""
-    for name in body.keys() - KNOWN:
-        raise Refusal(f"{name}: this is not a parameter.", name)
-    if not isinstance(body.get("model"), str):
-        raise Refusal("model: expected a string.", "model")
-    if body["model"] != "minimal":
-        raise Refusal("There is no such model.", "model", 404)
-    if not isinstance(body.get("stream", False), bool):
-        raise Refusal("stream: expected a boolean.", "stream")
+    for name in body:
+        expect(name in KNOWN and not (name in REFUSED and body[name]), name, "nothing of the kind")
+    expect(isinstance(body.get("model"), str), "model", "a string")
+    expect(body["model"] == "minimal", "model", "minimal", 404)
+    expect(isinstance(body.get("stream", False), bool), "stream", "a boolean")
     for name, (type_, least, most) in NUMBERS.items():
         value = body.get(name, least)
         is_number = isinstance(value, int | type_) and not isinstance(value, bool)
-        if not is_number or not least <= float(value) <= most:
-            raise Refusal(f"{name}: expected a number from {least} to {most}.", name)
-    for name in REFUSED:
-        if body.get(name):
-            raise Refusal(f"{name}: not here.", name)
-    if body.get("previous_response_id"):
-        raise Refusal("Nothing is stored here.", "previous_response_id", 404)
-    if body.get("stream_options") and not body.get("stream"):
-        raise Refusal("stream_options: only with stream.", "stream_options")
+        expect(is_number and least <= float(value) <= most, name, f"a number from {least} to {most}")
+    expect(not body.get("previous_response_id"), "previous_response_id", "none: nothing is stored here", 404)
+    expect(bool(body.get("stream")) or not body.get("stream_options"), "stream_options", "stream too")
     return body
 
 
 def said(limit: int | None, stop: Any) -> tuple[list[str], str]:
-    """The words, and why they end."""
+    """Return the words, and why they end."""
     words = list(islice(cycle(WORDS), min(limit or N_WORDS, N_WORDS)))
-    reason = "length" if limit and limit <= len(words) else "stop"
     stops = [stop] if isinstance(stop, str) else stop or []
     text = "".join(words)
     places = [text.index(each) for each in stops if each in text]
     if places:
         return [text[: min(places)]], "stop"
-    return words, reason
+    return words, "length" if limit and limit <= len(words) else "stop"
 
 
 # --- a WebSocket --------------------------------------------------------------------------------------------
@@ -265,7 +249,7 @@ class Socket:
 
 
 def responses(body: Json, n_earlier: int = 0) -> tuple[list[Json], Json]:
-    """Events and response, behind a conversation of `n_earlier` tokens."""
+    """Return events and response, after a conversation of `n_earlier` tokens."""
     check_input(body.get("input"))
     if body.get("generate") is False:
         return warmed_up(body, n_earlier)
@@ -306,7 +290,7 @@ def steer_failed(body: Json) -> Json:
 
 
 def warmed_up(body: Json, n_earlier: int) -> tuple[list[Json], Json]:
-    """A turn that reads its prompt, and makes nothing."""
+    """Read the prompt, and make nothing."""
     begun = head_of(body) | {"status": "in_progress", "output": [], "usage": None}
     ended = begun | {"status": "completed", "usage": usage_of(3 + n_earlier, 0)}
     events = [("created", {"response": begun}), ("completed", {"response": ended})]
@@ -346,22 +330,27 @@ def compacted(body: Json) -> tuple[list[Json], Json]:
 def check_input(value: Any) -> None:
     if isinstance(value, str):
         return
-    if not isinstance(value, list) or not value:
-        raise Refusal("input: expected a string or items.", "input")
+    expect(isinstance(value, list) and bool(value), "input", "a string or items")
     for item in value:
-        if isinstance(item, dict) and item.get("type") == "compaction":
-            continue
-        if not isinstance(item, dict) or item.get("type", "message") != "message":
-            raise Refusal("input: expected messages.", "input")
-        if item.get("role") not in ("user", "system", "developer", "assistant"):
-            raise Refusal("input: expected another role.", "input")
+        is_message = isinstance(item, dict) and item.get("role") in (
+            "user",
+            "system",
+            "developer",
+            "assistant",
+        )
+        is_compaction = isinstance(item, dict) and item.get("type") == "compaction"
+        expect(
+            is_compaction or (is_message and item.get("type", "message") == "message"), "input", "messages"
+        )
 
 
 # --- chat completions ---------------------------------------------------------------------------------------
 
 
 def chat(body: Json) -> tuple[list[str], Json]:
-    check_messages(body.get("messages"))
+    messages = body.get("messages")
+    expect(isinstance(messages, list) and bool(messages), "messages", "a list")
+    expect(all(isinstance(each, dict) and "role" in each for each in messages or ()), "messages", "roles")
     n = body.get("n", 1)
     words, reason = said(body.get("max_tokens"), body.get("stop"))
     head = {"id": "chatcmpl-1", "created": 1, "model": "minimal"}
@@ -387,11 +376,11 @@ def chat(body: Json) -> tuple[list[str], Json]:
     return [*frames, "[DONE]"], answer
 
 
-def check_messages(value: Any) -> None:
-    if not isinstance(value, list) or not value:
-        raise Refusal("messages: expected a list.", "messages")
-    if any(not isinstance(each, dict) or "role" not in each for each in value):
-        raise Refusal("messages: expected a role in each.", "messages")
+MAKERS: dict[str, Maker] = {
+    "/v1/responses": responses,
+    "/v1/responses/compact": compacted,
+    "/v1/chat/completions": chat,
+}
 
 
 class Minimal(http.server.ThreadingHTTPServer):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from audit import clients, peer
+from audit import answers, peer
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import Result, judge
@@ -88,7 +88,7 @@ def test_a_fault_is_named_by_its_rule_alone(
     ours: Server, exchanges: dict[str, list[Exchange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all rules the one that is about it fails, and those that the fault's row names with a reason."""
-    monkeypatch.setattr(clients, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(answers, "PATIENCE_S", 0.5)
     judge_fault = partial(judged_by_all, ours, exchanges)
     with ThreadPoolExecutor(4) as threads:
         verdicts = dict(zip(OVER_HTTP, threads.map(judge_fault, OVER_HTTP), strict=True))
