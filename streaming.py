@@ -56,6 +56,9 @@ class JsonAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.status_code in RETRY_AFTER_S:
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S[self.status_code]))
+        if scope["type"] == "websocket":  # a handshake that is refused
+            await super().__call__(scope, receive, send)
+            return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for start in range(0, len(self.body), PIECE_BYTES):
             piece = self.body[start : start + PIECE_BYTES]

@@ -109,53 +109,8 @@ def test_a_member_has_one_type(kind: str) -> None:
 
 def test_newer_events_and_members_are_known() -> None:
     """Refusals, annotations, tools that the server runs, steering: legal, and not made by ours."""
-    at = {"item_id": "i", "output_index": 0, "content_index": 0}
-    part = at | {"content_index": 1}
-    text = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
-    cited: dict[str, Any] = text | {"annotations": [{}]}
-    refusal = {"type": "refusal", "refusal": "no"}
-    message = {"type": "message", "id": "i", "role": "assistant", "status": "in_progress", "content": []}
-    search = {"type": "web_search_call", "id": "w", "status": "in_progress"}
-    call = {"type": "function_call", "id": "f", "call_id": "c", "name": "f", "status": "in_progress"}
-    summary = {"type": "compaction", "id": "s", "encrypted_content": "eA=="}
-    items: list[Any] = [message | {"content": [cited, refusal]}, search, call | {"arguments": "{}"}, summary]
-    done = [item | {"status": "completed"} if "status" in item else item for item in items]
-    head = HEAD | ECHO | {"output": [], "usage": None, "error": None, "incomplete_details": None}
-    begun = {"response": head | {"status": "in_progress"}}
-    end = {"status": "incomplete", "incomplete_details": {"reason": "steered"}, "output": done}
-    steer = {"id": "st_1", "previous_response_id": "resp_0"}
-    stream: list[tuple[str, dict[str, Any]]] = [
-        ("created", begun),
-        ("in_progress", begun),
-        ("output_item.added", {"output_index": 0, "item": message}),
-        ("content_part.added", at | {"part": text | {"text": ""}}),
-        ("output_text.delta", at | {"delta": "a", "logprobs": [], "obfuscation": "x"}),
-        ("output_text.annotation.added", at | {"annotation_index": 0, "annotation": {}}),
-        ("output_text.done", at | {"text": "a", "logprobs": []}),
-        ("content_part.done", at | {"part": cited}),
-        ("content_part.added", part | {"part": refusal | {"refusal": ""}}),
-        ("refusal.delta", part | {"delta": "no"}),
-        ("refusal.done", part | {"refusal": "no"}),
-        ("content_part.done", part | {"part": refusal}),
-        ("output_item.done", {"output_index": 0, "item": done[0]}),
-        ("output_item.added", {"output_index": 1, "item": search}),
-        ("web_search_call.searching", {"output_index": 1, "item_id": "w"}),
-        ("output_item.done", {"output_index": 1, "item": done[1]}),
-        ("output_item.added", {"output_index": 2, "item": call | {"arguments": ""}}),
-        ("steer.accepted", {"steer": steer}),
-        ("function_call_arguments.delta", {"item_id": "f", "output_index": 2, "delta": "{}"}),
-        ("function_call_arguments.done", {"item_id": "f", "output_index": 2, "arguments": "{}"}),  # no name
-        ("output_item.done", {"output_index": 2, "item": done[2]}),
-        ("output_item.added", {"output_index": 3, "item": summary}),
-        ("compaction.compacting", {"item_id": "s", "output_index": 3}),
-        ("output_item.done", {"output_index": 3, "item": summary}),
-        ("incomplete", {"response": head | end | {"usage": responses.usage_object(Usage(1, 2))}}),
-        ("steer.pending", {"steer": steer, "reason": "waiting_for_required_input", "required_input": []}),
-    ]
-    events = [
-        {"type": f"response.{each}", "sequence_number": n} | more for n, (each, more) in enumerate(stream)
-    ]
-    assert streams.violations(streams.captured(events)) == []
+    lines = Path(__file__).with_name("newer_events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert streams.violations(streams.captured([json.loads(line) for line in lines])) == []
 
 
 def test_our_line_ends_in_the_text_are_no_fault() -> None:

@@ -17,62 +17,36 @@ from audit.session import judge
 Json = dict[str, Any]
 
 
-class Scripted(http.server.BaseHTTPRequestHandler):
-    """Answers as its class says, with a status and JSON, or with the frames of a stream."""
+class NeverDone(http.server.BaseHTTPRequestHandler):
+    """A background response that runs for ever."""
+
+    def answer(self, body: Json) -> Json | list[Json]:
+        return {"id": "resp_1", "background": True, "status": "in_progress", "output": []}
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.reply(self.answer(self.path, body))
-
-    def do_GET(self) -> None:
-        self.reply(self.answer(self.path, {}))
-
-    def answer(self, path: str, body: Json) -> Json | list[Json]:
-        raise NotImplementedError
-
-    def reply(self, answer: Json | list[Json]) -> None:
-        kind = "application/json"
+        answer = self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"))
         raw = json.dumps(answer).encode()
         if isinstance(answer, list):
-            kind = "text/event-stream"
             raw = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in answer)
             raw += b"data: [DONE]\n\n"
         self.send_response(200)
+        kind = "text/event-stream" if isinstance(answer, list) else "application/json"
         self.send_header("Content-Type", kind)
         self.end_headers()
         self.wfile.write(raw)
+
+    do_GET = do_POST
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
 
-@contextlib.contextmanager
-def served(handler: type[Scripted]) -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-
-
-class NeverDone(Scripted):
-    """A background response that runs for ever."""
-
-    def answer(self, path: str, body: Json) -> Json:
-        return {"id": "resp_1", "background": True, "status": "in_progress", "output": []}
-
-
-def test_a_slow_background_run_breaks_no_rule() -> None:
-    with served(NeverDone) as url:
-        result = judge(Peer(url, "m", budget=0.3), "background-completes")
-    assert (result.verdict, result.reason) == ("error", "NoReply: the rule's budget of 0.3 s is used up")
-
-
-class Moody(Scripted):
+class Moody(NeverDone):
     """Says something else each time."""
 
     count = itertools.count(1)
 
-    def answer(self, path: str, body: Json) -> Json | list[Json]:
+    def answer(self, body: Json) -> Json | list[Json]:
         n_tokens = next(self.count)
         usage = {"prompt_tokens": 3, "completion_tokens": n_tokens, "total_tokens": 3 + n_tokens}
         text = f"I have been asked {n_tokens} times."
@@ -81,6 +55,20 @@ class Moody(Scripted):
             return {"object": "chat.completion", "choices": [choice], "usage": usage}
         delta = {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         return [{"choices": [delta]}, {"choices": [], "usage": usage}]
+
+
+@contextlib.contextmanager
+def served(handler: type[NeverDone]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def test_a_slow_background_run_breaks_no_rule() -> None:
+    with served(NeverDone) as url:
+        result = judge(Peer(url, "m", budget=0.3), "background-completes")
+    assert (result.verdict, result.reason) == ("error", "NoReply: the rule's budget of 0.3 s is used up")
 
 
 @pytest.mark.parametrize("rule", ["chat-usage", "stop-string", "chat-stream-is-answer"])

@@ -1,6 +1,1 @@
-"""The rules that can be seen from outside, held against a server:
-
-    pytest tests/wire --base-url http://host:port/v1 --model NAME [--api-key KEY] [--long JSON]
-
-Without --base-url the server is ours, on the tiny model, and every rule must pass.
-"""
+"""The rules that can be seen from outside, held against our server on the tiny model, and against others."""

@@ -1,4 +1,4 @@
-"""Our own server, as the rules see it."""
+"""Our own server on the tiny model, as the rules see it."""
 
 import json
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from audit.peer import Peer
-from helpers.serving import TINY, serve
+from helpers.serving import TINY, Server, serve
 
 EOS = json.loads((TINY / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
 KEY = "a key of the tests"
@@ -14,6 +14,11 @@ ENDLESS = {"logit_bias": {str(token_id): -100 for token_id in EOS}}
 
 
 @pytest.fixture(scope="session")
-def peer() -> Iterator[Peer]:
-    with serve("--api-key", KEY) as ours:
-        yield Peer(ours.url + "/v1", "tiny", KEY, long=ENDLESS)
+def ours() -> Iterator[Server]:
+    with serve("--api-key", KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def peer(ours: Server) -> Peer:
+    return Peer(ours.url + "/v1", "tiny", KEY, long=ENDLESS)

@@ -110,35 +110,30 @@ class Foreign(http.server.ThreadingHTTPServer):
         self.repeated: list[Exchange] = []  # those that were had earlier
         self._n_seen = 0
         self._fault = fault
-        self._earlier: dict[str, list[Exchange]] = {}  # by line, in their order
+        self._earlier: dict[str, list[Exchange | None]] = {}  # by line, in their order
         for exchange in earlier:
             self._earlier.setdefault(exchange.line, []).append(exchange)
 
     def fault_of(self, line: str) -> Fault:
-        if not is_about(self._fault, line):
-            return {}
-        self._n_seen += 1
-        return self._fault if self._n_seen > self._fault.get("skip", 0) else {}
+        self._n_seen += is_about(self._fault, line)
+        is_it = is_about(self._fault, line) and self._n_seen > self._fault.get("skip", 0)
+        return self._fault if is_it else {}
 
     def had(self, line: str) -> Exchange | None:
-        """The next exchange of this line that was had earlier; the last one again and again."""
-        exchanges = self._earlier.get(line, [])
-        if len(exchanges) > 1:
-            return exchanges.pop(0)
-        return exchanges[0] if exchanges else None
+        """Return the next exchange of this line that was had earlier; the last one again and again."""
+        exchanges = self._earlier.get(line, [None])
+        return exchanges.pop(0) if len(exchanges) > 1 else exchanges[0]
 
 
 @contextlib.contextmanager
 def misbehaving(ours: str, fault: Fault, earlier: Iterable[Exchange] = ()) -> Iterator[Foreign]:
     """A server that does what the one at `ours` does, or did earlier, but for one fault."""
     with Foreign(ours, fault, earlier) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         try:
             yield server
         finally:
             server.shutdown()
-            thread.join()
 
 
 # --- the fault ----------------------------------------------------------------------------------------------
@@ -192,16 +187,12 @@ def edited(text: str, change: list[str] | None) -> str:
 
 
 def chunks_of(reply: http.client.HTTPResponse) -> Iterator[str]:
-    """A stream, an event at a time, though ours may write several at once; another body whole."""
-    if not reply.chunked:
-        yield reply.read().decode("latin-1")
-        return
+    """Yield a stream an event at a time, though ours may write several at once; another body whole."""
     rest = b""
-    while piece := reply.read1():
+    while reply.chunked and (piece := reply.read1()):
         *events, rest = (rest + piece).split(b"\n\n")
-        for event in events:
-            yield event.decode("latin-1") + "\n\n"
-    yield rest.decode("latin-1")
+        yield from (event.decode("latin-1") + "\n\n" for event in events)
+    yield (rest or reply.read()).decode("latin-1")
 
 
 def collected(texts: Iterator[str], chunks: list[Chunk]) -> Iterator[Chunk]:

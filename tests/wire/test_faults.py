@@ -1,7 +1,7 @@
 """A planted fault for every rule: behind a server that misbehaves by script its rule fails, and no other."""
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from audit import answers, peer
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import Result, judge
-from helpers.serving import Server, serve
+from helpers.serving import Server
 from wire.conftest import ENDLESS, KEY
 from wire.foreign import NO_FAULT, Exchange, Fault, changes, misbehaving
 from wire.minimal import minimal
@@ -40,17 +40,8 @@ SOCKETS = [rule for rule in RULES if rule.startswith("ws-")]
 OVER_HTTP = [rule for rule in RULES if rule not in SOCKETS]
 
 
-@pytest.fixture(scope="module")
-def ours() -> Iterator[Server]:
-    with serve("--api-key", KEY) as server:
-        yield server
-
-
-def test_every_rule_has_a_fault() -> None:
+def test_every_rule_has_a_fault_and_the_front_page_counts_them() -> None:
     assert FAULTS.keys() == RULES.keys()
-
-
-def test_the_front_page_counts_the_rules() -> None:
     page = (HERE.parent.parent / "audit" / "README.md").read_text(encoding="utf-8")
     assert f"against {len(RULES)} rules that" in page
 
@@ -58,7 +49,7 @@ def test_the_front_page_counts_the_rules() -> None:
 def judged(
     ours: Server, rule: str, fault: Fault, earlier: Iterable[Exchange] = ()
 ) -> tuple[Result, list[Exchange], list[Exchange]]:
-    """The verdict on a server with a fault, what ours was asked for it, and what was had earlier."""
+    """Return the verdict on a server with a fault, what ours was asked for it, and what was had earlier."""
     with misbehaving(ours.url, fault, earlier) as between:
         result = judge(Peer(between.url, "tiny", KEY, long=ENDLESS), rule)
         return result, between.exchanges, between.repeated
@@ -141,12 +132,6 @@ def test_a_fault_of_a_websocket_is_named_by_its_rule_alone() -> None:
     with ThreadPoolExecutor(len(SOCKETS)) as threads:  # a judge waits most of the time
         verdicts = dict(zip(SOCKETS, threads.map(judged_by_all, SOCKETS), strict=True))
     assert not_named_alone(verdicts) == []
-
-
-def test_a_websocket_without_a_fault_is_not_accused() -> None:
-    with minimal(NO_FAULT, KEY) as url:
-        peer = Peer(url, "minimal", KEY)
-        assert [judge(peer, rule) for rule in SOCKETS] == [Result(rule, "pass") for rule in SOCKETS]
 
 
 def test_a_stream_that_breaks_off_is_named_once() -> None:
