@@ -11,7 +11,7 @@ The goals: no pause of the victim is longer by 100 ms than the worst without an 
 and neither fails; memory grows by twice the bytes that were sent and 128 MB at most; all is free within 5 s;
 the server ends within 5 s, amid the attack; the answers are right, and no traceback is in the log.
 
-Not here: the attacks (helpers/attacks.py); the causes, which the tests of each module hold.
+Not here: the attacks themselves (helpers/attacks.py).
 """
 
 import argparse
@@ -35,8 +35,7 @@ from helpers import attacks
 from helpers.attacks import ATTACKER, ATTACKS, UPSTREAM, VICTIM, WITNESS, Attack, Client
 from helpers.serving import ROOT, Json, Server, serve
 
-CALM_S = 2  # before an attack
-LIMIT_S = 60  # of an attack
+CALM_S, LIMIT_S = 2, 60  # before an attack, and at most of it
 STOP_AFTER_S = 3  # of attacking again and again
 GRACE_S = 2  # --shutdown-grace of the server
 POLL_S = 0.05
@@ -233,16 +232,15 @@ def main() -> int:
     )
     rows: list[Json] = []
     n_failed = 0
-    for attack in ATTACKS:
-        if args.only and attack.name not in ("calm", *args.only):
-            continue
+    chosen = ("calm", *(args.only or names))
+    for attack in (attack for attack in ATTACKS if attack.name in chosen):
         rows.append(measure(args.server, attack))
         failed = failed_goals(attack, rows[-1], rows[0]["pause, ms"])
         n_failed += bool(failed)
         if len(rows) == 1:
             print(f"| {' | '.join(rows[0])} | fails |\n|{' --- |' * (len(rows[0]) + 1)}")
         cells = [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in rows[-1].values()]
-        print(f"| {' | '.join([*cells, ', '.join(failed) or '-'])} |", flush=True)
+        print("|", " | ".join([*cells, ", ".join(failed) or "-"]), "|", flush=True)
     print(f"\n{len(rows) - n_failed} of {len(rows)} rows meet all goals.")
     return min(n_failed, 1)
 

@@ -11,7 +11,6 @@ import argparse
 import http.client
 import json
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -24,11 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
-from websockets.exceptions import WebSocketException
-
 import sse
 from helpers.laws import check_rules
-from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
+from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
 from store import TERMINAL
 
 RESPONSES = "/v1/responses"
@@ -37,7 +34,7 @@ KILL_EVERY_S = 15  # on average; the lives of the server are random
 CALM = 0.4  # share of the time, at its end, in which nothing is killed and memory is watched
 MAX_GROWTH_MB, MAX_GROWTH_FILES = 40, 5  # of the last process: caches fill, the allocator keeps some memory
 # How a client sees a killed server.
-LOST = (OSError, http.client.HTTPException, ValueError, AssertionError, WebSocketException)
+LOST = (OSError, http.client.HTTPException, ValueError, AssertionError)
 PROMPTS = ["hi", "Tell me a story about a cat.", "What is the weather in Tokyo?"]
 PARAMETERS = {"type": "object", "properties": {"city": {}}}
 TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
@@ -149,27 +146,8 @@ def delete(soak: Soak, server: Server, random: Random) -> None:
     soak.deleted.add(id_)  # now that it was promised
 
 
-def websocket(soak: Soak, server: Server, random: Random) -> None:
-    """Some turns, each after the last one; then leave amid another, with or without a word."""
-    with server.websocket() as connection:
-        previous = None
-        for _ in range(random.randint(1, 3)):
-            request = body(random, store=False, previous_response_id=previous, tools=[], truncation="auto")
-            connection.send(json.dumps({"type": "response.create"} | request))
-            events: list[Json] = []
-            while not events or events[-1].get("response", {}).get("status") not in TERMINAL:
-                events.append(json.loads(connection.recv(PATIENCE_S)))
-                assert events[-1]["type"] != "error", events[-1]
-            check_rules(events, "order", "numbers", "terminal")
-            previous = events[-1]["response"]["id"]
-        connection.send(json.dumps({"type": "response.create"} | body(random)))
-        connection.recv(PATIENCE_S)
-        if random.random() < 0.5:
-            connection.socket.shutdown(socket.SHUT_RDWR)
-
-
 ACTIONS: list[Callable[[Soak, Server, Random], None]] = [
-    stream, leave, leave, whole, background, background, resume, cancel, delete, websocket,
+    stream, leave, leave, whole, background, background, resume, cancel, delete,
 ]  # fmt: skip
 
 # --- what the operator does ---------------------------------------------------------------------------------

@@ -4,8 +4,6 @@
 
 An attack knows HTTP and nothing of the server's modules, so any version can be attacked. After each of them a
 client with another key must be served. All its connections are closed when its process ends: so it leaves.
-
-Not here: what the attack did to the others, which is measured while it runs (hostile.py).
 """
 
 import contextlib
@@ -323,9 +321,8 @@ class Attack(NamedTuple):
 
 UPSTREAM = "UPSTREAM"
 FEW_STREAMS, SMALL_STORE = ("--max-streams", "256"), ("--store-max-bytes", "20000000")
-ANY = (0, 200, 400, 413, 429, 503)
-OK, NO, OK_OR_NO, ROOM = (200,), (400, 413), (200, 400, 413), (200, 429, 503)
-NO_KEY = (400, 401, 413, 414, 431)
+ANY, ROOM = (0, 200, 400, 413, 429, 503), (200, 429, 503)
+OK, NO, OK_OR_NO, NO_KEY = (200,), (400, 413), (200, 400, 413), (400, 401, 413, 414, 431)
 
 # fmt: off
 ATTACKS = [
