@@ -459,7 +459,7 @@ class Parser:
             if not (cut and is_half_a_call):  # half a call is neither completed nor shown as text
                 self._end_call()
         if self.state != "call":
-            self._flush_stop()
+            self._show_up_to_stop(self._stop.flush())
             self._show(self._trimming.release())
         return self._emitted()
 
@@ -511,7 +511,7 @@ class Parser:
         if ends_malformed_call:
             self._text(Piece(marker))
             return
-        self._flush_stop()
+        self._show_up_to_stop(self._stop.flush())
         self._transition(marker)
 
     def _transition(self, marker: str) -> None:
@@ -559,7 +559,7 @@ class Parser:
             if self.state == "analysis":
                 self._show(self._trimming.without_trailing(trimmed))
             else:
-                self._show_up_to_stop(trimmed)
+                self._show_up_to_stop(self._stop.feed(trimmed))
 
     def _to_call(self, piece: Piece) -> None:
         if not self._call.reader.called:
@@ -582,18 +582,13 @@ class Parser:
 
     # --- stop strings, and the end of trimming --------------------------------------------------------------
 
-    def _show_up_to_stop(self, piece: Piece) -> None:
-        for part in self._stop.feed(piece):
+    def _show_up_to_stop(self, parts: Iterable[Piece | str]) -> None:
+        for part in parts:
             if isinstance(part, str):
                 self._show(self._trimming.release())
                 self.stopped = True
                 return
             self._show(self._trimming.without_trailing(part))
-
-    def _flush_stop(self) -> None:
-        """Show the text held: it did not become a stop string."""
-        for piece in self._stop.flush():
-            self._show(self._trimming.without_trailing(piece))
 
     def _show(self, pieces: list[Piece]) -> None:
         channel = cast(Channel, self.state)

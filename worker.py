@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 from channels import Accepted, Emit, Finish, Parser, Piece, TokenLogprob, Usage
@@ -172,7 +172,6 @@ class LocalWorker:
         self._special_tokens = SpecialTokens(tokenizer.added)
         self.dialect = dialect or families.recognised(template.source, template.takes_tools)
         self._family = families.DIALECTS[self.dialect]
-        self._dialect_with = cache(partial(families.find, self._family, tokenizer.added, template.source))
 
     def counts(self) -> dict[str, int]:
         return self.engine.counts() | {"grammars_waiting": self.grammars.n_waiting}
@@ -208,12 +207,17 @@ class LocalWorker:
         max_tokens = min(self._max_output_tokens, self.engine.max_seq_len - len(token_ids))
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
 
-        dialect = self._dialect_with(bool(request.called))
+        added = self.tokenizer.added
+        dialect = families.find(self._family, added, self._template.source, bool(request.called))
         state, after_marker = families.opening(text, dialect)
         logit_bias = request.sampling["logit_bias"]
         spec = request.structured_output
         if request.tools and not request.called:  # tool_choice is none
-            forbidden = families.tokens_of_calls(self._family, self.tokenizer.added)
+            # To forbid the tokens that a call begins with costs nothing: no mask is computed. What only looks
+            # like a call is text to a parser that knows of no tools: bare JSON (llama), and markers that are
+            # not tokens. Harmony has no such token, because the header of any message may name a recipient:
+            # its answers need a grammar.
+            forbidden = [added[marker] for marker in self._family.call_markers if marker in added]
             logit_bias = logit_bias | dict.fromkeys(forbidden, FORBIDDEN)
             if not self._family.call_markers and spec is None:
                 spec = StructuredOutput("none")
@@ -224,7 +228,7 @@ class LocalWorker:
                 thinking = "open"  # the prompt has begun the reasoning
             elif after_marker:
                 thinking = "over"  # the prompt has ended it
-            grammar = answer_grammar(spec, dialect, self.tokenizer.added, thinking)
+            grammar = answer_grammar(spec, dialect, added, thinking)
 
         stop_token_ids = {*request.stop_token_ids}
         # The grammar of structured output has an end of its own, after which nothing may come.

@@ -14,7 +14,7 @@ Rules of this file:
 Not here: following the tables (channels.py), writing grammars (structured_output.py).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from channels import CallReader, Dialect, Forms, Piece, State, Transitions
 from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
@@ -234,16 +234,6 @@ def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Di
     transitions = {key: state for key, state in row.transitions.items() if key[1] not in unused}
     dialect = row._replace(transitions=transitions)
     return dialect._replace(tokens=dialect.markers & set(added))
-
-
-def tokens_of_calls(row: Dialect, added: Mapping[str, int]) -> frozenset[int]:
-    """Return the tokens without which the model cannot write what the parser takes for a call.
-
-    To forbid them costs nothing, for no mask is computed. What only looks like a call is text to a parser
-    that knows of no tools: bare JSON (llama), and markers that are not tokens of the vocabulary. Harmony has
-    no such token, because the header of any message may name a recipient: its answers need a grammar.
-    """
-    return frozenset(added[marker] for marker in row.call_markers if marker in added)
 
 
 def opening(prompt: str, dialect: Dialect) -> tuple[State, bool]:
