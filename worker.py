@@ -199,11 +199,11 @@ class LocalWorker:
 
     def _prepare(self, request: Request) -> LocalPrompt:
         """Render, tokenise and check; raises BadInput or BadGrammar."""
-        self._check_token_ids(request)
         if request.truncate:
             text, token_ids = self._render_to_fit(request)
         else:
             text, token_ids = self._encode(request, request.messages)
+        self._check_token_ids(request, token_ids)
         max_tokens = min(self._max_output_tokens, self.engine.max_seq_len - len(token_ids))
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
 
@@ -275,9 +275,6 @@ class LocalWorker:
         token_ids = self.tokenizer.encode(*self._special_tokens.cut(prompt))
         if not 0 < len(token_ids) < limit:
             raise PromptTooLong(limit, str(len(token_ids)))
-        if max(token_ids) >= self.engine.config.vocab_size:
-            message = f"The prompt holds a token ({max(token_ids)}) that the model has no embedding for."
-            raise BadInput(message, None, "invalid_prompt")
         return prompt, token_ids
 
     def _render(self, request: Request, messages: list[Message]) -> str:
@@ -288,9 +285,11 @@ class LocalWorker:
         kwargs = {name: special_tokens.mark_all(value) for name, value in request.template_kwargs.items()}
         return self._template.render(marked_messages, marked_tools or None, datetime.now(), **kwargs)
 
-    def _check_token_ids(self, request: Request) -> None:
+    def _check_token_ids(self, request: Request, prompt: list[int]) -> None:
+        """Refuse ids that the model has no embedding for: a step with one would fail, for others too."""
         vocab_size = self.engine.config.vocab_size
-        given = {"logit_bias": request.sampling["logit_bias"], "stop_token_ids": request.stop_token_ids}
+        bias = request.sampling["logit_bias"]
+        given = {"logit_bias": bias, "stop_token_ids": request.stop_token_ids, "input": prompt}
         for name, token_ids in given.items():
             largest = max(token_ids, default=0)
             if largest >= vocab_size:

@@ -213,19 +213,13 @@ def test_no_more_is_held_than_may_become_a_needle(text: str, needles: list[str])
 LONG = [
     ("hermes",      "",                                            "a \n"),
     ("hermes",      "",                                            "<tool_cal"),
-    ("hermes",      "<think>",                                     "</thin"),
-    ("hermes",      "<tool_call>",                                 " \n"),
     ("hermes",      '<tool_call>{"arguments": "',                  '\\"{'),
     ("hermes",      '<tool_call>{"name": "f", "arguments": {"a":', '[{"'),
-    ("qwen3-coder", "<tool_call>",                                 "<function=f"),
-    ("qwen3-coder", "<tool_call><function=f>",                     "<parameter=a"),
     ("qwen3-coder", "<tool_call><function=f><parameter=s>",        "\n</parameter"),
     ("qwen3-coder", "<tool_call><function=f>",                     "<parameter=n>1</parameter>"),
     ("llama",       '{"a": ',                                      "[1, "),
-    ("mistral",     "[TOOL_CALLS]f[ARGS]",                         "[CALL_I"),
     ("mistral",     "[TOOL_CALLS]",                                "get_"),
     ("mistral-v3",  "[TOOL_CALLS][",                               '{"name": "f"}, '),
-    ("harmony",     "",                                            "final "),
     ("harmony",     "",                                            "<|channel|>"),
     ("harmony",     FINAL,                                         "a<|end"),
 ]
@@ -353,20 +347,15 @@ CASES = [
     # What stands beside a marker.
     ("<think>\n\na\n\n</think>\nb\n",                              "[analysis]a[final]b\n"),
     (" \n<think>a",                                                "[analysis]a"),
-    (" \n",                                                        "[final] \n"),
-    ("a\n\n\nb",                                                   "[final]a\n\n\nb"),
     # What ends what.
     ("<think>a<tool_call>{'name': 'f'}</tool_call>",               "[analysis]a[call f]{}"),
     ("<tool_call>{'name': 'f'}<tool_call>{'name': 'g'}",           "[call f]{}[call g]{}"),
-    ("<tool_call>{'name': 'f'}<think>a",                           "[call f]{}[analysis]a"),
-    ("a</think>b</tool_call>c",                                    "[final]a[final]b[final]c"),
     # How calls are written.
     ("<tool_call>{'arguments': {'a': 1}, 'name': 'f'}",            "[call f]{'a': 1}"),
     ("<tool_call>{'name': 'f', 'parameters': {'a': 1}}",           "[call f]{'a': 1}"),
     ("<tool_call>{'name': 'f', 'arguments': '{\\'a\\': 1}'}",      "[call f]{'a': 1}"),
     ("<tool_call>{'name': 'f', 'arguments': null}",                "[call f]{}"),
     ("<tool_call>{'name': 'f', 'arguments': {'a': '<think>'}}",    "[call f]{'a': '<think>'}"),
-    ("<tool_call>{'name': 'f'} or so</tool_call>",                 "[call f]{}"),
     # Of two members of one name the first counts: it has left already.
     ("<tool_call>{'name': 'f', 'name': 'g'}",                      "[call f]{}"),
     ("<tool_call>{'name': 'f', 'arguments': {}, 'parameters': 1}", "[call f]{}"),
@@ -374,7 +363,6 @@ CASES = [
     (f"a\n\n{NONE}\nb",                                            f"[final]a\n\n{NONE}\nb"),
     (f"<think>a {NONE} b</think>c",                                f"[analysis]a {NONE} b[final]c"),
     (f"<tool_call>{{'name': 'f'}}</tool_call>{NONE}",              f"[call f]{{}}[final]{NONE}"),
-    ("a<tool_call></tool_call>b",                                  "[final]a<tool_call></tool_call>b"),
     ("<tool_call>{'name': ''}",                                    "[final]<tool_call>{'name': ''}"),
     ("<tool_call>a<think>b",                                       "[final]<tool_call>a[analysis]b"),
 ]
@@ -387,21 +375,17 @@ OTHERS = {
         (f"<tool_call>{XML_CALL}</tool_call>\n\nb",                  "[call f]{'s': 'a\\n', 'n': 5}[final]b"),
         # A value is what its schema says: a string stays one, another is JSON if it can be read as such.
         (f"{F}{P}5{P_END}{F_END}",                                    "[call f]{'s': '5'}"),
-        (f"{F}<parameter=n>five{P_END}{F_END}",                       "[call f]{'n': 'five'}"),
         (f"{F}<parameter=b>\nTrue\n{P_END}{F_END}",                  "[call f]{'b': true}"),
         (f"{F}<parameter=b>None{P_END}{P}False{P_END}{F_END}",        "[call f]{'b': null, 's': 'False'}"),
         (f"{G}{P}True{P_END}{F_END}",                                 "[call g]{'s': 'True'}"),
         (f"{G}{P}\n[1, {{}}]\n{P_END}{F_END}",                        "[call g]{'s': [1, {}]}"),
-        (f"{G}{P}NaN{P_END}{F_END}",                                  "[call g]{'s': 'NaN'}"),
         (f"{G}{P}[1e999]{P_END}{F_END}",                              "[call g]{'s': '[1e999]'}"),
         # What was forgotten, or is there twice.
         (f"a\n{F}{P}a</tool_call>b",                                   "[final]a[call f]{'s': 'a'}[final]b"),
-        (f"{F}</tool_call>",                                          "[call f]{}"),
         (f"{F}{P}a{P_END}",                                           "[call f]{'s': 'a'}"),
         (f"{F}</function><function=g></function>",                    "[call f]{}[call g]{}"),
         # What is no call.
         ("<tool_call><fun>a</tool_call>",                             "[final]<tool_call><fun>a</tool_call>"),
-        ("<tool_call>{}</tool_call>",                                 "[final]<tool_call>{}</tool_call>"),
     ],
     "llama": [
         # Bare JSON is a call at the very beginning, of a function that is offered.
@@ -410,24 +394,18 @@ OTHERS = {
         ("<think>a</think>\n\n{'name': 'f'}",                         "[analysis]a[call f]{}"),
         ("<think>a</think>\n\n{'name': 'Ann'}",                       "[analysis]a[final]{'name': 'Ann'}"),
         ("{'name': 'Ann', 'a': {}}",                                  "[final]{'name': 'Ann', 'a': {}}"),
-        ("{'a': 1}",                                                  "[final]{'a': 1}"),
-        ("So: {'name': 'f'}",                                         "[final]So: {'name': 'f'}"),
         ("So.<|python_tag|>{'name': 'f'}; {'name': 'f'}",             "[final]So.[call f]{}[call f]{}"),
-        ("<|python_tag|>print(1)",                                    "[final]<|python_tag|>print(1)"),
     ],
     "mistral": [
         ("a[TOOL_CALLS]f[ARGS]{'s': 1}[TOOL_CALLS]g[ARGS]{}",         "[final]a[call f]{'s': 1}[call g]{}"),
         ("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{'s': 1}",             "[call f]{'s': 1}"),
-        ("[TOOL_CALLS] f [ARGS]",                                     "[call f]{}"),
         ("[TOOL_CALLS][{'name': 'f', 'arguments': {}}]",              "[call f]{}"),
-        ("[TOOL_CALLS]f or so",                                       "[final][TOOL_CALLS]f or so"),
         ("[TOOL_CALLS][ARGS]{}",                                      "[final][TOOL_CALLS][ARGS]{}"),
         ("[THINK]a[/THINK]b[ARGS]c",                                  "[analysis]a[final]b[final]c"),
     ],
     "mistral-v3": [
         ("[TOOL_CALLS][{'name': 'f', 'arguments': {'s': 1}}, {'name': 'g'}]",   "[call f]{'s': 1}[call g]{}"),
         ("[TOOL_CALLS][{'arguments': {}, 'name': 'f'}, 5, {'name': 'g'}",       "[call f]{}[call g]{}"),
-        ("[TOOL_CALLS][1]",                                           "[final][TOOL_CALLS][1]"),
     ],
     "harmony": [
         # Newlines are the model's.
@@ -436,7 +414,6 @@ OTHERS = {
         ("<|channel|>commentary<|message|>a<|end|>",                  "[commentary]a"),
         # The recipient decides, wherever it stands and whatever stands beside it.
         (f"{TO_F}{{}}<|call|>",                                       "[call f]{}"),
-        ("<|channel|>commentary to=python<|message|>{}",              "[call python]{}"),
         ("<|channel|>commentary to=assistant<|message|>a",            "[commentary]a"),
         (f"{ASSISTANT} to=functions.f<|channel|>commentary<|call|>",  "[call f]{}"),
         # A channel unknown, or none.
@@ -445,8 +422,6 @@ OTHERS = {
         ("a",                                                         "[final]a"),
         (f"{THOUGHT}a<|end|>b<|end|>\n{ASSISTANT}{FINAL}c",           "[analysis]a[final]b[final]c"),
         (f"{THOUGHT}a<|end|>commentary to=functions.f<|message|>{{}}", "[analysis]a[call f]{}"),
-        (f"{THOUGHT}a<|end|><|end|><|start|>{ASSISTANT}{FINAL}b",     "[analysis]a[final]b"),
-        (f"{FINAL}<|message|>a<|constrain|>b",                        "[final]a[final]b"),
         (f"{TO_F}{{<|constrain|>}}<|call|>",                          "[call f]{}"),
         (f"{ASSISTANT}<|channel|>analysis<|end|>",                    ""),
     ],
@@ -454,26 +429,19 @@ OTHERS = {
 OVER = [
     # dialect       text                                                         items
     ("harmony",     f"{FINAL}a<|return|>",                                       "[final]a"),
-    ("harmony",     f"{FINAL}a<|end|><|return|><|return|>",                      "[final]a"),
     ("harmony",     f"{TO_F}{{}}<|call|>",                                       "[call f]{}"),
-    ("harmony",     "a<|return|>",                                               "[final]a"),
     ("llama",       "a<|eot_id|>",                                               "[final]a"),
-    ("llama",       "{'name': 'f'}<|eom_id|>",                                   "[call f]{}"),
 ]
 CUT = [
     # dialect       text                                                         items
     *(("hermes",    f"a\n<tool_call>{body}", "[final]a") for body in ("", "\n", "{'na", "{'arguments': {}")),
     ("hermes",      "a<tool_call>{'name': 'f', 'arguments': {'a'",               "[final]a[call f]{'a'"),
-    ("qwen3-coder", "<tool_call><function=",                                     ""),
     ("qwen3-coder", "<tool_call><function=f><parameter=s>a",                     "[call f]{'s': 'a"),
     ("qwen3-coder", "<tool_call><function=f><parameter=n>1",                     "[call f]{'n': "),
-    ("llama",       "{'name': ",                                                 "[final]{'name': "),
     ("llama",       "{'name': 'f', 'parameters': {",                             "[call f]{"),
     ("mistral",     "[TOOL_CALLS]get_weath",                                     ""),
     ("harmony",     "<|start|>assistant to=functions.get_w",                     ""),
-    ("harmony",     "<|channel|>ana",                                            ""),
     ("harmony",     "<|channel|>commentary to=functions.f<|message|>",           "[call f]"),
-    ("harmony",     f"{TO_F}{{'a",                                               "[call f]{'a"),
     ("harmony",     "comment",                                                   "[final]comment"),
 ]
 STOPPED = [
@@ -481,7 +449,6 @@ STOPPED = [
     ({"stop": ["\n"]},                        "a\n\n",                  "[final]a",             True),
     ({"stop": ["\n"]},                        "<think>a\nb",            "[analysis]a\nb",       False),
     ({"stop": ["\n"], "after_marker": True},  "\n\nb",                 "[final]b",             False),
-    ({"stop": ["b"]},                         "a\nbc",                  "[final]a\n",           True),
     ({"stop": ["b"]},                         "ab c<think>d",           "[final]a",             True),
     ({"stop": ["ab"]},                        "a<think>b",              "[final]a[analysis]b",  False),
     ({"one_call": True},                      f"a{NONE}b",              f"[final]a{NONE}b",     False),

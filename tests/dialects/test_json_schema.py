@@ -17,7 +17,6 @@ Json = dict[str, Any]
     "schema",
     [
         {"properties": 5},
-        {"required": 5},
         {"required": [5]},
         {"required": [[]]},
         {"properties": {"a": 5}},
@@ -49,11 +48,8 @@ TARGETS: list[tuple[str, Any]] = [
     ("#/a/1/b~1c",            2),
     ("#/a/1/d~0e",            3),
     ("#/a/1/f%20g",           4),
-    ("#/a/2",                 None),
     ("#/a/b",                 None),
-    ("#/a/0/b",               None),
     ("#/a/" + "9" * 5000,     None),
-    ("#/z",                   None),
     ("#a",                    None),
     ("https://e.x/s",         None),
 ]
