@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "models" / "tiny"
 SERVER = ("server.py",)
 PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
-START_S = 100  # Numba may have to compile the kernels
+START_S = 300  # Numba may have to compile the kernels
 
 Json = dict[str, Any]
 
