@@ -8,8 +8,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, aclosing
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import ExitStack, aclosing, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -183,11 +183,39 @@ ERRORS: list[tuple[int, Any, int, str | None, str, str]] = [
 
 @pytest.mark.parametrize(("status", "body", "ours", "param", "code", "message"), ERRORS)
 def test_refusals(status: int, body: Any, ours: int, param: str | None, code: str, message: str) -> None:
-    found = refused.read_refusal(status, {"retry-after": "7"}, json.dumps(body).encode())
+    found = refused.read_refusal(status, {}, json.dumps(body).encode())
     assert (found.status, found.param, found.code) == (ours, param, code)
     assert found.message.startswith(message)
-    assert found.retry_after == "7"
     assert len(found.message) < 2000
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("7", "7"), ("\u20ac", ""), ("soon", "")])
+def test_retry_after_is_seconds(theirs: str, ours: str) -> None:
+    """Bug: 500, for a header cannot hold a euro."""
+    assert refused.read_refusal(429, {"retry-after": theirs}, b"").retry_after == ours
+
+
+# fmt: off
+#  what the upstream finds fault with              what the client has sent
+RENAMED = [
+    ("response_format.json_schema.schema.type",     "text.format"),
+    ("messages[3].content",                         "input"),
+    ("temperature",                                 "temperature"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("theirs", "ours"), RENAMED)
+def test_an_upstream_names_what_the_client_has_sent(theirs: str, ours: str) -> None:
+    """Bug: a parameter of the other API was named, which no client had sent."""
+
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
+        for asked, param in ((said(worker), ours), (passed(worker, ASK), theirs)):
+            with pytest.raises(Refused) as caught:
+                await asked
+            assert caught.value.param == param
+
+    over(check, says(json_answer({"error": {"message": "No.", "param": theirs}}, "400 Bad Request")))
 
 
 # --- one request, in this process ---------------------------------------------------------------------------
@@ -344,26 +372,26 @@ def streams(header: str) -> bytes:
     return head("text/event-stream", "200 OK", header) + STREAM
 
 
+# what becomes of an answer: streamed, plain, as a response
+WHOLE, BROKEN, REFUSED = ["whole", "whole", "stop"], ["error", "refused", "failed"], ["refused"] * 3
 OOPS = delta(content="x")[:-6] + b"\n\n"
 NONSENSE = event({"choices": [{"delta": {"content": 7, "tool_calls": 5}}, 3]})
 NAMELESS = delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}])
 # fmt: off
-CHAOS: dict[str, tuple[str, str, str, Answer]] = {
-    # what it does         stream,    plain,     Responses, how
-    "more after [DONE]":  ("whole",   "whole",   "stop",    says(head() + STREAM + DONE + b"\x00\xff" * 9)),
-    "too short":          ("error",   "refused", "failed",  says(streams("Content-Length: 300"))),
-    "wrong chunk size":   ("whole",   "whole",   "stop",    says(CHUNKED_HEAD + b"fff\r\n" + STREAM[:-9])),
-    "no chunk size":      ("refused", "refused", "refused", says(CHUNKED_HEAD + b"zz\r\n" + STREAM)),
-    "packed":             ("refused", "refused", "refused", says(streams("Content-Encoding: gzip"))),
-    "reset":              ("error",   "refused", "failed",  reset),
-    "no finish_reason":   ("error",   "refused", "failed",  says(head() + FRAMES[0] + FRAMES[2])),
-    "garbage":            ("refused", "refused", "refused", says(head() + bytes(range(256)) * 99)),
-    "unreadable frame":   ("refused", "refused", "refused", says(head() + OOPS + finish() + DONE)),
-    "HTML":               ("refused", "refused", "refused", says(head("text/html") + b"<html>")),
-    "an array":           ("refused", "refused", "refused", says(head("application/json") + b"[1]")),
-    "nonsense":           ("refused", "refused", "refused", says(head() + NONSENSE + DONE)),
-    "call without name":  ("error",   "refused", "failed",  says(head() + NAMELESS + DONE)),
-    "no HTTP":            ("refused", "refused", "refused", says(b"\x00\xff garbage \r\n\r\n" * 9)),
+CHAOS: dict[str, tuple[list[str], Answer]] = {
+    "more after [DONE]":  (WHOLE,   says(head() + STREAM + DONE + b"\x00\xff" * 9)),
+    "wrong chunk size":   (WHOLE,   says(CHUNKED_HEAD + b"fff\r\n" + STREAM[:-9])),
+    "too short":          (BROKEN,  says(streams("Content-Length: 300"))),
+    "reset":              (BROKEN,  reset),
+    "no finish_reason":   (BROKEN,  says(head() + FRAMES[0] + FRAMES[2])),
+    "call without name":  (BROKEN,  says(head() + NAMELESS + DONE)),
+    "packed":             (REFUSED, says(streams("Content-Encoding: gzip"))),
+    "garbage":            (REFUSED, says(head() + bytes(range(256)) * 99)),
+    "unreadable frame":   (REFUSED, says(head() + OOPS + finish() + DONE)),
+    "HTML":               (REFUSED, says(head("text/html") + b"<html>")),
+    "an array":           (REFUSED, says(head("application/json") + b"[1]")),
+    "nonsense":           (REFUSED, says(head() + NONSENSE + DONE)),
+    "no HTTP":            (REFUSED, says(b"\x00\xff garbage \r\n\r\n" * 9)),
 }
 # fmt: on
 
@@ -371,11 +399,10 @@ CHAOS: dict[str, tuple[str, str, str, Answer]] = {
 @pytest.mark.parametrize("name", CHAOS)
 def test_chaos(name: str) -> None:
     """Whatever comes: an answer or an error, in time, and the books are kept."""
-    *expected, answer = CHAOS[name]
+    expected, answer = CHAOS[name]
 
     async def check(worker: RemoteWorker, _: Upstream) -> None:
-        found = [await outcome(worker, STREAMED), await outcome(worker, ASK), await response_outcome(worker)]
-        assert found == expected
+        assert await outcomes(worker) == expected
         totals = worker.totals
         assert totals["relayed_done"] + totals["relayed_error"] == 3
         assert totals["relayed_disconnect"] == 0
@@ -396,35 +423,138 @@ async def outcome(worker: RemoteWorker, body: Json) -> str:
     return "whole"
 
 
-async def response_outcome(worker: RemoteWorker) -> str:
+async def outcomes(worker: RemoteWorker) -> list[str]:
+    found = [await outcome(worker, STREAMED), await outcome(worker, ASK)]
     try:
-        *_, end = await said(worker)
+        end = (await said(worker))[-1]
     except Refused:
-        return "refused"
+        return [*found, "refused"]
     assert isinstance(end, Finish)
-    return end.reason
+    return [*found, end.reason]
+
+
+# --- an error with status 200, an answer without an end -----------------------------------------------------
+
+BAD = {"message": "No.", "type": "BadRequestError", "param": None}
+# fmt: off
+FIRST_FRAMES: list[tuple[Json, int]] = [
+    # the first event of an answer with status 200                                     status
+    ({"error": BAD | {"code": 400}},                                                   400),
+    ({"error": BAD | {"code": "429"}},                                                 429),
+    ({"object": "error", "message": "No.", "type": "BadRequestError", "code": 400},    400),
+    ({"error": "No."},                                                                 502),
+    ({"detail": "No."},                                                                502),
+]
+AS_SENT: dict[str, Callable[[Json], bytes]] = {
+    "an event after a comment": lambda error: head() + b": hi\n\n" + event(error) + DONE,
+    "no event":                 lambda error: head() + json.dumps(error).encode(),
+    "an object":                json_answer,
+}
+# fmt: on
+
+
+@pytest.mark.bug("M07")
+@pytest.mark.parametrize("name", AS_SENT)
+def test_an_error_in_the_first_frame_has_its_status(name: str) -> None:
+    """Bug: 200, for the response was accepted before the first frame was looked at."""
+
+    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
+        for error, status in FIRST_FRAMES:
+            upstream.answer = says(AS_SENT[name](error))
+            for asked in (passed(worker, STREAMED), passed(worker, ASK), said(worker)):
+                with pytest.raises(Refused, match=r"No\.") as caught:
+                    await asked
+                assert caught.value.status == status
+
+    over(check, hangs)
+
+
+FOR_EVER_S = 6 * upstreams.GRACE_S  # long enough to see that the front does not end it
+SAYS_HI = delta(role="assistant", content="") + delta(content="Hi")
+BOOM = event({"error": {"message": "boom", "type": "server_error", "code": "x"}})
+TOO_MANY = head("application/json", "429 Too Many", "Retry-After: 7", "Content-Length: 500") + b'{"error": {'
+
+
+def for_ever(sent: bytes) -> Answer:
+    """This, then comments, until the other side has gone, which raises OSError."""
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(sent)
+        ends_at = time.monotonic() + FOR_EVER_S
+        while time.monotonic() < ends_at:
+            exchange.send(b": ping\n\n")
+            time.sleep(0.02)
+
+    return answer
+
+
+async def left(upstream: Upstream, answer: Answer, asked: Coroutine[Any, Any, Any]) -> Any:
+    """What is said, once the upstream, which answers so, has been left."""
+    was_left = threading.Event()
+
+    def held(exchange: Exchange) -> None:
+        with suppress(ConnectionError):
+            answer(exchange)
+            if not exchange.wait_closed():
+                return
+        was_left.set()
+
+    upstream.answer = held
+    found = (await asyncio.gather(asked, return_exceptions=True))[0]
+    assert await asyncio.to_thread(was_left.wait, FOR_EVER_S), "the upstream was not left"
+    return found
+
+
+@pytest.mark.bug("M01")
+def test_an_error_ends_the_answer() -> None:
+    """Elsewhere: keep-alives for as long as the upstream held its connection."""
+
+    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
+        boom = says(head() + SAYS_HI + BOOM)
+        body = (await left(upstream, boom, passed(worker, STREAMED))).body
+        assert (body.count(b'"message":"boom"'), body[-len(DONE) :]) == (1, DONE)
+        assert (await left(upstream, boom, said(worker)))[-1].message == "boom"
+
+    over(check, hangs)
+
+
+# fmt: off
+FINISHED = {
+    "text, pings": for_ever(head() + SAYS_HI + finish()),
+    "usage":       says(head() + SAYS_HI + finish() + scripted.USED),
+}
+# fmt: on
+
+
+@pytest.mark.bug("M02")
+@pytest.mark.parametrize("name", FINISHED)
+def test_after_its_end_an_answer_has_seconds(name: str) -> None:
+    """Elsewhere the client waited for [DONE] for as long as the upstream liked."""
+
+    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
+        asked = STREAMED | {"stream_options": {"include_usage": True}}
+        frames = frames_of((await left(upstream, FINISHED[name], passed(worker, asked))).body)
+        assert "error" not in frames[-1]
+        assert ("usage" in frames[-1]) == (name == "usage")
+        end = (await left(upstream, FINISHED[name], said(worker)))[-1]
+        assert (end.reason, bool(end.usage)) == ("stop", name == "usage")
+
+    over(check, hangs)
+
+
+@pytest.mark.bug("M03")
+def test_a_refusal_does_not_wait_for_its_body() -> None:
+    """Elsewhere: 28 s, then 200 and a failure, for the rest of the body never came."""
+
+    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
+        for asked in (passed(worker, STREAMED), said(worker)):
+            found = await left(upstream, says(TOO_MANY), asked)
+            assert (found.status, found.retry_after) == (429, "7")
+
+    over(check, hangs)
 
 
 # --- time ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.bug("B02")
-def test_first_frame_is_out_before_the_second_is_written() -> None:
-    """Elsewhere the client got all of it at the end. cocoon, CountTokens.cpp"""
-    seen = threading.Event()
-
-    def answer(exchange: Exchange) -> None:
-        exchange.send(head() + FRAMES[1])
-        assert seen.wait(20), "the first frame was held back"
-        exchange.send(b"".join(FRAMES[2:]))
-
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
-        client = Client()
-        client.on_body = lambda body: seen.set() if FRAMES[1] == body else None
-        await client.call(worker.pass_through(STREAMED))
-        assert frames_of(client.body)[-1]["choices"][0]["finish_reason"]
-
-    over(check, answer)
 
 
 def stalls(exchange: Exchange) -> None:
@@ -432,36 +562,20 @@ def stalls(exchange: Exchange) -> None:
     exchange.wait_closed()
 
 
-def comments(exchange: Exchange, said: bytes = b"") -> None:
-    """For ever: until the other side has gone, which raises OSError."""
-    exchange.send(head() + said)
-    ends_at = time.monotonic() + 20
-    while time.monotonic() < ends_at:
-        exchange.send(b": hi\n\n")
-        time.sleep(0.01)
-
-
 # fmt: off
-TIMES: dict[str, tuple[Answer, Timeouts, tuple[str, str, str]]] = {
-    "no first byte": (hangs,    QUICK._replace(first_byte_s=0.05), ("refused 502", "refused 502", "refused")),
-    "never begins":  (comments, QUICK._replace(first_byte_s=0.3),  ("refused 502", "refused 502", "refused")),
-    "silence":       (stalls,   QUICK._replace(idle_s=0.05),       ("error", "refused 502", "failed")),
-    "never ends":    (partial(comments, said=FRAMES[1]), QUICK._replace(answer_s=0.3),
-                                                                   ("error", "refused 502", "failed")),
+TIMES: dict[str, tuple[Answer, Timeouts, list[str]]] = {
+    "no first byte": (hangs,                    QUICK._replace(first_byte_s=0.05), REFUSED),
+    "never begins":  (for_ever(head()),         QUICK._replace(first_byte_s=0.3),  REFUSED),
+    "silence":       (stalls,                   QUICK._replace(idle_s=0.05),       BROKEN),
+    "never ends":    (for_ever(head() + FRAMES[1]), QUICK._replace(answer_s=0.3),      BROKEN),
 }
 # fmt: on
 
 
 @pytest.mark.parametrize(("answer", "timeouts", "found"), TIMES.values(), ids=TIMES)
-def test_nothing_waits_for_ever(answer: Answer, timeouts: Timeouts, found: tuple[str, str, str]) -> None:
-    async def of(worker: RemoteWorker, body: Json) -> str:
-        try:
-            return "error" if "error" in frames_of((await passed(worker, body)).body)[-1] else "whole"
-        except Refused as refused:
-            return f"refused {refused.status}"
-
+def test_nothing_waits_for_ever(answer: Answer, timeouts: Timeouts, found: list[str]) -> None:
     async def check(worker: RemoteWorker, _: Upstream) -> None:
-        assert (await of(worker, STREAMED), await of(worker, ASK), await response_outcome(worker)) == found
+        assert await outcomes(worker) == found
 
     over(check, answer, timeouts=timeouts)
 
@@ -750,20 +864,40 @@ def test_what_is_asked(asked: Json, more: Json) -> None:
 
 
 # fmt: off
-REFUSED = [
+READ_HERE = [
     ({"stream_options": {"include_usage": True}},               "stream_options"),
     ({"stream": False, "stream_options": {}},                   "stream_options"),
     ({"stream": "yes"},                                         "stream"),
     ({"stream": True, "stream_options": 7},                     "stream_options"),
+    ({"n": 10**6},                                              "n"),
+    ({"tool_choice": "required"},                               "tool_choice"),
 ]
 # fmt: on
 
 
 @pytest.mark.bug("B09")
-@pytest.mark.parametrize(("more", "param"), REFUSED)
+@pytest.mark.parametrize(("more", "param"), READ_HERE)
 def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
-    """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp."""
-    worker = RemoteWorker(Upstreams([], {}, QUICK))
+    """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp. What is read here is checked here."""
     with pytest.raises(BadInput) as caught:
-        worker.pass_through(ASK | more)
+        RemoteWorker(Upstreams([], {}, QUICK)).pass_through(ASK | more)
     assert caught.value.param == param
+
+
+F_ALONE = {"tools": [F], "tool_choice": "required"}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+PASSED: list[tuple[Json, Json]] = [
+    # more of the chat request                          what else the upstream gets
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}]}, {}),
+    ({"guided_json": {"type": "object"}, "temperature": "hot", "store": True, "what_nobody_knows": [1]}, {}),
+    (F_ALONE, {"tools": [STRICT_F]}),  # Bug: nine clients got the arguments "gaben", though a call was forced
+]
+
+
+@pytest.mark.parametrize(("more", "put_right"), PASSED)
+def test_what_only_an_upstream_has_passes(more: Json, put_right: Json) -> None:
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
+        await passed(worker, ASK | more)
+
+    (asked,) = over(check, says(json_answer({"choices": []})))
+    assert asked.exchanges[0].body == ASK | more | put_right

@@ -19,7 +19,7 @@ import sse
 from gateway.upstreams import Timeouts
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
-from helpers.upstream import DONE, Exchange, delta, finish, head, json_answer, says, upstream
+from helpers.upstream import DONE, Exchange, delta, finish, head, says, upstream
 from service import options
 from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures of this file)
     BACKGROUND,
@@ -149,6 +149,12 @@ def test_what_the_worker_refuses_is_refused(
     assert (reply.status, reply.json["error"]["param"], reply.json["error"]["code"]) == (400, param, code)
 
 
+def test_tokens_are_not_counted_here(server: Server) -> None:
+    reply = server.post(RESPONSES + "/input_tokens", {"model": "tiny", "input": "hi"})
+    assert reply.status == 501
+    assert reply.json["error"].keys() == {"message", "type", "param", "code"}
+
+
 def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) -> None:
     made = created(server, {"model": "tiny", "input": TOO_LONG, "background": True})
     found = ended(server, made["id"])
@@ -241,82 +247,32 @@ def test_two_workers_and_a_model_here(tmp_path: Path) -> None:
 
 
 def test_health_is_that_of_what_can_answer() -> None:
-    """Bug: 200 "ok" while the only upstream is down and every request gets 503."""
+    """Bug: 200 "ok" while the only upstream is down and every request gets 503. It may come later."""
     with upstream() as early:
         early.close()
     with serve("--upstream", early.url, *QUICK, model=None) as front:
         assert front.get("/health").status == 503  # from the start: its models are not known
         assert front.get("/health/live").status == 200
+        assert front.get("/v1/models").json["data"] == []
+        for path_ in (CHAT, RESPONSES):  # not 404: it may have the model
+            reply = front.post(path_, {"model": "m"} | says_in(path_, "hi"))
+            assert (reply.status, reply.headers["retry-after"]) == (503, "10")
         with upstream(port=early.port):
             until(lambda: front.get("/health").status == 200, "one has come")
+            assert created(front, {"model": "m", "input": "hi"})["status"] == "completed"
+            assert front.post(CHAT, {"model": "nope", "messages": []}).status == 404
     with serve("--upstream", early.url, *QUICK) as front:  # and a model here
         until(lambda: front.health()["upstreams_down"] == 1, "the upstream is down")
         assert front.get("/health").status == 200
 
 
-def test_an_upstream_may_come_later() -> None:
-    """Until it has been reached nobody knows its models: 503, not 404."""
-    with upstream() as early:
-        early.close()
-    with serve("--upstream", early.url, *QUICK, model=None) as front:
-        for path_ in (CHAT, RESPONSES):
-            reply = front.post(path_, {"model": "m"} | says_in(path_, "hi"))
-            assert (reply.status, reply.headers["retry-after"]) == (503, "10")
-        assert front.get("/v1/models").json["data"] == []
-        with upstream(port=early.port):
-            until(lambda: bool(front.get("/v1/models").json["data"]), "it is found")
-            assert created(front, {"model": "m", "input": "hi"})["status"] == "completed"
-            assert front.post(CHAT, {"model": "nope", "messages": []}).status == 404
+WRONG = ("--upstream=host:8000/v1", "--upstream=http://host:x/v1", "--upstream-timeout=idle=0", "--price=1.5")
 
 
-# fmt: off
-WRONG = [
-    ("--upstream", "host:8000/v1"),
-    ("--upstream", "http://host:x/v1"),
-    ("--upstream-timeout", "idle=0"),
-    ("--upstream-timeout", "lunch=5"),
-    ("--price", "1.5"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize("flags", WRONG, ids="=".join)
-def test_wrong_flags_of_upstreams(flags: tuple[str, str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        options.arguments().parse_args(flags)
-    assert caught.value.code == 2
-
-
-def test_timeouts_of_upstreams() -> None:
-    for flags, expected in (
-        (["--upstream-timeout", "connect=1", "--upstream-timeout", "first-byte=2.5"], Timeouts(1, 2.5)),
-        ([], Timeouts()),
-    ):
-        assert options.timeouts(options.arguments().parse_args(flags)) == expected
-
-
-# fmt: off
-#  what the upstream finds fault with              what the client has sent
-RENAMED = [
-    ("response_format.json_schema.schema.type",     "text.format"),
-    ("max_tokens",                                  "max_output_tokens"),
-    ("messages[3].content",                         "input"),
-    ("reasoning_effort",                            "reasoning.effort"),
-    ("temperature",                                 "temperature"),
-]
-# fmt: on
-
-
-def test_an_upstream_names_what_the_client_has_sent() -> None:
-    """Bug: a parameter of the other API was named, which nobody had sent."""
-
-    def answer(exchange: Exchange) -> None:
-        theirs = exchange.body["messages"][0]["content"]
-        refusal = {"message": f"Invalid '{theirs}'.", "param": theirs, "code": "invalid_value"}
-        exchange.send(json_answer({"error": refusal}, "400 Bad Request"))
-
-    with upstream(answer, ("m",)) as worker, serve("--upstream", worker.url, model=None) as front:
-        for theirs, ours in RENAMED:
-            assert front.post(RESPONSES, {"model": "m", "input": theirs}).json["error"]["param"] == ours
-            asked = {"model": "m", **says_in(CHAT, theirs)}
-            assert front.post(CHAT, asked).json["error"]["param"] == theirs
+def test_options_of_upstreams() -> None:
+    parse = options.arguments().parse_args
+    for flag in WRONG:
+        with pytest.raises(SystemExit):
+            parse([flag])
+    flags = ["--upstream-timeout", "connect=1", "--upstream-timeout", "first-byte=2.5"]
+    assert options.timeouts(parse(flags)) == Timeouts(connect_s=1, first_byte_s=2.5)
