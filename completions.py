@@ -159,7 +159,7 @@ def grow(members: dict[Any, Any], more: Mapping[Any, Any]) -> None:
                 if not isinstance(known, dict):
                     known = members[name] = {}
                 grow(known, value)
-            case list() if name in NUMBERED:
+            case list() if name in NUMBERED and are_numbered(value):
                 if not isinstance(known, Elements):
                     known = members[name] = Elements()
                 for element in value:
@@ -170,6 +170,11 @@ def grow(members: dict[Any, Any], more: Mapping[Any, Any]) -> None:
                 known += value
             case _:
                 members[name] = value
+
+
+def are_numbered(elements: list[Any]) -> bool:
+    """Return whether each element has its index; another server may send anything by this name."""
+    return all(isinstance(element, dict) and type(element.get("index")) is int for element in elements)
 
 
 def whole(value: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import responses
@@ -264,6 +264,7 @@ junk_choices = st.fixed_dictionaries(
 )
 
 
+@example([{"choices": [None]}])  # Bug: fold() took any list of this name for one of choices
 @given(st.lists(st.dictionaries(st.sampled_from(MEMBERS), documents, max_size=4) | junk_choices, max_size=4))
 def test_nothing_that_an_upstream_sends_raises(sent: list[Json]) -> None:
     """Each as a document, and as the choice of one."""
