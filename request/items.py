@@ -35,7 +35,7 @@ from channels import Accepted, Compaction, Delta, Emit, Finish, Output
 from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, ITEM_TYPES, MAX_ITEMS
-from request.params import Request, read_responses, responses_request
+from request.params import Request, from_responses
 from request.refusals import BadInput
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT
 from request.validation import text
@@ -287,15 +287,18 @@ SUMMARY_PARAMETERS = {
 }
 
 
-def summary_request(request: Request, conversation: list[Item], defaults: Mapping[str, Any]) -> Request:
+def summary_request(request: Request, conversation: Sequence[Item], defaults: Mapping[str, Any]) -> Request:
     """Return the question for a summary, after the conversation that `request` wants compacted.
 
     `defaults` are those of its worker. Raises BadInput.
     """
-    kept = {"model": request.model, "instructions": request.echo["instructions"]}
-    values = read_responses(SUMMARY_PARAMETERS | kept, defaults)
-    question = [{"role": "user", "content": QUESTION}]
-    return replace(responses_request(values, conversation, question, request.owner), compacts=True)
+    question = {"role": "user", "content": QUESTION}
+    body = SUMMARY_PARAMETERS | {
+        "model": request.model,
+        "instructions": request.echo["instructions"],
+        "input": [*conversation, question],
+    }
+    return replace(from_responses(body, defaults, request.owner), compacts=True)
 
 
 def unsaid(

@@ -187,9 +187,7 @@ SUMMARY = "Summary of the conversation so far:\n"
 
 def add_item(conversation: Conversation, item: Place) -> None:
     """Add what an item says; the easy form of a message has no type."""
-    type_ = "message"
-    if item.members.get("type") is not None:
-        type_ = item.need("type", one_of(*ITEM_TYPES))
+    type_ = item.get("type", one_of(*ITEM_TYPES), "message")
     match type_:
         case "message":
             add_message(conversation, item)

@@ -171,7 +171,7 @@ CAPS = {
     "devices":    17_815,
     "dialects":    8_800,
     "gateway":     8_890,
-    "request":    14_400,
+    "request":    14_370,
     "service":    10_700,
 }
 # fmt: on
