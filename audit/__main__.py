@@ -8,9 +8,8 @@ JUnit's XML.
 
 Rules of this file:
 1. The exit status tells: 0 all is well, 1 a rule is broken, 2 nothing could be judged.
-2. The reports are written as the audit goes: an audit that is interrupted leaves what there is.
-3. Only the standard library, and this folder: `make audit.pyz` packs it.
-4. Nothing that a terminal would obey is passed on from a server.
+2. Only the standard library, and this folder: `make audit.pyz` packs it.
+3. Nothing that a terminal would obey is passed on from a server.
 
 Not here: what is judged (rules.py and the modules of rules), the verdicts (session.py).
 """
@@ -112,17 +111,15 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
 
 def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     names = session.chosen(options.profile, options.rules)
-    peer = Peer(options.target, options.model, options.api_key, None, options.timeout)
+    peer = Peer(options.target, options.model, options.api_key, options.timeout)
     apis = session.look(peer)
     about = {"url": options.target, "model": peer.model, "apis": apis, "long": peer.long}
 
-    by_rule: dict[str, Result] = {}
-    for result in session.judge_all(peer, names, options.repeat):
-        by_rule[result.rule] = result
-        results = [*by_rule.values()]
-        for path, text in ((options.junit, junit), (options.json_file, to_json)):
-            if path:
-                path.write_text(text(results, about), encoding="utf-8")  # rule 2
+    by_rule = {result.rule: result for result in session.judge_all(peer, names, options.repeat)}
+    results = [*by_rule.values()]
+    for path, text in ((options.junit, junit), (options.json_file, to_json)):
+        if path:
+            path.write_text(text(results, about), encoding="utf-8")
     exit_status = status(results, options.strict)
     if options.json:
         return [to_json(results, about).rstrip()], exit_status
@@ -146,12 +143,6 @@ def status(results: Sequence[Result], strict: bool) -> int:
     if all(result.verdict in ("error", "n/a") for result in results):
         return 2
     return int(bool(failed(results, strict)))
-
-
-def by_group(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Return the results, which come group by group."""
-    grouped = groupby(results, lambda result: RULES[result.rule].group)
-    return {name: [*group] for name, group in grouped}
 
 
 # --- for people ---------------------------------------------------------------------------------------------
@@ -205,7 +196,8 @@ COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}  # at
 def junit(results: Sequence[Result], about: Mapping[str, Any]) -> str:
     """Write a suite for each group."""
     root = Element("testsuites", name=f"audit of {about.get('url')}")
-    for name, group in by_group(results).items():
+    for name, of_group in groupby(results, lambda result: RULES[result.rule].group):
+        group = list(of_group)
         suite = SubElement(root, "testsuite", name=name, tests=str(len(group)))
         for result in group:
             rule = RULES[result.rule]

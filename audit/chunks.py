@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from audit.rules import rules_of
 from audit.schema import Faults, Json, missing
-from audit.stream import Capture, agreed, changes, choices_of, is_object, markup, usage_faults
+from audit.stream import MARKUP, Capture, agreed, changes, choices_of, is_object, usage_faults
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")  # and "function_call", long deprecated
 
@@ -122,8 +122,8 @@ def chunk_texts(capture: Capture) -> Faults:
     last = len(capture.events) - 1
     for answer in choices_of(capture.events).values():
         if answer.end in ("stop", "tool_calls"):
-            if marker := markup(answer.text):
-                yield last, f"expected content without markup of the model's, got {marker}"
+            if marker := MARKUP.search(answer.text):
+                yield last, f"expected content without markup of the model's, got {marker[0]}"
             for call in answer.calls.values():
                 if call["name"] and not is_object(call["arguments"]):
                     yield last, f"expected the arguments of a call to be a JSON object, got {call}"

@@ -31,7 +31,7 @@ from audit.schema import (
     unfit,
     without,
 )
-from audit.stream import CALLS, Capture, agreed, changes, is_object, markup, usage_faults
+from audit.stream import CALLS, MARKUP, Capture, agreed, changes, is_object, usage_faults
 
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
 TEXTS = ("text", "refusal", "arguments", "input")  # members in which deltas are said once more
@@ -349,8 +349,8 @@ def no_markup(capture: Capture) -> Faults:
     E01 E09 E16 D18 https://github.com/vllm-project/vllm/issues/36435
     """
     for number, event in enumerate(capture.events):
-        if marker := markup(event["text"] + event["arguments"] + event["name"] + event["refusal"]):
-            yield number, f"expected text without markup of the model's, got {marker}"
+        if marker := MARKUP.search(event["text"] + event["arguments"] + event["name"] + event["refusal"]):
+            yield number, f"expected text without markup of the model's, got {marker[0]}"
 
 
 @must

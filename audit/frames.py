@@ -12,17 +12,17 @@ from collections.abc import Iterator
 
 from audit.rules import rules_of
 from audit.schema import Faults, shortened
-from audit.stream import DONE, Capture, parsed
+from audit.stream import DONE, Capture, Frame
 
 # What some clients take for a line end: https://github.com/modelcontextprotocol/typescript-sdk/pull/1926
 FOREIGN_LINE_END = re.compile("[\u0085\u2028\u2029]")
 
 
-def data_of(capture: Capture) -> Iterator[tuple[int, str, str]]:
-    """Yield (number, type, data) of each event, [DONE] included."""
+def with_data(capture: Capture) -> Iterator[tuple[Frame, str]]:
+    """Yield each frame that is an event, [DONE] included, and its data."""
     for frame in capture.frames:
         if frame.data is not None:
-            yield frame.number, frame.type, frame.data
+            yield frame, frame.data
 
 
 must, should, advice = rules_of("frames", "chat responses")
@@ -47,11 +47,11 @@ def json_line(capture: Capture) -> Faults:
     the SDKs parse the data of a frame as one JSON value
     A11 A14 B14 https://github.com/caozhiyuan/copilot-api/pull/88
     """
-    for number, _, data in data_of(capture):
-        if not parsed(data) and data != DONE:
-            yield number, f"expected a JSON object or [DONE] as data, got {shortened(data)!r}"
+    for frame, data in with_data(capture):
+        if not frame.value and data != DONE:
+            yield frame.number, f"expected a JSON object or [DONE] as data, got {shortened(data)!r}"
         elif "\n" in data:
-            yield number, "expected one line of data, got several"
+            yield frame.number, "expected one line of data, got several"
 
 
 @must
@@ -76,9 +76,9 @@ def line_ends(capture: Capture) -> Faults:
     some clients split lines where Python's str.splitlines() does
     A01 A02 https://github.com/modelcontextprotocol/typescript-sdk/pull/1926
     """
-    for number, _, data in data_of(capture):
+    for frame, data in with_data(capture):
         if match := FOREIGN_LINE_END.search(data):
-            yield number, f"expected it escaped, got U+{ord(match[0]):04X} itself"
+            yield frame.number, f"expected it escaped, got U+{ord(match[0]):04X} itself"
 
 
 @should
@@ -88,11 +88,10 @@ def event_name(capture: Capture) -> Faults:
     OpenAI's streams name each Responses event, and listeners are registered by that name
     B17 https://platform.openai.com/docs/api-reference/responses-streaming
     """
-    for number, event_type, data in data_of(capture):
-        value = parsed(data)
-        expected = value.get("type", "message") if capture.kind == "responses" else "message"
-        if value and event_type != expected:
-            yield number, f"expected the event field to say {expected!r}, got {event_type!r}"
+    for frame, _ in with_data(capture):
+        expected = frame.value.get("type", "message") if capture.kind == "responses" else "message"
+        if frame.value and frame.type != expected:
+            yield frame.number, f"expected the event field to say {expected!r}, got {frame.type!r}"
 
 
 @advice
@@ -114,7 +113,7 @@ def done_line(capture: Capture) -> Faults:
     the API reference: a chat stream is ended by data: [DONE]; SDKs read nothing after it
     A21 C19 https://github.com/vllm-project/vllm/pull/378
     """
-    texts = [text for _, _, text in data_of(capture)]
+    texts = [data for _, data in with_data(capture)]
     if DONE in texts[:-1]:
         yield texts.index(DONE), "expected [DONE] once, and nothing after it"
     if texts and DONE not in texts and capture.kind == "chat":

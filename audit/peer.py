@@ -31,7 +31,7 @@ from audit.events import TERMINAL
 from audit.http import NOT_THERE, REFUSED, Connection, Reply
 from audit.rules import NoReply, NotApplicable, Rule, presumed
 from audit.schema import Json, Typed, shortened, typed
-from audit.stream import EVENTS, Answer, Capture, events_of, of_chunks, of_response, read, violations
+from audit.stream import EVENTS, Answer, Capture, events_of, of_chunks, of_response, read
 
 BUSY = {429, 503}
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
@@ -78,12 +78,10 @@ class Peer:
     api = "responses"  # the one that a rule is about
     shown = ""  # what was answered last: it stands by the verdict
 
-    def __init__(
-        self, base_url: str, model: str, api_key: str = "", long: Json | None = None, budget: float = BUDGET_S
-    ) -> None:
+    def __init__(self, base_url: str, model: str, api_key: str = "", budget: float = BUDGET_S) -> None:
         self.url = urlsplit(base_url.rstrip("/"))
         self.model = model
-        self.long = long or {}
+        self.long: Json = {}
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.replies: dict[str, Reply | Exception] = {}  # to what several rules are about
         self._budget = budget
@@ -292,6 +290,6 @@ def judged(rule: Rule, peer: Peer) -> None:
     if reason and not captures:
         raise reason
     for name, capture in captures.items():
-        for violation in violations(capture, [rule.name]):
-            peer.shown = shortened(str(capture.raw[violation.event :][:1]), 300)
-            raise AssertionError(f"{name}: event {violation.event}: {violation.message}")
+        for number, message in rule.check(capture):
+            peer.shown = shortened(str(capture.raw[number:][:1]), 300)
+            raise AssertionError(f"{name}: event {number}: {message}")

@@ -149,7 +149,7 @@ for _kind, _type, _row in ROW.findall(re.sub("\n +", " ", OBJECTS)):
     _members = dict(member.partition(":")[::2] for member in _row.split())
     ROWS.setdefault(_kind, {})[_type or "*"] = _members
     MEMBERS.setdefault(_kind, {}).update((name.removesuffix("?"), type_) for name, type_ in _members.items())
-ITEMS, PARTS, EVENTS = ROWS["item"], ROWS["part"], ROWS["event"]
+EVENTS = ROWS["event"]
 
 
 # --- which event may follow which ---------------------------------------------------------------------------

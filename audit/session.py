@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
-from audit import agents, answers, chunks, events, frames, refusals, stored, turns
+# Importing these enters their rules.
+from audit import agents, answers, chunks, events, frames, refusals, stored, turns  # noqa: F401
 from audit.http import NOT_THERE
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
@@ -29,16 +30,6 @@ from audit.schema import Json, typed
 from audit.stream import of_chunks
 
 PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
-MODULES = (
-    frames,
-    events,
-    chunks,
-    answers,
-    agents,
-    stored,
-    refusals,
-    turns,
-)  # whose import enters their rules
 Verdict = Literal["pass", "fail", "flaky", "n/a", "error"]
 
 
@@ -50,15 +41,12 @@ class Result(NamedTuple):
     seconds: float = 0.0
 
 
-def chosen(profile: str, patterns: Iterable[str]) -> list[str]:
+def chosen(profile: str, patterns: list[str]) -> list[str]:
     """Return the rules of a profile whose names match a pattern, if there are any; raises ValueError."""
     names = [name for name, rule in RULES.items() if profile in ("all", *rule.profiles.split())]
-    matching: set[str] = set()
-    for pattern in patterns or "*":
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            raise ValueError(f"no rule of the profile {profile!r} is called {pattern!r}: see --list")
-        matching.update(matched)
+    matching = {name for pattern in patterns or "*" for name in fnmatch.filter(names, pattern)}
+    if not matching:
+        raise ValueError(f"no rule of the profile {profile!r} is called {patterns}: see --list")
     return [name for name in names if name in matching]
 
 

@@ -41,6 +41,7 @@ class Frame(NamedTuple):
     raw: bytes
     type: str  # "message" if the frame names none
     data: str | None  # None: without data it is not an event
+    value: Json  # the object that the data is; {} for anything else
     fault: str  # of bytes that are no whole frame: they end the stream
 
 
@@ -72,7 +73,7 @@ def frames_of(pieces: Iterable[bytes]) -> Iterator[Frame]:
     rest = unread.removeprefix(start)
     if not COMMENTS.fullmatch(rest):
         fault = f"expected a blank line before the stream ends, got {rest[-80:]!r}"
-        yield Frame(number, rest, "", None, fault)
+        yield Frame(number, rest, "", None, {}, fault)
 
 
 def frame_of(number: int, raw: bytes) -> Frame:
@@ -81,7 +82,7 @@ def frame_of(number: int, raw: bytes) -> Frame:
         name, _, value = line.partition(":")
         fields.setdefault(name, []).append(value.removeprefix(" "))
     data = "\n".join(fields["data"]) if "data" in fields else None
-    return Frame(number, raw, fields["event"][-1] or "message", data, "")
+    return Frame(number, raw, fields["event"][-1] or "message", data, parsed(data or ""), "")
 
 
 def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
@@ -89,7 +90,7 @@ def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
     with contextlib.suppress(EOFError):
         for frame in frames_of(pieces):
             if frame.data not in (None, DONE):
-                yield parsed(frame.data or "")
+                yield frame.value
 
 
 def read(stream: bytes) -> Capture:
@@ -150,12 +151,6 @@ def changes(objects: Iterable[Json], may_not: Callable[[str], bool]) -> Faults:
 MARKUP = re.compile(r"<\|\w+\|>|</?think>|</?tool_calls?>|\[TOOL_CALLS\]")
 
 
-def markup(text: str) -> str:
-    """Find the first marker of a model's own language in the text; "" if there is none."""
-    match = MARKUP.search(text)
-    return match[0] if match else ""
-
-
 def is_object(text: str) -> bool:
     """True for the JSON text of an object, as the arguments of a call are."""
     return isinstance(loads(text), dict)
@@ -182,10 +177,10 @@ class Violation(NamedTuple):
     link: str
 
 
-def violations(capture: Capture, names: Iterable[str] = RULES) -> list[Violation]:
-    """Find what is wrong with a stream, in its order; only the rules on one stream have something to say."""
+def violations(capture: Capture) -> list[Violation]:
+    """Find what is wrong with a stream, in its order."""
     found: list[Violation] = []
-    for rule in map(RULES.__getitem__, names):
+    for rule in RULES.values():
         if rule.group in OF_STREAMS and capture.kind in rule.profiles.split():
             found += [Violation(number, rule.name, text, rule.link) for number, text in rule.check(capture)]
     return sorted(found)

@@ -126,7 +126,7 @@ def test_what_is_listed_is_an_item_of_the_sdk(item: Json) -> None:
     pydantic.TypeAdapter[Any](ResponseItem).validate_json(json.dumps(long), strict=True)
     assert '"hi"' in json.dumps(long)
     for part in long.get("content", ()):
-        assert {*schema.required(schema.PARTS.get(part["type"], {}))} <= part.keys()
+        assert {*schema.required(schema.ROWS["part"].get(part["type"], {}))} <= part.keys()
 
 
 def test_what_an_item_says_is_kept() -> None:

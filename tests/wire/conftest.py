@@ -10,7 +10,6 @@ from helpers.serving import TINY, Server, serve
 
 EOS = json.loads((TINY / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
 KEY = "a key of the tests"
-ENDLESS = {"logit_bias": {str(token_id): -100 for token_id in EOS}}
 
 
 @pytest.fixture(scope="session")
@@ -21,4 +20,11 @@ def ours() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def peer(ours: Server) -> Peer:
-    return Peer(ours.url + "/v1", "tiny", KEY, long=ENDLESS)
+    return endless(ours.url + "/v1")
+
+
+def endless(url: str) -> Peer:
+    """A peer whose model writes as much as it may."""
+    peer = Peer(url, "tiny", KEY)
+    peer.long = {"logit_bias": {str(token_id): -100 for token_id in EOS}}
+    return peer

@@ -13,7 +13,7 @@ from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import Result, judge
 from helpers.serving import Server
-from wire.conftest import ENDLESS, KEY
+from wire.conftest import KEY, endless
 from wire.foreign import NO_FAULT, Exchange, Fault, changes, misbehaving
 from wire.minimal import minimal
 
@@ -51,7 +51,7 @@ def judged(
 ) -> tuple[Result, list[Exchange], list[Exchange]]:
     """Return the verdict on a server with a fault, what ours was asked for it, and what was had earlier."""
     with misbehaving(ours.url, fault, earlier) as between:
-        result = judge(Peer(between.url, "tiny", KEY, long=ENDLESS), rule)
+        result = judge(endless(between.url), rule)
         return result, between.exchanges, between.repeated
 
 
@@ -63,7 +63,7 @@ def exchanges(ours: Server) -> dict[str, list[Exchange]]:
     a server that has nothing else to do.
     """
     with misbehaving(ours.url, NO_FAULT) as between:
-        recorder = Peer(between.url, "tiny", KEY, long=ENDLESS)
+        recorder = endless(between.url)
         for name in peer.STREAMS:
             recorder.recorded(name)
     judge_without_fault = partial(judged, ours, fault=NO_FAULT, earlier=between.exchanges)
