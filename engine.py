@@ -229,7 +229,8 @@ class Engine:
 
     def _step(self) -> None:
         """Schedule and launch the next step, emit what was read before, read the oldest in flight."""
-        self._wait_for_masks()
+        if self._constraints:
+            self._wait_for_masks()
         in_flight = [batch for _, batch, _ in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         self._bring_masks()  # asks for those of sequences that are new in the batch

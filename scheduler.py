@@ -67,7 +67,8 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 #                   the last row.
 # 7. Drafts.        With speculative decoding a step also computes drafts: tokens that followed when the last
 #                   two tokens came before. Drafts are kept as long as they equal what is chosen. The places
-#                   of the others in the KV cache are written again by the next step.
+#                   of the others in the KV cache are written again by the next step. A sequence with masks has
+#                   no drafts.
 # 8. Preemption.    When a running sequence needs a page and none is free, a sequence gives back its slot and
 #                   its pages. It waits, before the others of its owner, to start again at 2. Its output is
 #                   kept; prompt and output are computed again as one prompt.
@@ -430,7 +431,9 @@ class Scheduler:
 
     def _decode(self, sequence: Sequence, max_drafts: int) -> Scheduled | None:
         """Schedule the row of the newest token, and drafts after it; None if it sits the step out."""
-        drafts = self.drafts(sequence)[:max_drafts]
+        drafts: list[int] = []
+        if self._speculate and sequence.output and sequence.constraint is None:
+            drafts = self._drafts(sequence)[:max_drafts]
         if sequence.n_unread:
             # Only the device knows the newest token. The span is chained to it, unless the output is complete
             # with it, drafts are in flight or may follow it, or a mask depends on it.
@@ -503,10 +506,8 @@ class Scheduler:
 
     # --- drafts ---------------------------------------------------------------------------------------------
 
-    def drafts(self, sequence: Sequence) -> list[int]:
+    def _drafts(self, sequence: Sequence) -> list[int]:
         """Return what may come after the newest token: no stop token, because nothing comes after that."""
-        if not self._speculate or not sequence.output or sequence.constraint is not None:
-            return []
         n = min(sequence.max_drafts, sequence.max_tokens - len(sequence.output) - 1)
         drafts = prompt_lookup(np.concatenate([sequence.prompt_array, sequence.output]), n)
         return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))

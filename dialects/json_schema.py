@@ -73,10 +73,10 @@ def property_types(root: Mapping[str, Any], name: str) -> set[str]:
         match variant:
             case {"$ref": str(ref)}:
                 variants.append(target(root, ref))
-            case {"type": str(kind)}:
-                types.add(kind)
-            case {"type": [*several]}:
-                types.update(kind for kind in several if isinstance(kind, str))
+            case {"type": [*kinds]}:
+                types.update(map(str, kinds))
+            case {"type": kind}:
+                types.add(str(kind))
             case {"anyOf": [*several]} | {"oneOf": [*several]}:
                 variants += several[:MAX_VARIANTS]
             case {"enum": [*values]}:
