@@ -67,8 +67,8 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 #                   the last row.
 # 7. Drafts.        With speculative decoding a step also computes drafts: tokens that followed when the last
 #                   two tokens came before. Drafts are kept as long as they equal what is chosen. The places
-#                   of the others in the KV cache are written again by the next step. A sequence with masks has
-#                   no drafts.
+#                   of the others in the KV cache are written again by the next step. A sequence that needs
+#                   masks has no drafts.
 # 8. Preemption.    When a running sequence needs a page and none is free, a sequence gives back its slot and
 #                   its pages. It waits, before the others of its owner, to start again at 2. Its output is
 #                   kept; prompt and output are computed again as one prompt.

@@ -123,12 +123,14 @@ def limit_work(max_s: float) -> None:
 
 
 def compiled(tokens: LLTokenizer, lark: str, parts: Iterable[tuple[str, str]]) -> LLMatcher:
-    """Compile each part by itself, and then the whole, which is returned; raises BadPart."""
-    for name, text in [*parts, ("", lark)]:
-        matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(text), log_level=0)
-        if matcher.is_error():
-            raise BadPart(one_line(matcher.get_error()), name)
-    return matcher
+    """Compile the whole; if that fails, raise BadPart for the first part that fails by itself."""
+    whole = LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
+    if whole.is_error():
+        for name, text in [*parts, ("", lark)]:
+            matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(text), log_level=0)
+            if matcher.is_error():
+                raise BadPart(one_line(matcher.get_error()), name)
+    return whole
 
 
 def one_line(message: object) -> str:

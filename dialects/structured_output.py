@@ -47,7 +47,8 @@ class AnswerGrammar(NamedTuple):
     """The grammar of an answer, to be compiled, and what in it a client has sent."""
 
     lark: str
-    # (name, Lark) of each schema and each grammar: it is compiled by itself first, so that an error names it.
+    # (name, Lark) of each schema and each grammar: if the whole fails they are compiled one by one, so that
+    # the error names one.
     parts: tuple[tuple[str, str], ...] = ()
 
 
