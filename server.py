@@ -157,7 +157,7 @@ async def serve(
     tune_garbage_collector()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[listener]))
-        announce(args, keys, local, remote, listener)
+        announce(keys, local, listener)
 
         await signals.acquire()
         server.should_exit = True  # uvicorn accepts no more connections
@@ -173,29 +173,18 @@ async def serve(
     await registry.close_store()
 
 
-def announce(
-    args: Namespace,
-    keys: Keys,
-    local: LocalWorker | None,
-    remote: RemoteWorker | None,
-    listener: socket.socket,
-) -> None:
+def announce(keys: Keys, local: LocalWorker | None, listener: socket.socket) -> None:
     """Say on stdout what is served, at which address, and a first request to try."""
-    facts = loading.facts(local) if local else {}
-    if remote:
-        models = ", ".join(remote.upstreams.models()) or "no model yet"
-        facts["upstreams"] = f"{', '.join(args.upstream)} with {models}"
-    key_header = ""
-    if keys.n_owners:
-        key_header = " -H 'Authorization: Bearer KEY'"
     host, port, *_ = listener.getsockname()
     if ":" in host:  # an IPv6 address: RFC 3986, section 3.2.2
         host = f"[{host}]"
     url = f"http://{host}:{port}"
-    facts["listening"] = url
-    facts["page"] = f"{url}/ to open in a browser"
+    facts = loading.facts(local) if local else {}
+    facts |= {"listening": url, "page": f"{url}/ to open in a browser"}
     lines = [f"{name:10} {value}\n" for name, value in facts.items()]
-    headers = f"-H 'Content-Type: application/json'{key_header}"
+    headers = "-H 'Content-Type: application/json'"
+    if keys.n_owners:
+        headers += " -H 'Authorization: Bearer KEY'"
     lines.append(f"\ncurl {url}/v1/responses {headers} -d '{BODY}'\n\n")
     try:
         # What print() buffers, and cannot write, Python would try to write again at its exit.
