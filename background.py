@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -220,7 +220,6 @@ class Registry:
         if job.row.background:
             self.jobs[job.row.id] = job
         job.task = asyncio.create_task(self._run(job))
-        job.task.add_done_callback(drop_cancellation)
         # Let it begin: a task that is cancelled before its first step would not even make the last event.
         await asyncio.sleep(0)
 
@@ -235,8 +234,9 @@ class Registry:
                         await asyncio.Event().wait()  # until close() cancels it
                     await job.run(job.emit)
             except asyncio.CancelledError:
+                # It ends here. An error that the task keeps would hold its frames, they the job, and that the
+                # task: this circle, with the whole request, would stay until a collection.
                 job.finish = job.if_stopped if job.row.background else CANCELLED
-                raise
             except Exception as error:
                 if not job.log.status:  # no event yet: the error becomes the answer to the request
                     raise
@@ -303,14 +303,3 @@ class Registry:
             except Exception as error:
                 log.error("the store could not be cut to its limits: %s", error)
             await asyncio.sleep(EVICTION_INTERVAL_S)
-
-
-def drop_cancellation(task: asyncio.Task[None]) -> None:
-    """Have a cancelled task forget the error that has ended it.
-
-    Its traceback holds frames, they hold the job, and the job holds the task: a circle, and with it the whole
-    request, until a collection.
-    """
-    if task.cancelled():
-        with suppress(asyncio.CancelledError):
-            task.exception()  # raises the error, and keeps it no longer

@@ -132,13 +132,16 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     watching = asyncio.create_task(watch())
     try:
         async with until_disconnect:
-            return await work
+            result = await work
     except Exception as error:
         if until_disconnect.expired():
             raise ClientDisconnect from error
         raise
     finally:
         watching.cancel()
+    if until_disconnect.expired():  # a job has ended as it does when it is cancelled
+        raise ClientDisconnect
+    return result
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -615,7 +615,7 @@ def test_a_reader_that_stops_is_dropped(server: Server) -> None:
         connection.sendall(frame(Opcode.TEXT, message))
         until(lambda: server.health()["running"] == 1, "it runs")
         until(lambda: is_idle(server), "it has been dropped")
-    assert "aborted: " in server.log()[n_logged:]
+    assert "cancelled: " in server.log()[n_logged:]
 
 
 def test_what_comes_behind_the_handshake_is_read(server: Server) -> None:
