@@ -169,7 +169,7 @@ CAPS = {
     "benches":     8_000,
     "checkpoint":  9_910,
     "devices":    17_815,
-    "dialects":    8_760,
+    "dialects":    8_770,
     "gateway":     8_890,
     "request":    14_370,
     "service":    10_700,

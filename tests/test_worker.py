@@ -225,7 +225,7 @@ def test_no_call_if_tool_choice_is_none(engine: Engine, name: str) -> None:
     worker = local(engine, name)
     begin = worker.tokenizer.added["<tool_call>"]
     body = {"model": "m", "input": "hi", "tools": [TOOL], "temperature": 0, "max_output_tokens": 20}
-    body |= {"tool_choice": "none", "logit_bias": {str(begin): 5.0}, "reasoning": {"effort": "none"}}
+    body |= {"tool_choice": "none", "logit_bias": {str(begin): 20.0}, "reasoning": {"effort": "none"}}
     said, _, _ = ended(asyncio.run(run(worker, body)))
     assert [kind for kind, *_ in said] == ["final"]
     if "<tool_call>" in DIALECTS[name].markers:
