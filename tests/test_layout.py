@@ -168,7 +168,7 @@ CAPS = {
     "audit":      20_170,
     "benches":     8_000,
     "checkpoint":  9_910,
-    "devices":    17_815,
+    "devices":    17_710,
     "dialects":    8_770,
     "gateway":     8_890,
     "request":    14_370,
