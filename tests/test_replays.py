@@ -87,11 +87,9 @@ def channels(
     row = families.DIALECTS[dialect]
     added = set() if isinstance(chunks[0], str) else row.markers
     found = families.find(row, added, "".join(row.markers), tools=True)
-    pieces = [
-        piece
-        for chunk in chunks
-        for piece in ([Piece(chunk)] if isinstance(chunk, str) else [token(text, added) for text in chunk])
-    ]
+    pieces: list[Piece] = []
+    for chunk in chunks:
+        pieces += [Piece(chunk)] if isinstance(chunk, str) else [token(text, added) for text in chunk]
     yield from laws.parse(pieces, Parser(found, *families.opening(prompt, found), **options), cut)
 
 
@@ -141,12 +139,10 @@ def prompt(chunks: list[str], said_by: str = "user") -> Iterator[Any]:
         yield [special] if special else text
 
 
-def worker_events(
-    chunks: list[list[str]], show: list[str], dialect: str = "hermes", **body: Any
-) -> Iterator[Any]:
+def worker_events(chunks: list[list[str]], show: list[str], dialect: str = "hermes", **body: Any) -> Any:
     """As the adapter of responses, from tokens: [type, values] of the events that have one of `show`."""
     vocabulary, steps = tokenized(chunks, dialect)
-    yield from shown(scripted.said(vocabulary, steps, dialect, **body), show)
+    return shown(scripted.said(vocabulary, steps, dialect, **body), show)
 
 
 def tokenized(chunks: list[list[str]], dialect: str) -> tuple[Tokenizer, list[list[int]]]:
@@ -185,7 +181,7 @@ def tools_calls(chunks: list[list[str]], show: list[str], **body: Any) -> Iterat
 
 def responses_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
     """[type, values] of the events that have one of the members `show`; a chunk is a list of outputs."""
-    yield from shown(map(to_output, itertools.chain(*chunks)), show)
+    return shown(map(to_output, itertools.chain(*chunks)), show)
 
 
 def shown(outputs: Iterable[Output | Finish], show: list[str]) -> Iterator[Any]:
