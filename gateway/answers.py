@@ -1,6 +1,6 @@
 """The one reader of other servers: their chat completions, put right.
 
-    bytes --Frames--> documents --Answer.feed()--> [chunk, ...], as OpenAI would have sent them
+    bytes --Documents--> documents --Answer.feed()--> [chunk, ...], as OpenAI would have sent them
 
 relay.py writes the chunks to a client of Chat Completions; outputs.py makes of them what a response is built
 of.
@@ -26,8 +26,8 @@ relay-*.toml, with a link to the server that does so:
       or as parts of the content                                      for clients read the one or the other
     blank text before reasoning, text or a call                       part of the text, else nothing
     the whole message once more after its deltas                      nothing
-    calls without an index, or all with the same index; without       calls 0, 1, 2, ..., each with an id
-      an id, or with an id that changes
+    calls without an index, or with ids of their own but the same     calls 0, 1, 2, ..., each with an id
+      index; without an id, or with an id that changes
     the name of a call in pieces, or in every fragment                one name
     arguments as an object, or none at all                            JSON text
     arguments of two calls, or a call and text, by turns              chunks: as they come; outputs: in order
@@ -42,9 +42,10 @@ Rules of this file:
 4. A call can be run if its arguments are a JSON object; the input of a custom tool is any text. An answer
    with a call that cannot be run ends with an error that names the call, unless its finish_reason says that
    it was cut.
-5. Nothing is read after an error, or after [DONE]. What cannot be read is an error too: text may be lost.
+5. Nothing is read after an error, or after [DONE]. What cannot be read is an error too, for text may be lost;
+   once every choice has finished it is the end.
 6. Usage is taken out of every chunk and counted. It leaves once, in the last chunk, if it was asked for.
-7. What is kept is bounded: the bytes of an event, of an object and of the answer, and what is kept of calls.
+7. Bounded are the bytes of an event, of an object and of the answer, and the characters of its calls.
 """
 
 import json
