@@ -13,7 +13,7 @@ Rules of this file:
    what was forced, forbidden or already said.
 4. A rule has a budget of seconds, start() begins one: what a server does not answer within it is NoReply.
 
-Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an answer says (fold.py).
+Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an answer says (stream.py).
 """
 
 import contextlib

@@ -115,9 +115,9 @@ class Foreign(http.server.ThreadingHTTPServer):
             self._earlier.setdefault(exchange.line, []).append(exchange)
 
     def fault_of(self, line: str) -> Fault:
-        self._n_seen += is_about(self._fault, line)
-        is_it = is_about(self._fault, line) and self._n_seen > self._fault.get("skip", 0)
-        return self._fault if is_it else {}
+        is_it = is_about(self._fault, line)
+        self._n_seen += is_it
+        return self._fault if is_it and self._n_seen > self._fault.get("skip", 0) else {}
 
     def had(self, line: str) -> Exchange | None:
         """Return the next exchange of this line that was had earlier; the last one again and again."""

@@ -188,15 +188,14 @@ class Socket:
                 fault = self.fault_of(text)
                 for message in self.turn(edited(text, fault.get("ask"))):
                     self.send(f"1 {json.dumps(message)}", fault)
-            else:
-                answers = {8: 8, 9: 10}
-                self.send(f"{answers[opcode]} {payload.decode('latin-1')}", self._server.fault)
+            else:  # a close, or a ping
+                answer = opcode if opcode == 8 else 10
+                self.send(f"{answer} {payload.decode('latin-1')}", self._server.fault)
 
     def fault_of(self, text: str) -> Fault:
-        if not is_about(self._server.fault, text):
-            return {}
-        self._n_seen += 1
-        return self._server.fault if self._n_seen > self._server.fault.get("skip", 0) else {}
+        is_it = is_about(self._server.fault, text)
+        self._n_seen += is_it
+        return self._server.fault if is_it and self._n_seen > self._server.fault.get("skip", 0) else {}
 
     def turn(self, text: str) -> Iterator[Json]:
         previous = None
@@ -226,15 +225,13 @@ class Socket:
     # --- frames ---------------------------------------------------------------------------------------------
 
     def receive(self) -> tuple[int, bytes]:
-        """Opcode and payload of a frame; a client masks each."""
+        """Return opcode and payload of a frame; the mask of the audit changes nothing."""
         first, second = self._read(2) or b"\x88\x80"
         size = second & 127
         if size > 125:
             size = int.from_bytes(self._read(2 if size == 126 else 8), "big")
-        mask = self._read(4)
-        masked = self._read(size)
-        masks = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
-        return first & 15, (int.from_bytes(masked, "big") ^ masks).to_bytes(size, "big")
+        assert self._read(4) in (bytes(4), b""), "a mask"
+        return first & 15, self._read(size)
 
     def send(self, frame: str, fault: Fault) -> None:
         changed = edited(frame, fault.get("reply"))
