@@ -1,6 +1,6 @@
 """The endpoints: creating, retrieving, cancelling and deleting responses; chat completions, models, health.
 
-    HTTP request --begin()--> Request, Prompt, row --Registry.start()--> Job --> EventLog --> answer
+    HTTP request --_begin()--> Job, its Prompt --Registry.start()--> EventLog --> answer
 
 A response is the fold of its events. All of them go to one event log, and the client chooses how it is read:
 
