@@ -345,7 +345,7 @@ def test_room_is_what_weights_and_buffers_leave() -> None:
     CudaOps(model.config, model.weights, MAX_SEQ_LEN, n_pages, MAX_BATCH, cp)
     assert 0 <= cp.free < cp.total // 8
     with pytest.raises(MemoryError, match=r"has 0\.00 GB left; .* lower --max-batch or"):
-        cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH, Emulator(memory=10**6))
+        cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH, Emulator(memory=10**4))
 
 
 def test_a_matrix_goes_to_the_device_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
