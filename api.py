@@ -28,7 +28,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -156,22 +156,13 @@ class Api:
     async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
         visit.hold(visit.rooms.sockets, 1)
 
-        async def start(body: Any, recall: Recall) -> Job:
-            with visit.rooms.visit(visit.owner) as turn:
-                begun = await self._begin(nullcontext(body), turn, "respond", recall)
+        async def start(parsing: Parsing, turn: Visit, recall: Recall) -> Job:
+            begun = await self._begin(parsing, turn, "respond", recall)
             await self.registry.start(begun.job)
             return begun.job
 
-        async def ended_row(job: Job) -> Row:
-            return await self.registry.to_continue(job.shown_row())
-
-        connection = Connection(websocket, visit, start, ended_row, self._record_turn)
-        await connection.run(self.registry.stopping.wait(), self.websocket_max_age_s)
-
-    def _record_turn(self, status: int, seconds: float) -> None:
-        """Count a turn of a WebSocket as the request that it is."""
-        self.metrics.add("http_requests", 1, "/v1/responses", "WEBSOCKET", str(status))
-        self.metrics.add("http_request_duration_seconds", seconds, "/v1/responses")
+        connection = Connection(websocket, visit, start, self.registry.to_continue)
+        await connection.run(self.registry.stopping, self.websocket_max_age_s)
 
     async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
         begun = await read_request(http, visit, partial(self._begin, purpose="count"))

@@ -38,6 +38,7 @@ N_THREADS = 2
 MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
 BYTES_A_STREAM = 256 * 1024  # of a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
+MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
 N_PARSED = 2  # large bodies that are parsed, or checked, at once
 
 
@@ -131,7 +132,7 @@ class Rooms:
         n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
         self.max_body_bytes = max_body_bytes
         self.streams = Room("open requests", max_streams, is_shared)
-        self.sockets = Room("open WebSockets", max_streams, is_shared)
+        self.sockets = Room("open WebSockets", MAX_SOCKETS, is_shared)
         self.bytes = Room("bytes of bodies", n_bytes, is_shared)
         self.parsing = Turns(N_PARSED)
         self.parts = Turns(1)  # of large bodies, and WebSocket messages

@@ -172,7 +172,7 @@ CAPS = {
     "dialects":    8_770,
     "gateway":     8_890,
     "request":    14_370,
-    "service":    10_560,
+    "service":     8_620,
 }
 # fmt: on
 MAX_MODULE = 600  # lines of a module of the root, theory included

