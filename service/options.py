@@ -11,6 +11,7 @@ Rules of this file:
 
 import os
 import re
+import tomllib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection
 from functools import partial
@@ -26,6 +27,7 @@ from worker import ALIAS, MAX_OUTPUT_TOKENS
 
 T = TypeVar("T", int, float)
 
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 MAX_DRAFTS = 16  # a sequence and step: a GPU verifies so many at the price of one
 MAX_NUMBER = 10**15  # of any kind: SQLite, C and the event loop's clock can hold it
 
@@ -228,6 +230,8 @@ def arguments() -> ArgumentParser:
             if default:
                 about += f" (default: {default})"
             section.add_argument(name, help=about, default=default, **settings)
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    parser.add_argument("--version", action="version", version=f"{project['name']} {project['version']}")
     return parser
 
 
