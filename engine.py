@@ -49,6 +49,7 @@ SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep th
 STEP_S = 0.08  # of a step with chunks beside sequences that decode: no stream shall pause for 0.1 s
 MASK_WAIT_S = 0.005  # a step waits so long for masks; most come within 1 ms
 MAX_STEP_S = 30  # close() waits as long as the slowest model's step takes
+MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
 
 CLOSING = "The server is shutting down."
 BROKEN = "The engine has stopped; its log has the details."
@@ -158,7 +159,8 @@ class Engine:
         self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
         self._read_at = 0.0  # the time when the last step was read
-        self.alive = True  # False: the thread ends, or has ended
+        self._n_failed_steps = 0  # since one that worked
+        self._is_open = True  # False: the thread ends, or has ended
         self._why_closed = CLOSING  # what requests are told then
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -176,7 +178,7 @@ class Engine:
         reader = Reader(lambda output: context.run(emit, output), self._event_loop.create_future())
         self._readers[sequence] = reader
         self._inbox.put(partial(self._scheduler.add, sequence))
-        if not self.alive:  # the thread may have read its inbox for the last time
+        if not self._is_open:  # the thread may have read its inbox for the last time
             emit_all([(reader, StepOutput([], "failed", self._why_closed))])
         try:
             await reader.ended
@@ -185,7 +187,12 @@ class Engine:
 
     def busy(self) -> bool:
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
-        return self.alive and bool(is_asked or self._scheduler.running or self._scheduler.waiting)
+        return self._is_open and bool(is_asked or self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def alive(self) -> bool:
+        """False: it will never generate again."""
+        return self._is_open and self._n_failed_steps < MAX_FAILED_STEPS
 
     def counts(self) -> dict[str, int]:
         scheduler = self._scheduler
@@ -199,7 +206,7 @@ class Engine:
 
     def close(self) -> None:
         """Fail what is left and end the thread. One that does not come back from a step is left alone."""
-        self.alive = False
+        self._is_open = False
         self._inbox.put(lambda: None)  # it wakes up
         self._thread.join(MAX_STEP_S)
 
@@ -208,13 +215,13 @@ class Engine:
     def _loop(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            while self.alive:
+            while self._is_open:
                 self._read_inbox(wait=not self.busy() and not self._in_flight)
                 self._step()
         except BaseException:  # SystemExit too: no reader may wait for a thread that has ended
             log.exception("the engine has stopped")
             self._why_closed = BROKEN
-        self.alive = False
+        self._is_open = False
         self._read_inbox(wait=False)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._fail(sequence, self._why_closed)
@@ -301,6 +308,7 @@ class Engine:
         except Exception as error:
             self._fail_batch(batch, error)
             return
+        self._n_failed_steps = 0
         began_at = max(launched_at, self._read_at)  # when the step before it had ended
         self._read_at = time.perf_counter()
         seconds = self._read_at - began_at
@@ -320,6 +328,7 @@ class Engine:
     # --- what comes out -------------------------------------------------------------------------------------
 
     def _fail_batch(self, batch: list[Scheduled], error: Exception) -> None:
+        self._n_failed_steps += 1
         log.error("a step failed, and the %d requests in it", len(batch), exc_info=error)
         for scheduled in batch:
             self._fail(scheduled.sequence, f"{type(error).__name__} in the engine; its log has the details.")

@@ -19,6 +19,7 @@ Rules of this file:
 
 import atexit
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
@@ -193,13 +194,25 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 # --- the directory ------------------------------------------------------------------------------------------
 
 
+PREFIX = "llmref-gguf-"  # of the directory's name; the process id follows
+
+
 @cache
 def as_directory(file: Path, presets: str = "{}") -> Path:
     """Make a temporary directory, named as the file, that is removed when Python ends.
 
-    `presets` is JSON: generation_config.json.
+    A process that was killed leaves its own, which the next one removes. `presets` is JSON:
+    generation_config.json.
     """
-    root = Path(tempfile.mkdtemp(prefix="llmref-gguf-"))
+    for left_over in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        process_id = left_over.name.removeprefix(PREFIX).partition("-")[0]
+        try:
+            os.kill(int(process_id), 0)  # sends nothing
+        except ProcessLookupError:
+            shutil.rmtree(left_over, ignore_errors=True)
+        except (PermissionError, ValueError, OverflowError):
+            pass  # it runs, as another user's; or the directory is not ours
+    root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     directory = root / file.stem
     directory.mkdir()

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
 
 from checkpoint import gguf_file
 from checkpoint.blocks import FLOATS, Blocks, decoded
@@ -279,7 +280,9 @@ def read_weights(
     check_tensors(tensors, config)
     outer = fuse(tensors, outer_parts(config), config, pack_outer or pack)
     layers: list[Layer] = []
-    for i in range(config.n_layers):
+    # A bar on a terminal, for weights that take more than about a second. None: unless stderr is a terminal.
+    disable = None if n_weight_bytes(config) >= 1e9 else True
+    for i in tqdm(range(config.n_layers), "Reading weights", unit="layer", disable=disable):
         layers.append(Layer(**fuse(tensors, layer_parts(config, i), config, pack)))
     return Weights(outer["embed"], layers, outer["norm"], outer.get("head", outer["embed"]))
 

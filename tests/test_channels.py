@@ -26,6 +26,9 @@ from request import tools
 from tokenizer import Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
+TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(vocab_size(TINY)) if len(TINY.token_bytes(i)) == 1}
+CALL = '{"name": "f", "arguments": {"a": "<think>\\n"}}'
+BARE = '{"name": "f"}'
 TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"]}
 SCHEMA = {"type": "object", "properties": {name: {"type": of_type} for name, of_type in TYPES.items()}}
 Options = dict[str, Any]
@@ -75,6 +78,23 @@ XML_CALL = "\n<function=f>\n<parameter=s>\na\n\n</parameter>\n<parameter=n>\n5\n
 ASSISTANT = "<|start|>assistant"
 FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+SAID = [
+    ("hermes",      f"<think>\na\n</think>\n\na\n<tool_call>\n{CALL}\n</tool_call>"),
+    ("hermes",      f"<tool_call>{BARE}</tool_call>\n<tool_call>{BARE}</tool_call>b"),
+    ("hermes",      "a<tool_call>no call\n</tool_call>\nb"),
+    ("hermes",      "aSTOPb<think>c"),
+    ("hermes",      "a\n\n"),
+    ("qwen3-coder", f"a\n<tool_call>{XML_CALL}</tool_call>"),
+    ("qwen3-coder", "<tool_call><function=f></function></tool_call>STOP<tool_call>a</tool_call>"),
+    ("llama",       '{"name": "f", "parameters": {"s": "<|eom_id|>"}}'),
+    ("llama",       f'STOP <|python_tag|>{CALL}; {CALL}<|eom_id|>'),
+    ("llama",       '{"answer": [4, "STOP"]}<|eot_id|>'),
+    ("mistral",     "[THINK]a[/THINK]b[TOOL_CALLS]f[CALL_ID]123[ARGS]{}[TOOL_CALLS]g[ARGS]"),
+    ("mistral-v3",  f"a\n[TOOL_CALLS][{BARE}, {BARE}]"),
+    ("harmony",     f"{THOUGHT}a\n<|end|>{ASSISTANT}{FINAL}b\n\nSTOP<|return|>"),
+    ("harmony",     "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>"),
+    ("harmony",     f"stray<|end|>{TO_F}1<|call|>"),
+]
 # fmt: on
 names = st.sampled_from(list(DIALECTS))
 outputs = names.flatmap(
@@ -158,6 +178,35 @@ def test_text_that_passes_the_machines_by_is_what_they_would_say(
         assert at_once.close(cut=False) == by_machines.close(cut=False)
 
 
+@pytest.mark.parametrize(("stop", "n_cuts"), [((), 1), (("\n",), 1), (("STOP",), 2)])
+@pytest.mark.parametrize(("name", "text"), SAID)
+def test_no_cuts_are_seen(name: str, text: str, stop: tuple[str, ...], n_cuts: int) -> None:
+    expected = parse(as_text([text]), parser(SPELLED[name], stop=stop))
+    for cuts in itertools.combinations(range(1, len(text)), n_cuts):
+        assert parse(as_text([text], cuts), parser(SPELLED[name], stop=stop)) == expected
+
+
+@given(st.lists(st.sampled_from([*MARKERS, *UNITS["hermes"], *TEXT]), max_size=14), cut_places, some_options)
+@example([f"<think>\na\n</think>\n\na\n<tool_call>\n{CALL}\n</tool_call>"], [], {})
+def test_how_it_was_tokenised_is_not_seen(units: list[str], cuts: list[int], options: Options) -> None:
+    """Through the real vocabulary: the longest tokens, those of any substrings, and one token a byte."""
+
+    def items(token_ids: Iterable[int]) -> list[list[str]]:
+        decoder = TINY.decoder()
+        pieces = [piece for token_id in token_ids for piece in decoder.feed(token_id)]
+        return parse([*pieces, *decoder.close()], parser(TOKENS["hermes"], **options))
+
+    token_ids = TINY.encode("".join(units))
+    by_byte = [i for token_id in token_ids for i in in_bytes(token_id)]
+    by_cuts = [i for piece in as_tokens(units, cuts) for i in TINY.encode(piece.text)]
+    assert items(by_byte) == items(by_cuts) == items(token_ids)
+
+
+def in_bytes(token_id: int) -> list[int]:
+    added = token_id in TINY.added_by_id
+    return [token_id] if added else [TOKEN_OF_BYTE[byte] for byte in TINY.token_bytes(token_id)]
+
+
 sizes_of_steps = st.lists(st.integers(1, 9), min_size=1)
 words = cache(lambda name: vocabulary([unit.encode() for unit in (*UNITS[name], *TEXT)], name))
 
@@ -185,7 +234,29 @@ def test_steps_are_not_seen(
     assert finish.usage.reasoning_tokens <= finish.usage.output_tokens <= (limit or len(token_ids))
 
 
+# fmt: off
+SHORT = {
+    "hermes":      ["<think>", "a", "</think>", "<tool_call>", '{"name": "f"}', "</tool_call>", END],
+    "qwen3-coder": ["<think>", "a", "</think>", "<tool_call>", "<function=f>", "</tool_call>", END],
+    "llama":       ['{"name": "f", "arguments": ', '{"a": "}\\""}', "}", "; ", '{"name": "f"}', "<|eom_id|>"],
+    "mistral":     ["[THINK]", "a", "[/THINK]", "[TOOL_CALLS]", "f", "[ARGS]", '{"a": "}\\""}', END],
+    "mistral-v3":  ["a", "[TOOL_CALLS]", "[", '{"name": "f"}', ", ", '{"name": "f"}', "]", END],
+    "harmony":     ["a", "<|end|>", " to=functions.f", "<|channel|>", "<|message|>", "1", "<|call|>"],
+}
 # fmt: on
+
+
+@pytest.mark.bug("D01", "D04", "D06")
+@pytest.mark.parametrize("name", DIALECTS)
+def test_no_grouping_is_seen(name: str) -> None:
+    """Every way to group the tokens of an output into steps."""
+    token_ids = token_ids_of(name, SHORT[name])
+    one_by_one = said(words(name), in_steps(token_ids, [1]), name)
+    assert any(type(output).__name__ == "Call" for output in one_by_one)
+    for cuts in itertools.product([False, True], repeat=len(token_ids) - 1):
+        places = [0, *(i for i, cut in enumerate(cuts, 1) if cut), len(token_ids)]
+        steps = [token_ids[i:j] for i, j in itertools.pairwise(places)]
+        assert said(words(name), steps, name) == one_by_one
 
 
 # --- law: what is certain leaves at once --------------------------------------------------------------------
@@ -264,6 +335,42 @@ def strings(held: Any) -> Iterator[str]:
 # --- law: what was written is read --------------------------------------------------------------------------
 
 texts = st.text("ab <>/é{}\n", min_size=1).map(lambda text: text.strip("\n ")).filter(bool)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
+    max_leaves=5,
+)
+arguments = st.builds(
+    lambda value, style: json.dumps(value, **style),
+    st.dictionaries(st.text(), json_values),
+    st.sampled_from([{}, {"indent": 2}, {"ensure_ascii": False}, {"separators": (",", ":")}]),
+)
+thoughts = texts.map(lambda text: ["analysis", text])
+answers = texts.map(lambda text: ["final", text])
+calls = st.builds(lambda name, arguments: ["call", name, arguments], st.text("fg_1", min_size=1), arguments)
+turns = st.tuples(thoughts | st.none(), answers | st.none(), calls, calls | st.none())
+
+
+@given(st.lists(turns, max_size=3), answers | st.none(), st.booleans())
+def test_what_is_written_is_read(turns: list[Any], last: list[str] | None, name_first: bool) -> None:
+    """Reasoning, text and calls as the templates write them come back to the letter, arguments too."""
+    items = [item for item in [*itertools.chain(*turns), last] if item]
+    units = [unit for item in items for unit in written(item, name_first)]
+    assert parse(as_tokens(units), parser(TOKENS["hermes"])) == items
+    if not any(marker in text for item in items for text in item for marker in MARKERS):
+        assert parse(as_text(units), parser(SPELLED["hermes"])) == items
+
+
+def written(item: list[str], name_first: bool) -> Iterator[str]:
+    match item:
+        case ["analysis", text]:
+            yield from ("<think>", "\n", text, "\n", "</think>", "\n\n")
+        case ["call", name, arguments]:
+            members = [f'"name": "{name}"', f'"arguments": {arguments}']
+            body = ", ".join(members if name_first else members[::-1])
+            yield from ("\n", "<tool_call>", "\n", "{" + body + "}", "\n", "</tool_call>", "\n")
+        case [_, text]:
+            yield text
 
 
 SIMPLE = st.builds(lambda s, n: {"s": s, "n": n}, st.text("ab <>/é{}\n5"), st.integers())

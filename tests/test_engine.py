@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, GAVE_UP, Engine, StepOutput
+from engine import BROKEN, CLOSING, GAVE_UP, MAX_FAILED_STEPS, Engine, StepOutput
 from helpers.engines import (
     CHUNK,
     GREEDY,
@@ -380,3 +380,12 @@ def test_a_request_after_close_fails_at_once(tiny_engine: Engine) -> None:
     tiny_engine.close()
     assert failed(alone(tiny_engine, job("hi")), CLOSING)
     tiny_engine.close()  # once more is harmless
+
+
+def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> None:
+    for _ in range(MAX_FAILED_STEPS):
+        assert tiny_engine.alive
+        assert failed(alone(tiny_engine, replace(endless(3, 5), sampling=OUT_OF_VOCABULARY)), "IndexError")
+    assert not tiny_engine.alive
+    alone(tiny_engine, job("Say OK"))
+    assert tiny_engine.alive

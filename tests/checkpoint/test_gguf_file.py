@@ -1,5 +1,6 @@
 """checkpoint/gguf_file.py and blocks.py on files that the tests' own writer makes of models they have."""
 
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -207,3 +208,23 @@ def test_no_byte_of_a_header_breaks_more_than_the_file(folder: Path) -> None:
         gguf_container.read.cache_clear()
         with suppress(UnsupportedModel, TokenizerError):
             read_weights_of(file)
+
+
+def test_only_what_a_killed_server_has_left_is_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a folder gguf-my-model in /tmp ended the start with an error, and gguf-2024-backup was removed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left_over = folder / f"llmref-gguf-{killed.pid}-a"
+    others = [
+        f"gguf-{killed.pid}-backup",
+        "gguf-my-model",
+        "llmref-gguf-my-model",
+        "llmref-gguf-9999999999-a",
+    ]
+    for name in (left_over.name, *others):
+        (folder / name).mkdir()
+    write_gguf(TINY, folder / "tiny.gguf")
+    assert find(str(folder / "tiny.gguf")).is_relative_to(folder)
+    assert not left_over.exists()
+    assert all((folder / name).exists() for name in others)
