@@ -198,7 +198,7 @@ class Api:
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": ALIAS} | body  # the SDK allows a body without a model
             defaults = self._worker(params.model_name(body)).defaults
-            values = await asyncio.to_thread(params.read_responses, body, defaults)
+            values = await visit.call(params.read_responses, body, defaults)
             if purpose != "respond":
                 values |= {"store": False, "background": False, "stream": False}
             if values["background"] and not (values["store"] or self.temporary):
@@ -213,20 +213,20 @@ class Api:
                 return await self.registry.to_continue(row) if row else None
 
             sealer_of = partial(items.sealer, self.secret, visit.owner)
-            chain, own = await items.resolve(values["input"], values["previous_response_id"], find, sealer_of)
+            previous_id = values["previous_response_id"]
+            chain, own = await items.resolve(values["input"], previous_id, find, sealer_of, visit.call)
             if purpose != "respond" and chain and not own:  # as if the client had sent all of it
                 chain, own = [], chain
-            # Thousands of items must not stop the streams.
-            request = await asyncio.to_thread(params.responses_request, values, chain, own, visit.owner)
+            request = await visit.call(params.responses_request, values, chain, own, visit.owner)
             conversation = [*chain, *own]
             if purpose == "compact":
                 conversation.append(items.TRIGGER)
-            row = await asyncio.to_thread(items.new_row, request, values, conversation, bool(recall))
+            row = await visit.call(items.new_row, request, values, conversation, bool(recall))
         model = self._spoken_name(request.model)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)
-        headers = self._warning(request) if request.not_run else {}
         prompt = await self._prepare(request, conversation)
+        headers = self._warning(prompt.request) if prompt.request.not_run else {}
         # A background response keeps only its row while it waits; _run_row() makes the prompt again.
         run = partial(self._run_row, row) if row.background else partial(self._run, prompt)
         return Begun(Job(row, builder, run), prompt, conversation, headers)
@@ -360,7 +360,7 @@ class Api:
                 return relayed
             if self.image_texts:
                 body["messages"] = items.with_image_texts(body.get("messages"))
-            request = await asyncio.to_thread(params.from_chat, body, worker.defaults, visit.owner)
+            request = await visit.call(params.from_chat, body, worker.defaults, visit.owner)
             visit.enter(request.n)
         return await worker.prepare(request)
 

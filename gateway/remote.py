@@ -18,6 +18,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -203,7 +204,10 @@ class RemoteWorker:
 
     async def prepare(self, request: Request) -> UpstreamPrompt:
         name = self._upstream_name(request.model)
-        return UpstreamPrompt(self, request, await asyncio.to_thread(chat_body, request, name))
+        body = await asyncio.to_thread(chat_body, request, name)
+        if request.truncate and not request.compacts:  # who counts no tokens cannot tell what fits
+            request = replace(request, not_run=(*request.not_run, "truncation"))
+        return UpstreamPrompt(self, request, body)
 
     def pass_through(self, body: dict[str, Any]) -> RelayedChat:
         """Return the answer to a chat request, relayed from an upstream; raises BadInput."""

@@ -58,10 +58,15 @@ TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items b
 
 
 async def resolve(
-    input: list[Item] | None, previous_response_id: str | None, find: Find, sealer_of: SealerOf
+    input: list[Item] | None,
+    previous_response_id: str | None,
+    find: Find,
+    sealer_of: SealerOf,
+    call: Callable[..., Awaitable[Any]] = asyncio.to_thread,
 ) -> tuple[list[Item], list[Item]]:
     """Return the chain that a request continues, and its own items, with nothing left to look up.
 
+    `call` is Visit.call(), which may call without a thread.
     Raises BadInput. A chain alone that its last answer has made too large can still be compacted.
     """
     chain: list[Item] = []
@@ -75,7 +80,7 @@ async def resolve(
     if len(chain) + len(own) > MAX_ITEMS:
         raise _too_long(f"{MAX_ITEMS} items")
     said = await _referenced(own, find)
-    return chain, await asyncio.to_thread(_resolved, chain, own, said, sealer_of)
+    return chain, await call(_resolved, chain, own, said, sealer_of)
 
 
 def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:

@@ -158,6 +158,7 @@ class Visit:
     owner: str
     has_key: bool = True  # if keys are asked for
     held: Counter[Room] = field(default_factory=Counter)
+    is_small: bool = False  # its body is, and it has loaded nothing
 
     def hold(self, room: Room, n: int) -> None:
         """Hold n of a room, instead of as many as now; raises BadInput, and then holds what it held."""
@@ -176,5 +177,15 @@ class Visit:
 
         It counts as a quarter of all at most: else one that is larger could never be read. Raises BadInput.
         """
+        self.is_small = False
         room = self.rooms.bytes
         self.hold(room, self.held[room] + min(n_bytes, room.n_total // 4))
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that works on the body: in a thread, for thousands of items would stop the streams.
+
+        With a small body it takes less time than a thread needs to be asked.
+        """
+        if self.is_small:
+            return function(*args)
+        return await asyncio.to_thread(function, *args)
