@@ -164,15 +164,15 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           33_850,  # the root, bench.py too
+    "":           32_350,  # the root, bench.py too
     "audit":      20_170,
     "benches":     8_000,
-    "checkpoint":  9_910,
+    "checkpoint": 10_010,
     "devices":    17_710,
     "dialects":    8_770,
-    "gateway":     8_890,
-    "request":    14_370,
-    "service":     8_620,
+    "gateway":     8_920,
+    "request":    14_450,
+    "service":     8_660,
 }
 # fmt: on
 MAX_MODULE = 600  # lines of a module of the root, theory included
