@@ -51,7 +51,10 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+import sse
 from request.body import SMALL_BODY_BYTES
+from request.ids import new_id
+from request.refusals import error_body
 
 log = logging.getLogger("connections")
 
@@ -209,6 +212,10 @@ class BadHttp(ValueError):
     """What came is not an HTTP request that can mean one thing only, or is too long for one."""
 
 
+BAD_HTTP_ANSWER = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    b"x-request-id: %s\r\nConnection: close\r\n\r\n%s"
+)
 # Headers that say one thing: of two, a proxy could believe one and we the other (RFC 9110, section 5.3).
 SINGLE_HEADERS = (b"host", b"authorization", b"content-type", b"content-encoding", b"origin")
 
@@ -342,9 +349,13 @@ class Protocol(Limited, HttpToolsProtocol):
 
     def refuse(self, error: BaseException) -> None:
         """Answer what is not HTTP; a request that has started has its own answer, which is the last one."""
-        log.info("400: %s", error)
+        request_id = new_id("req")
+        log.info("400: %s: %s", request_id, error)
         if self.begun or not self.cycle or self.cycle.response_complete:
-            self.send_400_response(f"Invalid HTTP request received: {error}.")
+            message = f"Invalid HTTP request received: {error}."
+            body = sse.dumps(error_body(400, message, code="invalid_http")).encode()
+            self.transport.write(BAD_HTTP_ANSWER % (len(body), request_id.encode(), body))
+            self.transport.close()
         elif self.cycle.more_body:
             self.transport.abort()
         else:
@@ -363,6 +374,10 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
     read_bytes = READ_FRAMES_BYTES
     n_frames = 0  # since the last message, or our own ping
     handle_text = WebSocketsSansIOProtocol.handle_bytes  # of a text that is not UTF-8 it logs a traceback
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.close_timeout = STALLED_S  # for the client's answer to our close
 
     def handle_events(self) -> None:
         self.n_frames += len(self.conn.events)

@@ -54,6 +54,7 @@ MAX_LANES = 32  # that have a name: the guide's
 MAX_NAME = 256  # characters of a lane's name, which each of its events repeats
 BETWEEN_MESSAGES_S = 0.001  # of all WebSockets: a flood of them takes a part of the event loop alone
 IGNORED = "response.processed"  # Codex says that it has read an answer
+SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
 
 STOP = BadInput("The server is about to stop.", None, "server_is_overloaded")
@@ -132,7 +133,8 @@ class Connection:
         self._ending: BadInput | None = None  # why it takes no more turns
 
     async def run(self, stopping: asyncio.Event, max_age_s: float) -> None:
-        await self._websocket.accept()
+        offered = self._websocket.scope["subprotocols"]
+        await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         try:
             async with self._tasks:
                 receiving = self._tasks.create_task(self._receive())

@@ -482,6 +482,15 @@ def test_a_handshake_needs_a_key(locked: Server) -> None:
     assert refused_handshake(locked, additional_headers=wrong) == (401, "invalid_api_key")
 
 
+def test_a_page_gives_its_key_as_a_subprotocol(locked: Server) -> None:
+    """A browser lets it set no header, and wants one of the subprotocols that it has offered."""
+    offered = ["responses", "openai-insecure-api-key.mine"]
+    with locked.websocket(subprotocols=offered) as client:
+        assert client.subprotocol == "responses"
+        assert answer(client, ASKED)["status"] == "completed"
+    assert refused_handshake(locked, subprotocols=["openai-insecure-api-key.nope"])[0] == 401
+
+
 def test_a_page_of_another_site_opens_none(server: Server, locked: Server) -> None:
     assert refused_handshake(server, origin=PAGE) == (403, "origin_not_allowed")
     with server.websocket(origin=server.url) as client:
