@@ -144,8 +144,8 @@ class Api:
         begun = await read_request(http, visit, self._begin)
         job = begun.job
         await self.registry.start(job)
-        if job.row.streamed:  # in the background without the task, which outlives this HTTP request
-            task = None if job.row.background else job.task
+        if job.row.streamed:
+            task = None if job.row.background else job.task  # in the background it outlives this request
             return EventStream(job.log, task, self._done, more_headers=begun.headers)
         if not job.row.background:
             await while_connected(job.task, http.receive)

@@ -64,7 +64,8 @@ class Job:
     builder: Builder
     run: Run
     log: EventLog = field(default_factory=partial(EventLog, encode_event))
-    if_stopped: Finish | None = None  # its end in the background if the task is cancelled; None: it has none
+    # How a background response ends if its task is cancelled; None: it does not, the next process runs it.
+    if_stopped: Finish | None = None
     finish: Finish | None = UNFINISHED  # its end when the run is over
     n_bytes: int = 0  # of the room for background responses
     task: asyncio.Task[None] = field(init=False)
@@ -234,8 +235,8 @@ class Registry:
                         await asyncio.Event().wait()  # until close() cancels it
                     await job.run(job.emit)
             except asyncio.CancelledError:
-                # It ends here. An error that the task keeps would hold its frames, they the job, and that the
-                # task: this circle, with the whole request, would stay until a collection.
+                # It ends here. If the task kept the error, its traceback would hold frames, they the job, and
+                # the job the task: this circle, with the whole request, would stay until a collection.
                 job.finish = job.if_stopped if job.row.background else CANCELLED
             except Exception as error:
                 if not job.log.status:  # no event yet: the error becomes the answer to the request

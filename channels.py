@@ -7,7 +7,7 @@ It is what other servers call a reasoning parser and a tool call parser, in one,
 Authority: the chat templates of the models; what each family writes is a row of dialects/families.py.
 
 Rules of this file:
-1. Every piece is seen, one after another: how many tokens an engine step held cannot be seen from outside.
+1. Every piece is seen, one after another: what comes out does not depend on how many tokens a step held.
 2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it
    opens nothing. Only if the vocabulary has no such token is the marker looked for in the text.
 3. What may still become a marker, a stop string, a call or a header is held back, and nothing else is.
@@ -518,7 +518,7 @@ class Parser:
         leads_to = self._dialect.next(self.state, marker) or self.state
         opens_call = leads_to == "call" and marker in self._dialect.call_markers
         is_after_a_call = self.state == "call"  # _marker() has ended it
-        # What follows a marker of a call may turn out to be text of the open item: it stays open until then.
+        # After a marker of a call the open item stays open: what follows may turn out to be its text.
         if is_after_a_call or not opens_call:
             if self._open_item:
                 self._emit([Close()])

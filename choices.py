@@ -21,8 +21,8 @@ CUT_OFF = Finish("cancelled")  # for metrics and log: the run was cancelled befo
 async def run_choice(prompt: Prompt, choice: int, metrics: Metrics, emit: Emit) -> None:
     """Run one choice of a prompt, count and log it, and name its calls as the client does.
 
-    It emits one Finish, which is the last. There are two ways out without one. An exception before Accepted
-    refuses the request. If the task is cancelled, the worker's Finish is only counted: Registry._run() of
+    It emits one Finish, which is the last, but in two cases none: an exception before Accepted refuses the
+    request; and if the task is cancelled, the worker's Finish is only counted, and Registry._run() of
     background.py ends the response.
     """
     watch = Run(metrics)

@@ -7,7 +7,7 @@ Authority: PagedAttention, https://arxiv.org/abs/2309.06180; automatic prefix ca
 a salt, which is the owner (the API key) here, https://docs.vllm.ai/en/latest/design/prefix_caching.html.
 
 Rules of this file:
-1. A page is in the page tables of as many sequences as it has users, or it is free; never both.
+1. The users of a page are the page tables that it is in. It is free when it has none.
 2. Keys and values depend on a token and all tokens before it, and so does the hash of a page. The hash is
    cryptographic: no client can make a second text with the same one, and read the keys of another text.
 3. A page is found by its own owner alone: `cached_tokens` would tell others, page by page, what is in

@@ -254,8 +254,8 @@ class Scheduler:
         """Choose what the next step computes. What is returned counts as launched.
 
         `in_flight`: steps that earlier calls returned and postprocess() has not seen yet. Returns [] if no
-        sequence can go on before the oldest step in flight is read. `max_rows`: the most rows of the step
-        while any sequence decodes.
+        sequence can go on before the oldest step in flight is read. `max_rows`: the most rows of prompts
+        in the step while any sequence decodes.
         """
         self._admit()
         if self.waiting and (surplus := self._surplus()):

@@ -120,7 +120,8 @@ class EventStream(Response):
 async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     """Work for a client, for example send an answer; raises ClientDisconnect if it leaves before the end.
 
-    A timeout without a time cancels the work, and the task that it waits for, when the client leaves.
+    asyncio.timeout(None) is the switch: when the client leaves it expires, which cancels the work, and the
+    task that the work waits for.
     """
     until_disconnect = asyncio.timeout(None)
 
@@ -139,7 +140,7 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
         raise
     finally:
         watching.cancel()
-    if until_disconnect.expired():  # a job has ended as it does when it is cancelled
+    if until_disconnect.expired():  # the work has taken its cancellation for its end, and returned
         raise ClientDisconnect
     return result
 

@@ -136,7 +136,7 @@ def cpu_ops() -> type[NumpyOps]:
     try:
         from devices.cpu import FastOps
     except ImportError as error:
-        log.info("NumPy computes (%s); pip install -e '.[fast]' brings what is twice as fast", error)
+        log.info("NumPy computes (%s); pip install -e '.[fast]' brings what is several times as fast", error)
         return NumpyOps
     return FastOps
 
