@@ -12,8 +12,9 @@ Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1; round robin for rule 2.
 
 Rules of this file:
-1. If there are several owners, none holds more than what is still free after it has taken. So there is always room for an
-   owner that holds nothing. That one may take all that is free: else no one could ever take a single thing.
+1. If there are several owners, none holds more than what is still free after it has taken. So there is always
+   room for an owner that holds nothing. That one may take all that is free: else no one could ever take a
+   single thing.
 2. An owner waits in each queue with one of its own at a time. First come, first served is then round robin.
 """
 
