@@ -194,8 +194,8 @@ OPTIONS: dict[str, list[Any]] = {
          "LLMREF_UPSTREAM_API_KEY in the environment may hold the same"),
         ("--upstream-timeout NAME=SECONDS", partial(named, TIMEOUTS, seconds), [],
          "seconds that an upstream gets: connect; first-byte, until the first text, reasoning or call; "
-         "idle, between two chunks; answer, from then to the end; probe, between two looks at its models, and "
-         "for one "
+         "idle, between two chunks; answer, from then to the end; probe, between two looks at its models, "
+         "and for one "
          f"(default: connect={DEFAULT_TIMEOUTS.connect_s:g}, first-byte={DEFAULT_TIMEOUTS.first_byte_s:g}, "
          f"idle={DEFAULT_TIMEOUTS.idle_s:g}, answer={DEFAULT_TIMEOUTS.answer_s:g}, "
          f"probe={DEFAULT_TIMEOUTS.probe_s:g}); repeatable"),
