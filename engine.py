@@ -11,12 +11,13 @@ Rules of this file:
 3. An exception in a step fails the sequences in it, and no others: the next request works. What is wrong with
    one sequence, such as logits that are not numbers, fails that one. An unforeseen exception outside of a
    step fails all, and the engine says that it is not alive.
-4. While sequences decode, a step with prefill chunks has as many rows as are computed in STEP_S.
+4. While sequences decode, a step with prefill chunks has about as many rows as are computed in STEP_S.
 5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more. What comes
    after that one is dropped (emit_all).
 6. While the device is busy, the next step is launched before the tokens of the last one are emitted, so that
    the event loop's work with them does not hold up the launch.
-7. A step waits for the masks of structured output only a moment, and for a mask that is late only once.
+7. A step waits a moment for the masks of structured output. A sequence whose mask was late does
+   not hold up the others again.
 
 Not here: who runs next (scheduler.py), text (tokenizer.py, worker.py), the forward pass and the choice of a
 token (model.py, sampling.py), what makes the masks (dialects/matchers.py).
@@ -191,7 +192,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """False: it will never generate again."""
+        """False: its thread has ended, or its steps fail one after another."""
         return self._is_open and self._n_failed_steps < MAX_FAILED_STEPS
 
     def counts(self) -> dict[str, int]:
@@ -338,7 +339,7 @@ class Engine:
         self._outbox.append((self._readers[sequence], StepOutput([], "failed", message)))
 
     def _flush_outbox(self) -> None:
-        """Empty the outbox with one call of the event loop: one for each sequence outlasts a small step."""
+        """Empty the outbox with one call of the event loop: a call a sequence would outlast a small step."""
         if self._outbox:
             with suppress(RuntimeError):  # the loop has closed, and its readers are gone
                 self._event_loop.call_soon_threadsafe(emit_all, self._outbox)

@@ -9,9 +9,9 @@ Rules of this file:
 1. An event gets its number where it is appended, and nowhere else: 0, 1, 2, ... without a gap.
 2. An event is encoded once, then and there, together with the response object in it. Readers, the store
    and GET share those bytes, and nothing can change them.
-3. An event that is to be stored is shown when it is written, so no restart takes back what was seen. One
-   write takes all events that came during the last one: tokens do not wait for the disk. If a write fails,
-   its events are shown all the same, and it is tried again.
+3. Readers see an event that is to be stored once it is written, so a restart does not take back what they
+   saw. One write takes all events that came during the last one: tokens do not wait for the disk. If a write
+   fails, its events are shown all the same, and it is tried again.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class EventLog:
         self._n_shown = self._n_written = len(stored)
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._news = asyncio.Event()  # set and cleared at once: those that wait look, and may wait again
+        self._news = asyncio.Event()  # a pulse, set and cleared at once: each that waits looks again
 
     @property
     def ended(self) -> bool:

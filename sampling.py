@@ -129,7 +129,7 @@ def apply_penalties(logits: Array, context: Context) -> Array:
 
 def apply_temperature(logits: Array, temperature: float) -> Probs:
     """Return exp(logit / temperature), scaled so that the likeliest token has 1."""
-    with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
+    with np.errstate(over="ignore"):  # near 0 only the likeliest token keeps a probability above 0
         probs: Probs = np.exp((logits - logits.max()).astype(np.float64) / temperature)
     return probs
 
@@ -139,7 +139,7 @@ def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
 
     All three keep the likeliest tokens, so each is a threshold; the likeliest token has probability 1 here.
     min_p: https://arxiv.org/abs/2407.01082. top_k: https://arxiv.org/abs/1805.04833, section 5.4. top_p,
-    nucleus sampling: https://arxiv.org/abs/1904.09751, section 3.1; as in vLLM it counts what top_k has left.
+    nucleus sampling: https://arxiv.org/abs/1904.09751, section 3.1; as in vLLM it is the last of them.
     """
     threshold = sampling.min_p
     if 0 < sampling.top_k < len(probs):
@@ -147,7 +147,7 @@ def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
         threshold = max(threshold, k_th_largest)
     if sampling.top_p < 1:
         total = probs[probs >= threshold].sum()
-        # All tokens below this one together do not make up 1 - top_p, so they need no sorting.
+        # All tokens below this threshold have less than 1 - top_p together: top_p drops them, unsorted.
         negligible = (1 - sampling.top_p) * total / len(probs)
         descending = np.sort(probs[probs >= max(threshold, negligible)])[::-1]
         n_nucleus = int(np.searchsorted(np.cumsum(descending), sampling.top_p * total)) + 1

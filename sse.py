@@ -7,7 +7,7 @@ line does). Words in quotes are its words; the other links are bugs, each kept o
     object --dumps()--> JSON --encode()--> frame        what many objects hold is Encoded once
 
 Rules of this file:
-  - Framing is done in bytes, decoding by the line: where the bytes were cut into chunks is never seen.
+  - Lines are found in the bytes, and decoded whole: where the bytes were cut into chunks changes nothing.
   - The unit is the event, never the line; what JSON its data holds and what [DONE] means is for the caller.
   - A stream that ends inside an event and an event that does not end are errors, never shorter answers.
   - No `id:` is written, and no event without data: a heartbeat is a comment.

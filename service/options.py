@@ -279,6 +279,6 @@ def upstream_keys(args: Namespace) -> dict[str, str]:
             url = args.upstream[0]
         if url.strip() not in args.upstream:
             expected = "expected a line 'URL KEY' for each upstream, with the URL as --upstream has it"
-            raise ValueError(f"--upstream-api-key: {expected}; got a key for {url!r}")
+            raise ValueError(f"--upstream-api-key: {expected}; got another line, which may hold a key")
         keys[url.strip()] = secret
     return keys

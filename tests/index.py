@@ -100,7 +100,7 @@ def index() -> str:
         lines.append("")
     lines.append(OTHERS + "\n".join(rules_replayed()) + "\n")
     n_replayed = len({id_ for id_, _ in replays()})
-    lines.append(f"Of {len(bugs())} bugs {n_replayed} are replayed.")
+    lines.append(f"{n_replayed} of {len(bugs())} bugs are replayed.")
     return "\n".join(lines) + "\n"
 
 

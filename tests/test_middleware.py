@@ -342,12 +342,13 @@ def test_what_is_not_http_is_refused(server: Server, data: bytes, why: str) -> N
     with server.connect(data) as client:
         whole = HTTPResponse(client)
         whole.begin()
-        message = whole.read().decode()
+        error = json.loads(whole.read())["error"]
         with suppress(ConnectionResetError):  # if more was sent than was read
             assert client.recv(1) == b""
-    assert whole.status == 400
-    assert message.startswith("Invalid HTTP request received: ")
-    assert why in message
+    assert (whole.status, error["code"]) == (400, "invalid_http")
+    assert whole.headers["x-request-id"].startswith("req_")
+    assert error["message"].startswith("Invalid HTTP request received: ")
+    assert why in error["message"]
 
 
 @pytest.mark.parametrize(

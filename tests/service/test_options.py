@@ -124,5 +124,9 @@ def test_a_key_goes_to_one_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
         options.upstream_keys(parsed("--upstream", a, "--upstream", b, "--upstream-api-key", "k"))
     monkeypatch.setenv("LLMREF_UPSTREAM_API_KEY", f"{a} k\n{b} l")
     assert options.upstream_keys(parsed("--upstream", a, "--upstream", b)) == {a: "k", b: "l"}
-    with pytest.raises(ValueError, match="got a key for 'http://b/v1'"):
+    with pytest.raises(ValueError, match="got another line"):
         options.upstream_keys(parsed("--upstream", a))
+    monkeypatch.setenv("LLMREF_UPSTREAM_API_KEY", f"secret {a}")
+    with pytest.raises(ValueError, match="another line") as caught:
+        options.upstream_keys(parsed("--upstream", a))
+    assert "secret" not in str(caught.value)  # the log of a start is read by many
