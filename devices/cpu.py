@@ -179,7 +179,7 @@ class FastOps(NumpyOps):
 
     def _product(self, x: NDArray[Any], w: Matrix, b: Array | None, residual: Array | None = None) -> Array:
         """x W^T + b for rows in the form of w.inputs(); it is added to a residual, if there is one."""
-        sums = np.zeros((len(x), len(w.words) * WIDTH), np.float32)
+        sums = np.empty((len(x), len(w.words) * WIDTH), np.float32)
         into = NOTHING if residual is None else residual
         self._run(product, sums.size * w.n_in, x, w.words, sums, into)
         y = np.ascontiguousarray(sums[:, : w.n_out]) if residual is None else residual

@@ -100,35 +100,35 @@ add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; m
 
 
 @kernel
-def add_rows(x, w, y, ahead):
-    """y += x @ w for any number of rows, w as wide as a tile."""
+def add_rows(x, w, y, adds, ahead):
+    """y = x @ w, and if `adds` plus y, for any number of rows, w as wide as a tile."""
     r = 0
     while len(y) - r >= ROWS:
-        add_tile(ROWS, x[r:], w, y[r:], ahead)
+        add_tile(ROWS, x[r:], w, y[r:], adds, ahead)
         r += ROWS
     if len(y) - r >= 4:
-        add_tile(4, x[r:], w, y[r:], ahead)
+        add_tile(4, x[r:], w, y[r:], adds, ahead)
         r += 4
     n_left = len(y) - r
     if n_left == 3:
-        add_tile(3, x[r:], w, y[r:], ahead)
+        add_tile(3, x[r:], w, y[r:], adds, ahead)
     elif n_left == 2:
-        add_tile(2, x[r:], w, y[r:], ahead)
+        add_tile(2, x[r:], w, y[r:], adds, ahead)
     elif n_left == 1:
-        add_tile(1, x[r:], w, y[r:], ahead)
+        add_tile(1, x[r:], w, y[r:], adds, ahead)
 
 
 @kernel
 def product(x, words, y, residual):
-    """y += x W^T and residual += y; a panel stays in the cache until all rows are multiplied by it.
+    """y = x W^T and residual += y; a panel stays in the cache until all rows are multiplied by it.
 
-    x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH) zeros, residual (n_rows,
-    n_out) or (0, 0).
+    x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH), residual (n_rows, n_out)
+    or (0, 0).
     """
     for p in prange(len(words)):
         first = p * WIDTH
         sums = y[:, first : first + WIDTH]
-        add_rows(x, words[p], sums, AHEAD)
+        add_rows(x, words[p], sums, False, AHEAD)
         for r in range(len(residual)):
             for j in range(min(WIDTH, residual.shape[1] - first)):
                 residual[r, first + j] += sums[r, j]
@@ -321,10 +321,10 @@ def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary):
 
 
 @kernel
-def add_product(x, panels, y, ahead):
+def add_product(x, panels, y, adds, ahead):
     """add_rows() for each panel. panels (n_panels, n_pairs, WIDTH, 2), y (n_rows, n_panels * WIDTH)"""
     for p in range(len(panels)):
-        add_rows(x, panels[p], y[:, p * WIDTH : (p + 1) * WIDTH], ahead)
+        add_rows(x, panels[p], y[:, p * WIDTH : (p + 1) * WIDTH], adds, ahead)
 
 
 @kernel
@@ -376,31 +376,37 @@ def attend_block(heads, kv, i, h, sinks, page_table, positions, window, y):
     end_page = positions[-1] // PAGE + 1
     for begin in range(first_page * PAGE // SPAN * SPAN, end_page * PAGE, SPAN):
         pages = range(max(first_page, begin // PAGE), min(end_page, (begin + SPAN) // PAGE))
-        scores[...] = 0
         for p in pages:
             keys = key_panels(kv[page_table[p], i, 0, h])[:, : head_dim // 2]
             column = p * PAGE - begin
             ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]  # to the next page
-            add_product(queries, keys, scores[:, column : column + PAGE], ahead)
+            add_product(queries, keys, scores[:, column : column + PAGE], False, ahead)
 
         for r in range(n_queries):
-            end = positions[r // n] + 1 - begin  # the row sees the keys before it,
-            low = end - window  # from this one on
-            scores[r, : max(0, low)] = -np.inf
-            scores[r, max(0, end) :] = -np.inf
-            maximum = max(maxima[r], largest(scores[r]))
+            position = positions[r // n]
+            low = max(0, position - window + 1) - begin  # the row sees the keys from low
+            end = position + 1 - begin  # to end
+            first = min(SPAN, max(0, low) // PAGE * PAGE)  # the same pages, wherever the block begins
+            last = min(SPAN, -(-end // PAGE) * PAGE)
+            probs[r] = 0
+            if first >= last:
+                continue
+            scores[r, first : max(first, low)] = -np.inf
+            scores[r, end:last] = -np.inf
+            seen = scores[r, first:last]
+            maximum = max(maxima[r], largest(seen))
             decay = exp(maxima[r] - maximum)
             maxima[r] = maximum
-            totals[r] = totals[r] * decay + exponentials(scores[r], maximum)
+            totals[r] = totals[r] * decay + exponentials(seen, maximum)
             for d in range(head_dim):
                 sums[r, d] *= decay
-            store_row(scores[r], probs[r])
+            store_row(seen, probs[r, first:last])
 
         for p in pages:
             values = value_panels(kv[page_table[p], i, 1, h])
             column = p * PAGE - begin
             ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]
-            add_product(probs[:, column : column + PAGE], values, sums, ahead)
+            add_product(probs[:, column : column + PAGE], values, sums, True, ahead)
     for r in range(n_queries):
         for d in range(head_dim):
             y[r // n, h * n + r % n, d] = sums[r, d] / totals[r]

@@ -1,6 +1,6 @@
 """The micro-kernel: a tile of a matrix product in the registers of the processor, for each format of weights.
 
-    x (n_rows, ...), a panel of W (n_blocks, ...) --add_tile()--> y (n_rows, WIDTH) += x W^T
+    x (n_rows, ...), a panel of W (n_blocks, ...) --add_tile()--> y (n_rows, WIDTH) = x W^T + y or 0
 
 A compiler does not keep the sums of a tile in registers by itself, so this one loop is written in LLVM's own
 language: ROWS x WIDTH sums, and for each block of inputs one load of the weights, which all rows share.
@@ -32,7 +32,7 @@ the blocks checkpoint/blocks.py; for MXFP4 https://www.opencompute.org/documents
 
 Rules of this file:
 1. A sum runs over the inputs in their order for any number of rows: a row has the same bits in any tile.
-2. A sum begins with what y holds.
+2. A sum begins with zero or with what y holds, as the caller says.
 
 Not here: which threads compute what, how weights become panels, how x is rounded (cpu.py).
 """
@@ -353,23 +353,24 @@ def rows_of(context, b, kind, value):
 
 
 @intrinsic(prefer_literal=True)
-def add_tile(typing, n_rows, x, w, y, ahead):
-    """y += x @ w for n_rows, a literal. The weights that lie `ahead` bytes after those that are read are
-    asked of memory. x (n_rows, ...), w (n_blocks, ...), y (n_rows, WIDTH) float32.
+def add_tile(typing, n_rows, x, w, y, adds, ahead):
+    """y = x @ w for n_rows, a literal, and if `adds` plus y. The weights that lie `ahead` bytes after those
+    that are read are asked of memory. x (n_rows, ...), w (n_blocks, ...), y (n_rows, WIDTH) float32.
     """
-    signature = types.void(n_rows, x, w, y, types.int64)
+    signature = types.void(n_rows, x, w, y, types.boolean, types.int64)
     form = format_of(w, x)
 
     def generate(context, b, signature, arguments):
         arrays = zip(signature.args[1:4], arguments[1:4], strict=True)
         (_, x_row), (n_blocks, w_row), (_, y_row) = (rows_of(context, b, *array) for array in arrays)
-        ahead = arguments[4]
+        adds, ahead = arguments[4:]
         rows = [ir.Constant(LONG, r) for r in range(n_rows.literal_value)]
         x_rows = [x_row(r) for r in rows]
         places = [places_of(b, y_row(r), FLOATS, VECTORS) for r in rows]
         variables = []  # of the loop; LLVM keeps them in registers
         for row in places:
-            variables.append([cgutils.alloca_once_value(b, b.load(place, align=4)) for place in row])
+            before = [b.select(adds, b.load(place, align=4), repeated(FLOATS, 0)) for place in row]
+            variables.append([cgutils.alloca_once_value(b, value) for value in before])
 
         with cgutils.for_range(b, n_blocks, intp=LONG) as loop:
             w_block = w_row(loop.index)

@@ -168,7 +168,7 @@ CAPS = {
     "audit":      20_170,
     "benches":     8_000,
     "checkpoint": 10_010,
-    "devices":    17_710,
+    "devices":    17_820,
     "dialects":    8_770,
     "gateway":     8_920,
     "request":    14_450,

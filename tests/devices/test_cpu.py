@@ -131,7 +131,7 @@ def test_sums_in_order_by_fused_steps(way: str, n_in: int) -> None:
     sums = np.zeros(WIDTH, np.float32)
     for k in order:
         sums = (sums.astype(np.float64) + np.float64(x[0, k]) * w[:, k].astype(np.float64)).astype(np.float32)
-    y = np.zeros((1, WIDTH), np.float32)
+    y = np.full((1, WIDTH), np.nan, np.float32)
     kernels.product(rows, pack_floats(w).words, y, NOTHING)
     assert np.array_equal(y[0], sums)
 
@@ -180,7 +180,9 @@ def test_a_processor_without_vnni_sums_the_same_bits() -> None:
 def test_integers_are_multiplied_and_added_in_one_instruction(name: str) -> None:
     """LLVM takes two in place of its intrinsic, half as fast: llvm/llvm-project#84182."""
     packed, _ = in_format(name, WIDTH, 32)
-    code = listing(kernels.add_rows, packed.inputs(8), packed.words[0], np.zeros((8, WIDTH), np.float32), 0)
+    code = listing(
+        kernels.add_rows, packed.inputs(8), packed.words[0], np.zeros((8, WIDTH), np.float32), False, 0
+    )
     assert "vpdpwssd" in code
     assert "vpmaddwd" not in code
 
