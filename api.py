@@ -207,6 +207,7 @@ class Api:
                 values["input"] = items.with_image_texts(values["input"])
 
             async def find(id: str) -> Row | None:
+                visit.is_small = False  # a chain may be large, also one that a WebSocket remembers
                 if recall and (remembered := recall(id)):
                     return remembered
                 row = await self.registry.get(id, visit.owner, visit.load)

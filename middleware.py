@@ -9,8 +9,8 @@ https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7
 Rules of this file:
 1. Every reply has an x-request-id, every log record of its request the same; every error has the same body.
 2. A key is kept as its digest alone, and compared with all of them each time: the time taken says nothing.
-3. An endpoint is given a Visit, which holds what the request takes: a stream, or, counted apart, an answer
-   that is stored. So a poll or a cancel gets in while all streams are taken.
+3. An endpoint is given a Visit, which holds what the request takes: a stream, bytes. A poll or a cancel takes
+   no stream, so it gets in while all of them are taken.
 4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
    for a page (a CORS preflight), but sends other types at once, and opens WebSockets: so from such a page
    they are refused.
@@ -131,7 +131,7 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
             # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
             handler = scope["route"].path if "route" in scope else "none"
             metrics.add("http_requests", 1, handler, method, str(status))
-            if status != SWITCHING_PROTOCOLS:  # a connection is not a request: its turns are
+            if status != SWITCHING_PROTOCOLS:  # a connection is not a request
                 metrics.add("http_request_duration_seconds", seconds, handler)
             level = logging.DEBUG if scope["path"] in KEYLESS_PATHS else logging.INFO
             fields = {"method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4)}

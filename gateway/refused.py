@@ -57,9 +57,8 @@ def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
 def refusal(status: int, error: Chunk) -> Refused:
     """Make the refusal; `error` is that of error_of(), {} if nothing could be read."""
     code = error.get("code")
-    if status == 200 and re.fullmatch(
-        "[45][0-9]{2}", str(code)
-    ):  # vLLM has a number there, LiteLLM its digits
+    # vLLM has a number there, LiteLLM its digits.
+    if status == 200 and re.fullmatch("[45][0-9]{2}", str(code)):
         status = int(str(code))
     message = error.get("message") or f"The upstream answered with status {status}."
     if status in (401, 403):

@@ -38,7 +38,6 @@ MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level o
 MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
 MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is not text
 SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
-BETWEEN_PARTS_S = 0.001  # of all large bodies: the event loop has this time for others
 MAX_BODY_S = 30  # from its first byte to its last, if it is small
 BODY_BYTES_A_S = 256 * 1024  # at least, after those: five times as many come over 200 ms, there and back
 
@@ -66,8 +65,7 @@ async def arriving(visit: Visit) -> AsyncIterator[Callable[[int], Awaitable[None
                 timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
                 if n_bytes > SMALL_BODY_BYTES:
                     visit.hold(visit.rooms.bytes, n_bytes)
-                    async with visit.rooms.parts.turn(visit.owner):
-                        await asyncio.sleep(BETWEEN_PARTS_S)
+                    await visit.until_next_part()
 
             yield note
     except TimeoutError as error:

@@ -41,6 +41,7 @@ BYTES_A_STREAM = 256 * 1024  # of a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
 MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
 N_PARSED = 2  # large bodies that are parsed, or checked, at once
+BETWEEN_PARTS_S = 0.001  # of all that comes: the event loop has this time for others
 
 
 # --- room ---------------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Rooms:
         self.bytes = Room("bytes of bodies", n_bytes, is_shared)
         self.parsing = Turns(N_PARSED)
         self.parts = Turns(1)  # of large bodies, and WebSocket messages
-        # Ids of the requests, and turns, whose answers have not begun: a stop waits for them.
+        # Ids of the requests whose answers have not begun: a stop waits for them.
         self.unanswered: set[str] = set()
 
     @contextmanager
@@ -159,7 +160,7 @@ class Visit:
     owner: str
     has_key: bool = True  # if keys are asked for
     held: Counter[Room] = field(default_factory=Counter)
-    is_small: bool = False  # its body is, and it has loaded nothing
+    is_small: bool = False  # its body is, and so is all that it continues
 
     def hold(self, room: Room, n: int) -> None:
         """Hold n of a room, instead of as many as now; raises BadInput, and then holds what it held."""
@@ -178,9 +179,13 @@ class Visit:
 
         It counts as a quarter of all at most: else one that is larger could never be read. Raises BadInput.
         """
-        self.is_small = False
         room = self.rooms.bytes
         self.hold(room, self.held[room] + min(n_bytes, room.n_total // 4))
+
+    async def until_next_part(self) -> None:
+        """Wait for a turn to read on: parts of large bodies, and WebSocket messages, come one by one."""
+        async with self.rooms.parts.turn(self.owner):
+            await asyncio.sleep(BETWEEN_PARTS_S)
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that works on the body: in a thread, for thousands of items would stop the streams.

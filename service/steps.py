@@ -136,9 +136,8 @@ class Steps:
         """Yield the frames for one reader: the steps that are kept, then those to come, until a stop."""
         n_read = 0
         while not stopping.is_set():
-            news = [
-                one for one in list(self.steps) if one[0]["step"] >= n_read
-            ]  # the engine's thread goes on
+            kept = list(self.steps)  # the engine's thread goes on
+            news = [one for one in kept if one[0]["step"] >= n_read]
             for step, shares in news:
                 seen = [share | own if whose == owner else share for whose, share, own in shares]  # rule 3
                 yield sse.encode(sse.dumps(step | {"sequences": seen}))

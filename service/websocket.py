@@ -52,7 +52,6 @@ Recall = Callable[[str], Row | None]  # id of a response -> the response; None i
 
 MAX_LANES = 32  # that have a name: the guide's
 MAX_NAME = 256  # characters of a lane's name, which each of its events repeats
-BETWEEN_MESSAGES_S = 0.001  # of all WebSockets: a flood of them takes a part of the event loop alone
 IGNORED = "response.processed"  # Codex says that it has read an answer
 SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
@@ -159,8 +158,7 @@ class Connection:
                 await self._read(message["bytes"])
             except BadInput as refusal:
                 await self._refuse(refusal)
-            async with self._visit.rooms.parts.turn(self._visit.owner):
-                await asyncio.sleep(BETWEEN_MESSAGES_S)
+            await self._visit.until_next_part()
 
     async def _read(self, json_text: bytes) -> None:
         """Begin the turn that a message asks for; raises BadInput."""

@@ -171,7 +171,7 @@ CAPS = {
     "devices":    17_820,
     "dialects":    8_770,
     "gateway":     8_920,
-    "request":    14_450,
+    "request":    14_460,
     "service":     8_780,
 }
 # fmt: on

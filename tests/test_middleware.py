@@ -25,11 +25,12 @@ from helpers.faulty_server import SLOW
 from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
 from middleware import Keys, refusal
 from request import params
+from request.body import parsed
 from request.ids import new_id
 from request.room import Rooms, Visit
 from service import connections, options
 from service.connections import Protocol
-from store import Retention, Store
+from store import Retention, Row, Store
 from streaming import cancel
 from worker import LocalWorker
 
@@ -533,6 +534,24 @@ def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
         await asyncio.wait_for(begin(), PATIENCE_S)
 
     asyncio.run(within_patience())
+
+
+def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -> None:
+    """A message of 100 bytes may continue a conversation of megabytes; else it is small."""
+    row = Row("resp_1", "", 0, 1, False, False, False, "{}", "[]", "completed", '{"output": []}')
+
+    async def small_after(**members: str) -> bool:
+        worker = SlowWorker()
+        api = Api(cast(LocalWorker, worker), None, Registry(Store(":memory:", Retention())), b"")
+        visit = Visit(Rooms(100), "")
+        text = json.dumps({"model": "m", "input": "hi"} | members).encode()
+        beginning = asyncio.create_task(api._begin(parsed(text, visit), visit, recall=lambda _: row))
+        await asyncio.wait_for(worker.begun.get(), PATIENCE_S)
+        await cancel(beginning)
+        return visit.is_small
+
+    assert asyncio.run(small_after())
+    assert not asyncio.run(small_after(previous_response_id="resp_1"))
 
 
 def test_ids_cannot_be_guessed() -> None:
