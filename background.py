@@ -120,9 +120,9 @@ class Registry:
         row = job.row
         entries = [encode_event(number, event) for number, event in enumerate(job.builder.queue())]
         n_bytes = max(MAX_LIVE_BYTES // MAX_LIVE, row.n_bytes + sum(len(entry.frame) for entry in entries))
-        self._room.take(row.owner, n_bytes)
+        self._room.add(row.owner, n_bytes)
         if not await self._write(row, 0, entries):
-            self._room.take(row.owner, -n_bytes)
+            self._room.add(row.owner, -n_bytes)
             raise BadInput("The response could not be stored; try again later.", None, "server_is_overloaded")
         job.log = EventLog(encode_event, partial(self._write, row), entries)
         job.n_bytes = n_bytes
@@ -275,7 +275,7 @@ class Registry:
         """Count how a background job has ended; from now on the store answers for it."""
         if job := self.jobs.pop(id, None):
             self.ended[job.log.status] += 1
-            self._room.take(job.row.owner, -job.n_bytes)
+            self._room.add(job.row.owner, -job.n_bytes)
 
     # --- the store ------------------------------------------------------------------------------------------
 

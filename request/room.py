@@ -1,6 +1,6 @@
 """Room and turns: what one owner may hold of the server, and whose turn it is. An owner is an API key.
 
-    Room.take(owner, n), take(owner, -n)               there is so much: now, or BadInput
+    Room.add(owner, n), add(owner, -n)                 the owner holds n more, or fewer: now, or BadInput
     with Rooms.visit(owner) as visit                   what one request holds, given back at its end
     async with Turns.turn(owner)                       so many at once; the others wait
     await Threads.call(owner, function, ...)           a thread runs it when its owner's turn has come
@@ -58,8 +58,8 @@ class Room:
         self._n_free = n_total
         self._held = Counter[str]()  # by owner
 
-    def take(self, owner: str, n: int) -> None:
-        """Take n of them, or give some back if n is negative; raises BadInput if there is no room."""
+    def add(self, owner: str, n: int) -> None:
+        """Count n more as held by the owner, or -n fewer; raises BadInput if there is no room."""
         n_held = self._held[owner]
         n_left = self._n_free - n
         if n_left < 0:
@@ -164,7 +164,7 @@ class Visit:
 
     def hold(self, room: Room, n: int) -> None:
         """Hold n of a room, instead of as many as now; raises BadInput, and then holds what it held."""
-        room.take(self.owner, n - self.held[room])
+        room.add(self.owner, n - self.held[room])
         self.held[room] = n
 
     def enter(self, n_streams: int = 1) -> None:

@@ -28,8 +28,6 @@ from collections.abc import Iterator, Mapping
 from channels import Arguments, Call, Close, Finish, Output, is_object
 from request.tools import Tool
 
-Said = Output | Finish
-
 
 class Restorer:
     """Puts the calls of one answer into the client's words, and says which of them can be run (rule 3)."""
@@ -41,7 +39,7 @@ class Restorer:
         self._decoder = InputDecoder()  # of that call, if its tool is a custom one
         self._broken = ""  # the name in the first call that cannot be run
 
-    def feed(self, output: Said) -> Iterator[Said]:
+    def feed(self, output: Output | Finish) -> Iterator[Output | Finish]:
         """Yield what the client is told. A call that cannot be run fails the answer: rule 3."""
         call = self._call
         if isinstance(output, Arguments):

@@ -18,10 +18,10 @@ from request.room import N_PARSED, Room, Rooms, Threads, Turns
 
 def has_room(room: Room, owner: str, n: int) -> bool:
     try:
-        room.take(owner, n)
+        room.add(owner, n)
     except BadInput:
         return False
-    room.take(owner, -n)
+    room.add(owner, -n)
     return True
 
 
@@ -44,15 +44,15 @@ class RoomOfSeveral(RuleBasedStateMachine):
         return N_TOTAL - self.held.total()
 
     @rule(owner=OWNERS, n=st.integers(1, N_TOTAL))
-    def take(self, owner: str, n: int) -> None:
+    def add(self, owner: str, n: int) -> None:
         fits = n <= self.n_free
         is_fair = not self.held[owner] or self.held[owner] + n <= self.n_free - n
         if fits and is_fair:
-            self.room.take(owner, n)
+            self.room.add(owner, n)
             self.held[owner] += n
             return
         with pytest.raises(BadInput) as refused:
-            self.room.take(owner, n)
+            self.room.add(owner, n)
         assert refused.value.code == ("rate_limit_exceeded" if fits else "server_is_overloaded")
 
     @precondition(lambda self: self.held.total())
@@ -60,7 +60,7 @@ class RoomOfSeveral(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         owner = data.draw(st.sampled_from(sorted(+self.held)))
         n = data.draw(st.integers(1, self.held[owner]))
-        self.room.take(owner, -n)
+        self.room.add(owner, -n)
         self.held[owner] -= n
 
     @invariant()
@@ -77,15 +77,15 @@ def test_one_by_one_no_owner_takes_the_last() -> None:
     room = Room("things", N_TOTAL, is_shared=True)
     for owner in "abcdef":
         while has_room(room, owner, 1):
-            room.take(owner, 1)
+            room.add(owner, 1)
         with pytest.raises(BadInput, match=r"Your key holds \d+ of 100 things"):
-            room.take(owner, 1)
+            room.add(owner, 1)
     assert has_room(room, "g", 1)
     alone = Room("things", 3, is_shared=False)
     for _ in range(3):
-        alone.take("", 1)
+        alone.add("", 1)
     with pytest.raises(BadInput, match="no room for more things"):
-        alone.take("", 1)
+        alone.add("", 1)
 
 
 def test_a_visit_gives_back_what_it_holds() -> None:
