@@ -26,8 +26,8 @@ from collections.abc import Collection, Generator, Iterable, Iterator
 from typing import TypeVar
 
 import sse
-from channels import Arguments, Call, CallReader, Close, Finder, Output, Piece, Schemas, is_object
-from dialects.json_schema import JSON_TYPES, property_types
+from channels import Arguments, Call, Close, Finder, Output, Piece, Schemas, is_object
+from dialects.json_schema import JSON_TYPES, types_of, variants
 from request.tools import MAX_QUALIFIED_NAME
 
 T = TypeVar("T")
@@ -38,11 +38,9 @@ Reading = Generator[None, str, T]  # a coroutine that is sent the parts of a tex
 class Coroutine:
     """A CallReader that reads with a coroutine, which waits for the next part of the text as it needs it."""
 
-    in_string = False
+    called = malformed = in_string = False
 
     def __init__(self) -> None:
-        self.called = False
-        self.malformed = False
         self._outputs: list[Output] = []  # said, and not yet returned
         self._coroutine = self._calls()
         next(self._coroutine)
@@ -51,11 +49,11 @@ class Coroutine:
         """Read calls until nothing more comes."""
         raise NotImplementedError
 
-    def _read(self, parts: Iterable[str]) -> list[Output]:
+    def _read(self, parts: Iterable[Piece | str]) -> list[Output]:
         """Read more of the text; return what it says."""
         for part in parts:
             if not self.malformed:
-                self._coroutine.send(part)
+                self._coroutine.send(part if isinstance(part, str) else part.text)
         outputs = self._outputs
         self._outputs = []
         return outputs
@@ -232,19 +230,18 @@ def _string(literal: str) -> str | None:
 class AsWritten:
     """The arguments of a function that has been named already; they leave as written."""
 
+    called = malformed = in_string = False
+
     def __init__(self, name: str) -> None:
-        self.called = False
-        self.malformed = False
-        self.in_string = False
-        self._strings = Strings()
         self._name = name
+        self._strings = Strings()
         self._is_blank = True  # nothing of the arguments has come
 
     def feed(self, piece: Piece) -> list[Output]:
         outputs: list[Output] = []
         if not self.called:
             self.called = True
-            outputs.append(Call(self._name))
+            outputs.append(Call(self._name.strip()))
         if piece.text and (self.in_string or not piece.special):  # a marker outside of strings is a stray one
             self._is_blank = self._is_blank and piece.text.isspace()
             for _ in self._strings.lexemes(piece.text):
@@ -253,58 +250,39 @@ class AsWritten:
         return outputs
 
     def end(self) -> list[Output]:
-        return [Arguments("{}")] if self._is_blank else []
+        return [Arguments("{}")] if self.called and self._is_blank else []
 
 
-class NamedCalls:
-    """`NAME[ARGS]{...}`, with a `[CALL_ID]ID` between them or not; or, as older models write it, JSON."""
+class NamedCalls(AsWritten):
+    """`NAME[ARGS]{...}`, with a `[CALL_ID]ID` between them or not."""
 
     def __init__(self) -> None:
-        self.called = False
-        self.malformed = False
-        self.in_string = False
-        self._name = ""  # "get_w" | "eather[ARGS]": the name so far
+        super().__init__("")  # "get_w" | "eather[ARGS]": the name so far
         self._in_id = False  # "[CALL_ID]" | "a1b2": ids are not passed on, for clients get ours
-        self._rest: CallReader | None = None  # reads what follows the name, or all of it if it is JSON
 
     def feed(self, piece: Piece) -> list[Output]:
-        if self._rest is None:
-            piece = self._read_name(piece)
-        if self._rest is None:
-            return []
-        outputs = self._rest.feed(piece)
-        self.called = self._rest.called
-        self.malformed = self._rest.malformed
-        self.in_string = self._rest.in_string
-        return outputs
-
-    def end(self) -> list[Output]:
-        return self._rest.end() if self._rest else []
-
-    def _read_name(self, piece: Piece) -> Piece:
-        """Read more of the name; return what the rest begins with, if that is known now."""
+        if self.called:
+            return super().feed(piece)
         match piece.special:
-            case "" if not self._in_id:
+            case "[ARGS]" if self._name:
+                return super().feed(Piece(""))
+            case "[ARGS]":
+                self.malformed = True
+            case "[CALL_ID]":
+                self._in_id = True
+            case _ if not self._in_id:
                 self._name = (self._name + piece.text).lstrip()
-                if self._name.startswith(("[", "{")):
-                    self._rest = JsonCalls()
-                    return Piece(self._name)
                 if len(self._name) > MAX_QUALIFIED_NAME:  # no tool on offer has so long a name
                     self.malformed = True
                     self._name = ""
-            case "[CALL_ID]":
-                self._in_id = True
-            case "[ARGS]" if self._name.strip():
-                self._rest = AsWritten(self._name.strip())
-            case "[ARGS]" | "[TOOL_CALLS]":
-                self.malformed = True
-        return Piece("")
+        return []
 
 
 # --- XML ----------------------------------------------------------------------------------------------------
 
 TAG = re.compile(r"(?:<(function|parameter)=([^<>]+)|</function)>\Z")
 FUNCTION = "<function="
+MAX_TAG = 1024  # characters: what is longer names no function on offer
 VALUE_END = "</parameter>"
 VALUE_ENDS = (VALUE_END, "\n" + VALUE_END)  # the newline at either end of a value is the template's
 
@@ -321,13 +299,13 @@ class XmlCalls(Coroutine):
         self._finder = Finder([">", *VALUE_ENDS])
 
     def feed(self, piece: Piece) -> list[Output]:
-        return self._read(_texts(self._finder.feed(piece)))
+        return self._read(self._finder.feed(piece))
 
     def end(self) -> list[Output]:
         if not self.called:
             return []
         forgotten = [VALUE_END, "</function", ">"]  # it may be: if not, these mean nothing
-        return self._read([*_texts(self._finder.flush()), *forgotten])
+        return self._read([*self._finder.flush(), *forgotten])
 
     def _calls(self) -> Reading[None]:
         function = ""  # the open one
@@ -354,21 +332,17 @@ class XmlCalls(Coroutine):
 
     def _tag(self) -> Reading[str]:
         """Return what comes up to the next ">", which ends a tag."""
-        parts: list[str] = []
-        while not parts or not parts[-1].endswith(">"):
-            text = yield
-            if parts or text.lstrip():
-                parts.append(text)
-            # What is not a call is noticed at once, not at a ">" that may never come. 20 parts tell: to join
-            # ever more of them takes quadratic time.
-            if not self.called and len(parts) < 20:
-                begun = "".join(parts).lstrip()
+        tag = ""
+        while not tag.endswith(">"):
+            tag = (tag + (yield))[-MAX_TAG:]
+            if not self.called:  # what is not a call is noticed at once, not at a ">" that may never come
+                begun = tag.lstrip()
                 self.malformed = not (begun.startswith(FUNCTION) or FUNCTION.startswith(begun))
-        return "".join(parts)
+        return tag
 
     def _parameter(self, function: str, name: str) -> Reading[None]:
         """Read the value of a parameter. A string leaves as it comes, another value at its end."""
-        types = property_types(self._schemas.get(function, {}), name)
+        types = types_of(variants(self._schemas.get(function, {}), name))
         is_string = types == {"string"}
         if is_string:
             self._say(Arguments('"'))
@@ -382,10 +356,6 @@ class XmlCalls(Coroutine):
             text = yield
         rest = '"' if is_string else _as_json("".join(written), types)
         self._say(Arguments(rest))
-
-
-def _texts(found: Iterable[Piece | str]) -> list[str]:
-    return [part if isinstance(part, str) else part.text for part in found]
 
 
 # Qwen3-Coder's template shows booleans and null in Python's spelling, and so the model writes them:

@@ -148,7 +148,7 @@ DIALECTS = {
     "mistral-v3": Dialect(
         known_by=("[TOOL_CALLS]",),
         transitions=MISTRAL,
-        call_reader=lambda _: NamedCalls(),
+        call_reader=lambda _: JsonCalls(),
         reasoning_markers=MISTRAL_THINKING,
         call_markers=MISTRAL_CALLS,
         forms=Forms(

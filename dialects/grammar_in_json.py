@@ -134,28 +134,30 @@ LEXEME = re.compile(
 # llguidance follows rules by recursion: some 3000, each in the one before, and its stack is gone.
 MAX_NAMES = 2000
 
+FLOAT = r"([0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)"
+
 # fmt: off
-COMMON = {  # https://github.com/lark-parser/lark/blob/master/lark/grammars/common.lark
-    "CR":             r"/\r/",
-    "LF":             r"/\n/",
-    "NEWLINE":        r"/(\r?\n)+/",
-    "WS":             r"/[ \t\f\r\n]+/",
-    "WS_INLINE":      r"/[ \t]+/",
-    "DIGIT":          r"/[0-9]/",
-    "HEXDIGIT":       r"/[0-9a-fA-F]/",
-    "INT":            r"/[0-9]+/",
-    "SIGNED_INT":     r"/[+-]?[0-9]+/",
-    "DECIMAL":        r"/[0-9]+\.[0-9]*|\.[0-9]+/",
-    "FLOAT":          r"/[0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?/",
-    "SIGNED_FLOAT":   r"/[+-]?/ FLOAT",
-    "NUMBER":         r"FLOAT | INT",
-    "SIGNED_NUMBER":  r"/[+-]?/ NUMBER",
-    "LCASE_LETTER":   r"/[a-z]/",
-    "UCASE_LETTER":   r"/[A-Z]/",
-    "LETTER":         r"/[a-zA-Z]/",
-    "WORD":           r"/[a-zA-Z]+/",
-    "CNAME":          r"/[_a-zA-Z][_a-zA-Z0-9]*/",
-    "ESCAPED_STRING": r'/"([^"\\\n]|\\.)*"/',
+COMMON = {  # as regular expressions, of https://github.com/lark-parser/lark/blob/master/lark/grammars/common.lark
+    "CR":             r"\r",
+    "LF":             r"\n",
+    "NEWLINE":        r"(\r?\n)+",
+    "WS":             r"[ \t\f\r\n]+",
+    "WS_INLINE":      r"[ \t]+",
+    "DIGIT":          r"[0-9]",
+    "HEXDIGIT":       r"[0-9a-fA-F]",
+    "INT":            r"[0-9]+",
+    "SIGNED_INT":     r"[+-]?[0-9]+",
+    "DECIMAL":        r"[0-9]+\.[0-9]*|\.[0-9]+",
+    "FLOAT":          FLOAT,
+    "SIGNED_FLOAT":   f"[+-]?{FLOAT}",
+    "NUMBER":         f"{FLOAT}|[0-9]+",
+    "SIGNED_NUMBER":  f"[+-]?({FLOAT}|[0-9]+)",
+    "LCASE_LETTER":   r"[a-z]",
+    "UCASE_LETTER":   r"[A-Z]",
+    "LETTER":         r"[a-zA-Z]",
+    "WORD":           r"[a-zA-Z]+",
+    "CNAME":          r"[_a-zA-Z][_a-zA-Z0-9]*",
+    "ESCAPED_STRING": r'"([^"\\\n]|\\.)*"',
 }
 # fmt: on
 
@@ -213,13 +215,8 @@ def _import(lexeme: re.Match[str], atoms: _Atoms) -> str:
     for name in names:
         if name not in COMMON:
             raise BadGrammar(f"expected one of common.{', '.join(COMMON)}, got {name}")
-        rules.append(f"{_rule(lexeme['as'] or name)}: {_lark(_spelled_out(name), atoms)}")
+        rules.append(f"{_rule(lexeme['as'] or name)}: {_regex(COMMON[name], atoms)}")
     return "\n".join(rules)
-
-
-def _spelled_out(name: str) -> str:
-    """Return a terminal of the library, with those that it names in their places."""
-    return re.sub("[A-Z]{3,}", lambda inner: f"({_spelled_out(inner[0])})", COMMON[name])
 
 
 def grammar(syntax: str, definition: str) -> str:

@@ -81,12 +81,12 @@ def follow(tokens: LLTokenizer, connection: Connection) -> None:
     try:
         max_compile_s, lark, parts, token_ids = connection.recv()  # from matchers.Constraint
         limit_work(max_compile_s)
-        matcher = compiled(tokens, lark, parts)
+        matcher = matcher_of(tokens, lark)
         while True:
             matcher.consume_tokens(token_ids)
             mask = matcher.compute_bitmask()
             if matcher.is_error():
-                raise BadPart(one_line(matcher.get_error()), "")
+                raise bad_part(tokens, matcher, parts)
             limit_work(NO_LIMIT)
             connection.send_bytes(MASK + mask)
             token_ids = connection.recv()
@@ -122,21 +122,25 @@ def limit_work(max_s: float) -> None:
 # --- grammars and masks -------------------------------------------------------------------------------------
 
 
-def compiled(tokens: LLTokenizer, lark: str, parts: Iterable[tuple[str, str]]) -> LLMatcher:
-    """Compile the whole; if that fails, raise BadPart for the first part that fails by itself."""
-    whole = LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
-    if whole.is_error():
-        for name, text in [*parts, ("", lark)]:
-            matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(text), log_level=0)
-            if matcher.is_error():
-                raise BadPart(one_line(matcher.get_error()), name)
-    return whole
+def matcher_of(tokens: LLTokenizer, lark: str) -> LLMatcher:
+    return LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
+
+
+def bad_part(tokens: LLTokenizer, whole: LLMatcher, parts: Iterable[tuple[str, str]]) -> BadPart:
+    """Return what is wrong, with the first part that fails by itself if one does."""
+    for name, lark in parts:
+        part = matcher_of(tokens, lark)
+        part.compute_bitmask()
+        if part.is_error():
+            return BadPart(one_line(part.get_error()), name)
+    return BadPart(one_line(whole.get_error()), "")
 
 
 def one_line(message: object) -> str:
     """Return the first line; for a regular expression also the line that says what is wrong with it."""
     first, *others = str(message).splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    first = first.replace("NoExtensionBias", "a $ref leads back to itself")
     return " ".join([first, *reasons[-1:]])[:MAX_ERROR]
 
 

@@ -28,8 +28,8 @@ from typing import Any, Literal, NamedTuple
 from llguidance import regex_to_lark
 
 from channels import Dialect
-from dialects import calls, grammar_in_json, json_schema
-from dialects.json_schema import BadGrammar
+from dialects import calls, grammar_in_json
+from dialects.json_schema import BadGrammar, types_of, variants
 from request.tools import Grammar, StructuredOutput
 
 MAX_LARK = 2**20  # characters of the grammar of an answer
@@ -148,11 +148,8 @@ def _plain_text(writer: _Writer) -> str:
         writer.rule("SPELLED", f"/(?s:.*)({markers})(?s:.*)/")
         terms.append("~SPELLED")
     if dialect.start == "call":
-        terms.append(BARE)
+        terms.append(r"~/\s*[\[{](?s:.*)/")  # a call without a marker
     return writer.rule("PLAIN", " & ".join(terms))
-
-
-BARE = r"~/\s*[\[{](?s:.*)/"  # a call without a marker
 
 
 def _bodies(writer: _Writer, spec: StructuredOutput) -> list[str]:
@@ -199,8 +196,6 @@ def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: G
 
 def _part(writer: _Writer, name: str, schema: Mapping[str, Any]) -> str:
     """Return the JSON that fits a schema of the client."""
-    if problem := json_schema.problem(schema):
-        raise BadGrammar(problem, name)
     as_json = _json(schema)
     writer.parts.append((name, f"start: {as_json}"))
     return as_json
@@ -228,7 +223,7 @@ def _input(writer: _Writer, name: str, grammar: Grammar, in_xml: bool) -> str:
 # a string, which is bare. There a grammar does not follow the others, so they are refused.
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$schema", "$comment"}
 OF_OBJECTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-OF_STRINGS = ANNOTATIONS | {"type", "anyOf", "oneOf"}
+OF_STRINGS = ANNOTATIONS | {"type", "anyOf", "oneOf", "$ref"}
 PARAMETER_NAME = re.compile(r"[^<>\s]+")
 PARAMETER_END = f"\n{calls.VALUE_END}\n"
 
@@ -236,20 +231,19 @@ PARAMETER_END = f"\n{calls.VALUE_END}\n"
 def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
     """Yield the parameters in the order of the schema, those that it only requires last."""
     _check_keywords([root], OF_OBJECTS)
-    described = root.get("properties", {})
-    required: dict[str, Any] = {name: {} for name in root.get("required", ())}
-    for name, schema in (described | (required | described)).items():
+    required = dict.fromkeys(root.get("required", ()))
+    for name in dict.fromkeys([*root.get("properties", ()), *required]):
         if not PARAMETER_NAME.fullmatch(name):
             raise BadGrammar(f"'{name}' cannot be the name of a parameter")
-        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name, schema)}"
+        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name)}"
         yield parameter if name in required else f"({parameter})?"
 
 
-def _value(writer: _Writer, root: Mapping[str, Any], name: str, schema: Any) -> str:
+def _value(writer: _Writer, root: Mapping[str, Any], name: str) -> str:
     """Return one of three: a string of an enum, any string, or JSON; newlines around it."""
-    while "$ref" in schema:  # not for ever: problem() has shown no circle
-        schema = json_schema.target(root, schema["$ref"])
-    types = json_schema.property_types(root, name)
+    schemas = variants(root, name)
+    schema: Any = next((each for each in schemas if "$ref" not in each), None)
+    types = types_of(schemas)
     if "string" not in types:
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         as_json = writer.rule(f"json_{len(writer.rules)}", _json(schema | definitions))
@@ -257,7 +251,7 @@ def _value(writer: _Writer, root: Mapping[str, Any], name: str, schema: Any) -> 
     if "enum" in schema and types == {"string"}:
         values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in schema["enum"]]
         return f"({' | '.join(values)})"
-    _check_keywords(json_schema.objects_in(schema), OF_STRINGS)
+    _check_keywords(schemas, OF_STRINGS)
     return f'"\\n" {writer.lazy(PARAMETER_END)}'
 
 

@@ -506,7 +506,6 @@ OTHERS = {
     "mistral": [
         ("a[TOOL_CALLS]f[ARGS]{'s': 1}[TOOL_CALLS]g[ARGS]{}",         "[final]a[call f]{'s': 1}[call g]{}"),
         ("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{'s': 1}",             "[call f]{'s': 1}"),
-        ("[TOOL_CALLS][{'name': 'f', 'arguments': {}}]",              "[call f]{}"),
         ("[TOOL_CALLS][ARGS]{}",                                      "[final][TOOL_CALLS][ARGS]{}"),
         ("[THINK]a[/THINK]b[ARGS]c",                                  "[analysis]a[final]b[final]c"),
     ],

@@ -31,22 +31,20 @@ from tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
-CITY: Json = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Bergen"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+
+def closed(required: list[str], **properties: Json) -> Json:
+    more = {"required": required, "additionalProperties": False}
+    return {"type": "object", "properties": properties} | more
+
+
+CITY = closed(["city"], city={"enum": ["Oslo", "Bergen"]})
 FUNCTIONS = (("get_weather", CITY), ("stop", {"type": "object"}))
 TOKENIZER = Tokenizer(TINY / "tokenizer.json")
 GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041, 2039))
-
 HERMES = families.find(DIALECTS["hermes"], TOKENIZER.added, "", tools=True)
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-OTHER = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
 OBJECT = '{"city": "Oslo"}'
-THOUGHT = "<think>\nhm {</think>\n\n"
 
 PATCH = tools.Tool("patch", custom=True, grammar=tools.Grammar("lark", r"""
     start: LINE+ "end"
@@ -66,7 +64,7 @@ REQUIRED = Must("required", FUNCTIONS)
 EITHER = Must("required", (*FUNCTIONS, *CUSTOM), inputs=INPUTS)
 MAYBE = Must("auto", CUSTOM, inputs=INPUTS)
 EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\x"')
-NO_EDIT, NO_TIME = custom("patch", "+a\nb\nend"), custom("when", '23:59 "x"')
+NO_EDIT = custom("patch", "+a\nb\nend")
 ONE = Must("required", FUNCTIONS, one_call=True)
 AUTO = Must("auto", FUNCTIONS)
 NEITHER = Must("none")
@@ -77,20 +75,14 @@ BOTH = Must("auto", FUNCTIONS, schema=CITY)
 # fmt: off
 #  spec     the answer                 it fits
 ANSWERS: list[tuple[Must, str, bool]] = [
-    (REQUIRED, "\n".join([CALL] * 16),   True),
-    (REQUIRED, "\n".join([CALL] * 17),   False),  # a small model would call until its context is full
-    (REQUIRED, OTHER,                    False),
-    (AUTO,     THOUGHT + "So.\n" + CALL, True),
-    (AUTO,     "Fine.\n" + OTHER,        False),
-    (FORMAT,   '{"city": "Oslo"',        False),
-    (FORMAT,   '{"city": 5}',            False),
-    (EITHER,   EDIT,                     True),
-    (EITHER,   TIME + "\n" + EDIT,       True),
-    (EITHER,   CALL + "\n" + TIME,       True),
-    (EITHER,   NO_EDIT,                  False),
-    (EITHER,   NO_TIME,                  False),
-    (MAYBE,    "So.\n" + EDIT,           True),
-    (MAYBE,    "So.\n" + NO_EDIT,        False),
+    (REQUIRED, "\n".join([CALL] * 16),           True),
+    (REQUIRED, "\n".join([CALL] * 17),           False),  # a small model would call until its context is full
+    (REQUIRED, CALL.replace("weather", "wind"),  False),
+    (EITHER,   TIME + "\n" + EDIT + "\n" + CALL, True),
+    (EITHER,   NO_EDIT,                          False),
+    (EITHER,   custom("when", '23:59 "x"'),      False),
+    (MAYBE,    "So.\n" + EDIT,                   True),
+    (MAYBE,    "So.\n" + NO_EDIT,                False),
 ]
 # fmt: on
 
@@ -121,34 +113,20 @@ def test_answers(spec: Must, answer: str, expected: bool) -> None:
     assert fits(answer, spec, HERMES, "possible") == expected
 
 
-HOME: Json = {
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
-PERSON: Json = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 10},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
-        "home": HOME,
-    },
-    "required": ["name", "age", "tags", "home"],
-    "additionalProperties": False,
-}
-TRIP: Json = {
-    "type": "object",
-    "properties": {
-        "to": {"enum": ["Oslo", "Bergen"]},
-        "by": {"type": "string", "enum": ["train", "boat"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 30},
-        "with": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
-    },
-    "required": ["to", "days"],
-    "additionalProperties": False,
-}
+PERSON = closed(
+    ["name", "age", "tags", "home"],
+    name={"type": "string", "maxLength": 10},
+    age={"type": "integer", "minimum": 0, "maximum": 150},
+    tags={"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    home=closed(["x"], x={"type": "boolean"}),
+)
+TRIP = closed(
+    ["to", "days"],
+    to={"enum": ["Oslo", "Bergen"]},
+    by={"type": "string", "enum": ["train", "boat"]},
+    days={"type": "integer", "minimum": 1, "maximum": 30},
+    guests={"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+)
 
 # fmt: off
 TO = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
@@ -189,17 +167,14 @@ def test_every_dialect(name: str, tokens: bool) -> None:
     """With markers that are tokens or spelled, what is a call and what is not is the same."""
     dialect, words = vocabulary(name, tokens)
     one, text, forms = CITY_CALLS[name], TEXTS[name], dialect.forms
-    call, several = (
-        one.join(forms.calls),
-        [(one + forms.separator + one).join(forms.calls)] if forms.separator is not None else [],
-    )
-    thought = "hm {".join(forms.thought)
+    call, thought = one.join(forms.calls), "hm {".join(forms.thought)
+    several = [(one + forms.separator + one).join(forms.calls)] if forms.separator is not None else []
     unfit = call.replace("city", "town")
     before = [forms.before.replace("TEXT", "Fine.") + call] if forms.before else []
     json_text = forms.text.replace("TEXT", OBJECT)
     # fmt: off
     for spec, good, bad in (
-        (REQUIRED, [call, thought + call, *several],                            [text, unfit, *before]),
+        (REQUIRED, [call, thought + call, *several],                  [text, unfit, *before]),
         (ONE,      [call],                                            [text, *several]),
         (AUTO,     [call, text, thought + text, *before],             [unfit]),
         (NEITHER,  [text, thought + text],                            [call, *before]),
@@ -241,35 +216,32 @@ def any_answer(spec: Must, dialect: Dialect, words: Vocabulary, rng: random.Rand
     yield from decoder.close()
 
 
-# What a string is where it is not quoted, and what is JSON there.
-STRINGS: Json = {
-    "type": "object",
-    "properties": {
-        "s": {"type": "string"},
-        "e": {"enum": ["a", "é\n"]},
-        "n": {"$ref": "#/$defs/n"},
-        "o": {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False},
-        "u": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    },
-    "required": ["s"],
-    "$defs": {"n": {"type": "integer"}},
-}
+STRINGS = closed(
+    ["s"],
+    s={"type": "string"},
+    e={"anyOf": [{"$ref": "#/$defs/s"}, {"type": "null"}]},
+    r={"$ref": "#/$defs/e"},
+    n={"$ref": "#/$defs/n"},
+    o=closed([], x={"type": "string"}),
+) | {"$defs": {"n": {"type": "integer"}, "e": {"enum": ["a", "é\n"]}, "s": {"type": "string"}}}
 
 # fmt: off
 PARAMETERS = [
     # in XML: name, value, ...                       it fits
     (["s", "<b>\n"],                                True),
-    (["s", "a", "e", "é\n", "n", "5"],              True),
-    (["s", "a", "o", '{"x": "b"}', "u", "5"],        True),
+    (["s", "a", "e", "5", "r", "é\n", "n", "5"],    True),
+    (["s", "a", "o", '{"x": "b"}'],                  True),
     (["n", "5"],                                     False),
-    (["s", "a", "e", "b"],                           False),
+    (["s", "a", "r", "b"],                           False),
     (["s", "a", "n", "five"],                        False),
     (["s", "a", "o", "x"],                           False),
     (["n", "5", "s", "a"],                           False),
 ]
+LONG = {"type": "string", "maxLength": 1}
 UNENFORCEABLE: list[tuple[Json, str]] = [
     # of the arguments                                               the message says
     ({"properties": {"a": {"type": "string", "pattern": "^a$"}}},    "pattern cannot be enforced"),
+    ({"properties": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}}, "$defs": {"b": LONG}}, "maxLength cannot be"),
     ({"properties": {"a>": {"type": "string"}}},                     "'a>' cannot be the name"),
     ({"properties": {"a": {}}, "minProperties": 1},                  "minProperties cannot be enforced"),
 ]
@@ -294,14 +266,7 @@ def test_what_cannot_be_enforced_in_xml_is_refused(schema: Json, message: str) -
     assert caught.value.part == "f"
 
 
-ROUND = {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}
-SELF = {"$ref": "#/properties/a"}
-TREE: Json = {
-    "type": "object",
-    "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
-    "required": ["next"],
-    "additionalProperties": False,
-}
+TREE = closed(["next"], next={"anyOf": [{"$ref": "#"}, {"type": "null"}]})
 
 
 def chain(n: int) -> Json:
@@ -319,24 +284,22 @@ def demanding(lark: str) -> Must:
 
 
 # fmt: off
-#  schema                                                                  to blame
-REFUSED: list[tuple[Must, str]] = [
-    (Must("none", schema={"type": "objec"}),                             "schema"),
-    (Must("none", schema={"not": {}}),                                   "schema"),
-    (Must("none", schema={"type": "integer", "minimum": 10**400}),       "schema"),
-    (Must("none", schema={"type": "string", "maxLength": 10**30}),       "schema"),
-    (Must("none", schema={"$ref": "#"}),                                 "schema"),
-    (Must("none", schema={"$ref": "#/$defs/a", "$defs": ROUND}),         "schema"),
-    (Must("none", schema={"type": "object", "properties": {"a": SELF}}), "schema"),
-    (Must("none", schema=chain(3000)),                                   ""),  # it ends the process
-    (Must("none", schema={"$ref": "https://e.x/s"}),                     "schema"),
-    (Must("none", schema={"items": {"$id": "https://e.x/s"}}),           "schema"),
-    (Must("required", (("f", {"type": 5}),)),                            "f"),
-    (Must("required", (("f", {"$ref": "#"}),)),                          "f"),
-    (demanding("start: nowhere"),                                          "p"),
-    (demanding("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3500)) + 'a3500: "x"'), "p"),
-    (demanding('start: "a" }'),                                            "p"),
-    (demanding("start: <think>"),                                          "p"),
+LOOK_AHEAD = "look-around, including look-ahead and look-behind, is not supported"
+REFUSED: list[tuple[Must, str, str]] = [
+    # spec                                                              to blame    the message says
+    (Must("none", schema={"not": {}}),                                  "schema",   "not"),
+    (Must("none", schema={"type": "integer", "minimum": 10**400}),      "schema",   ""),
+    (Must("none", schema={"type": "string", "maxLength": 10**30}),      "schema",   ""),
+    (Must("none", schema={"$ref": "#"}),                                "schema",   "a $ref leads back"),
+    (Must("none", schema={"$ref": "https://e.x/s"}),                    "schema",   ""),
+    (Must("none", schema=chain(3000)),                                  "",         "takes more than"),
+    (Must("none", schema={"type": "string", "pattern": "^(?=a)b$"}),    "schema",   LOOK_AHEAD),
+    (Must("none", schema={"type": "string", "pattern": "(a"}),          "schema",   "unclosed group"),
+    (Must("required", (("f", {"type": 5}),)),                           "f",        ""),
+    (demanding("start: nowhere"),                                         "p",        "nowhere"),
+    (demanding("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3500)) + 'a3500: "x"'), "p", ""),
+    (demanding('start: "a" }'),                                           "p",        ""),
+    (demanding("start: <think>"),                                         "p",        ""),
 ]
 # fmt: on
 
@@ -346,41 +309,16 @@ def check(spec: Must) -> None:
     asyncio.run(GRAMMARS.check(answer_grammar(spec, HERMES, TOKENIZER.added, "over"), owner=""))
 
 
-@pytest.mark.parametrize(("spec", "part"), REFUSED)
-def test_what_cannot_be_enforced_is_refused(spec: Must, part: str) -> None:
+@pytest.mark.parametrize(("spec", "part", "message"), REFUSED)
+def test_what_cannot_be_enforced_is_refused(spec: Must, part: str, message: str) -> None:
+    """The first line of the library's error was all that was said of a pattern: "regex parse error:"."""
     with pytest.raises(BadGrammar) as caught:
         check(spec)
     assert caught.value.part == part
+    assert message in str(caught.value)
 
 
-def wide(n: int) -> Json:
-    """Many $refs, none after another: as generators write them."""
-    small = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}}
-    many = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(n)}
-    return {"type": "object", "properties": many, "$defs": {f"d{i}": small for i in range(n)}}
-
-
-SELF_IN_A_LIST = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/anyOf/1"}}]}
-
-
-@pytest.mark.parametrize("schema", [chain(300), wide(400), TREE, SELF_IN_A_LIST])
-def test_a_schema_may_be_deep_or_wide_or_hold_itself(schema: Json) -> None:
-    """Bug: one deeper than llguidance's stack took the process with it. A list or object is no circle."""
-    check(Must("none", schema=schema))
-
-
-def test_a_schema_that_holds_itself_is_followed() -> None:
+def test_a_schema_may_be_deep_and_may_hold_itself() -> None:
+    """Bug: one deeper than llguidance's stack took the process with it."""
+    check(Must("none", schema=chain(300)))
     assert fits('{"next": {"next": null}}', Must("none", schema=TREE), HERMES, "over")
-
-
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        ("^(?=a)b$", "look-around, including look-ahead and look-behind, is not supported"),
-        ("(a", "unclosed group"),
-    ],
-)
-def test_who_sends_a_bad_pattern_is_told_what_is_wrong_with_it(pattern: str, reason: str) -> None:
-    """The first line of the library's error was all: "regex parse error:"."""
-    with pytest.raises(BadGrammar, match=reason):
-        check(Must("none", schema={"type": "string", "pattern": pattern}))
