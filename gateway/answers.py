@@ -137,9 +137,8 @@ class Documents(sse.Parser):
 
     def __init__(self, content_type: str) -> None:
         super().__init__(MAX_EVENT_BYTES)
-        self._is_stream: bool | None = None  # None: its first byte will tell
-        if content_type.lower().startswith("text/event-stream"):
-            self._is_stream = True
+        is_sse = content_type.lower().startswith("text/event-stream")
+        self._is_stream: bool | None = is_sse or None  # None: its first byte will tell
         self._beginning = b""  # perhaps a part of a BOM
 
     def read(self, data: bytes) -> Iterator[Chunk | None]:

@@ -17,13 +17,12 @@ Rules of this file:
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from channels import Usage
+from completions import Chunk
 
 log = logging.getLogger("remote")
-
-Document = dict[str, Any]  # a JSON object
 
 MAX_COUNT = 2**53  # larger ones are not counts, and no float holds them
 
@@ -40,7 +39,7 @@ COUNTS = {
 # fmt: on
 
 
-def usage_of(document: Document) -> Document | None:
+def usage_of(document: Chunk) -> Chunk | None:
     """Return the usage object of a chunk, or of a Responses event; None: it has none."""
     response = document.get("response")
     usage = (response if isinstance(response, dict) else document).get("usage")
@@ -55,7 +54,7 @@ class Meter:
     usage: Usage | None = None  # None: none was seen
     upstream: str = "no upstream"  # the URL of the one that answers
 
-    def read(self, document: Document) -> None:
+    def read(self, document: Chunk) -> None:
         """Count a usage object, and give it its costs in place."""
         usage = self.usage or Usage(0, 0)
         for members in (document, *document.values()):

@@ -28,7 +28,7 @@ from gateway.metering import Meter, Outcome, settle
 from gateway.refused import Refused, refusal
 from gateway.upstreams import Reply
 from request.refusals import error_body
-from streaming import SSE_HEADERS, kept_alive, while_connected
+from streaming import SSE_HEADERS, JsonAnswer, kept_alive, while_connected
 
 # Seconds after which a request that can wait is accepted, although the upstream may still read its prompt.
 # Until then a refusal keeps its status.
@@ -112,7 +112,7 @@ class RelayedChat(Response):
                 await send_stream(opening, headers, send)
                 return
             chunks = [chunk async for read in opening.result() for chunk in read]
-            response = Response(await asyncio.to_thread(whole, chunks), media_type="application/json")
+            response = JsonAnswer(await asyncio.to_thread(whole, chunks))
             response.raw_headers += headers
             await response(scope, receive, send)
 

@@ -68,15 +68,15 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
 def tools_and_choice(request: Request) -> dict[str, Any]:
     tools = marked(request.tools, request)
     spec = request.structured_output
-    if not (spec and spec.functions):
-        return {"tools": tools, "tool_choice": "auto" if request.called else "none"}
-    choice: Any = spec.calls
-    if request.named_call:
-        choice = {"type": "function", "function": {"name": spec.functions[0][0]}}
-    # Only our own server knows `allowed_tools`, and to llama.cpp an object is "auto":
-    # https://github.com/ggml-org/llama.cpp/issues/26535
-    allowed = {name for name, _ in spec.functions}
-    tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+    choice: Any = "auto" if request.called else "none"
+    if spec and spec.functions:
+        choice = spec.calls
+        if request.named_call:
+            choice = {"type": "function", "function": {"name": spec.functions[0][0]}}
+        # Only our own server knows `allowed_tools`, and to llama.cpp an object is "auto":
+        # https://github.com/ggml-org/llama.cpp/issues/26535
+        allowed = {name for name, _ in spec.functions}
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
     return {"tools": tools, "tool_choice": choice}
 
 
@@ -177,8 +177,7 @@ class RemoteWorker:
         if name in models or (name == alias and models):
             return True
         if not self.upstreams.all_known():
-            message = f"No upstream has '{name}', and not all of them have been reached yet."
-            raise Refused(503, message)
+            raise Refused(503, f"No upstream has '{name}', and not all of them have been reached yet.")
         return False
 
     def _upstream_name(self, name: str) -> str:
@@ -187,7 +186,7 @@ class RemoteWorker:
         return name if name in models else next(iter(models), name)
 
     def counts(self) -> dict[str, int]:
-        return self.upstreams.counts() | dict(self.totals)
+        return {**self.upstreams.counts(), **self.totals}
 
     @property
     def alive(self) -> bool:

@@ -19,7 +19,8 @@ Rules of this file:
 6. An upstream that leaves several probes in a row unanswered gets no requests until it answers one. What
    becomes of requests does not matter: one that no upstream can answer must not close the way for others.
 7. A key goes to the upstream that it is for, and to no other.
-8. Answers are not packed: a packed one could unpack to gigabytes. One that is packed all the same is refused.
+8. Answers are not packed: a packed one could unpack to gigabytes. One that is packed all the same is not
+   unpacked, and so cannot be read.
 """
 
 import asyncio
@@ -85,7 +86,7 @@ class Upstream:
 
 # --- one answer ---------------------------------------------------------------------------------------------
 
-CLOSING: set[asyncio.Future[None]] = set()  # the event loop holds its tasks by weak references alone
+CLOSING = set[asyncio.Future[None]]()  # the event loop holds its tasks by weak references alone
 
 
 class Reply:
@@ -178,12 +179,7 @@ async def beginning(response: httpx.Response) -> bytes:
 class Upstreams:
     """The pool of upstreams that requests are balanced over."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        api_keys: Mapping[str, str],
-        timeouts: Timeouts,
-    ) -> None:
+    def __init__(self, urls: Sequence[str], api_keys: Mapping[str, str], timeouts: Timeouts) -> None:
         """`api_keys` by URL; an upstream without one gets none."""
         self._upstreams = []
         for url in urls:
@@ -251,34 +247,27 @@ class Upstreams:
         reply = Reply(upstream, self._timeouts)
         try:
             async with asyncio.timeout(self._timeouts.first_byte_s):
-                response = await self._send(upstream, "POST", "/chat/completions", body)
+                response = await self._send(upstream, "/chat/completions", body)
                 content_type = response.headers.get("content-type", "")
                 await reply.begin(response, Answer(content_type, meter, asked))
         except BaseException as error:
             reply.close()
             if isinstance(error, UNREACHABLE):
-                message = f"The upstream gave no answer to a request ({reason(error)})."
-                raise Refused(502, message) from error
+                raise Refused(502, f"The upstream gave no answer to a request ({reason(error)}).") from error
             raise
         meter.upstream = upstream.url
         return reply
 
     async def _send(
-        self, upstream: Upstream, method: str, path: str, body: Mapping[str, Any] | None = None
+        self, upstream: Upstream, path: str, body: Mapping[str, Any] | None = None
     ) -> httpx.Response:
         """Return the head of an answer with status 200; raises Refused, or one of UNREACHABLE."""
-        url = upstream.url + path
-        request = self._client.build_request(method, url, json=body, headers=upstream.headers)
+        method = "POST" if body else "GET"
+        request = self._client.build_request(method, upstream.url + path, json=body, headers=upstream.headers)
         response = await self._client.send(request, stream=True)
         if response.status_code != 200:
             body_of_error = await beginning(response)
             raise read_refusal(response.status_code, response.headers, body_of_error)
-        encoding = response.headers.get("content-encoding", "identity")
-        if encoding != "identity":
-            await response.aclose()
-            raise Refused(
-                502, f"The upstream packs its answers ({encoding}), although 'identity' was asked for."
-            )
         return response
 
     # --- probing --------------------------------------------------------------------------------------------
@@ -296,15 +285,19 @@ class Upstreams:
         """Ask an upstream for its models."""
         try:
             async with asyncio.timeout(self._timeouts.probe_s):
-                response = await self._send(upstream, "GET", "/models")
+                response = await self._send(upstream, "/models")
             models = document(await beginning(response)).get("data")
             if not isinstance(models, list):
                 raise ValueError("expected a list of models")
         except (ValueError, *UNREACHABLE) as error:  # Refused too, and a key that no header can hold
             upstream.n_failures += 1
             if upstream.n_failures <= MAX_FAILURES:
-                about = "GET %s/models failed %d times: %s; most servers have it under /v1"
-                log.warning(about, upstream.url, upstream.n_failures, reason(error))
+                log.warning(
+                    "GET %s/models failed %d times: %s; most servers have it under /v1",
+                    upstream.url,
+                    upstream.n_failures,
+                    reason(error),
+                )
             return
         upstream.models = {
             model["id"]: model for model in objects(models) if isinstance(model.get("id"), str)

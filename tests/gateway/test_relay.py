@@ -3,6 +3,7 @@ which of them is asked. The bugs of other relays are replays; here: their laws, 
 """
 
 import asyncio
+import gzip
 import itertools
 import json
 import logging
@@ -385,7 +386,7 @@ CHAOS: dict[str, tuple[list[str], Answer]] = {
     "reset":              (BROKEN,  reset),
     "no finish_reason":   (BROKEN,  says(head() + FRAMES[0] + FRAMES[2])),
     "call without name":  (BROKEN,  says(head() + NAMELESS + DONE)),
-    "packed":             (REFUSED, says(streams("Content-Encoding: gzip"))),
+    "packed":             (REFUSED, says(head() + gzip.compress(STREAM))),
     "garbage":            (REFUSED, says(head() + bytes(range(256)) * 99)),
     "unreadable frame":   (REFUSED, says(head() + OOPS + finish() + DONE)),
     "HTML":               (REFUSED, says(head("text/html") + b"<html>")),
