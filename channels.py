@@ -21,7 +21,6 @@ ids (tokenizer.py), item and call ids (responses.py), when generation stops (wor
 """
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -224,15 +223,13 @@ class Finder:
 
     def __init__(self, needles: Collection[str]) -> None:
         self._needles = tuple(needles)
-        first_characters = "".join({re.escape(needle[0]) for needle in needles})
-        never = r"[^\s\S]"
-        self._may_begin = re.compile(f"[{first_characters}]" if needles else never)
+        self._first_characters = {needle[0] for needle in needles}
         self._held_pieces: list[Piece] = []
         self._held_text = ""  # the text of these; after each feed() it is shorter than the longest needle
 
     def lets_through(self, text: str) -> bool:
         """Return True if nothing is held and no needle may begin in this text, as in most pieces."""
-        return not self._held_text and self._may_begin.search(text) is None
+        return not self._held_text and self._first_characters.isdisjoint(text)
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
         """Yield the text that is certain, as pieces, and each needle found, as a str."""
@@ -250,15 +247,18 @@ class Finder:
 
     def flush(self) -> list[Piece]:
         """Release all that is held: it did not become a needle."""
-        return self._release(len(self._held_text))
+        released = self._held_pieces
+        self._held_pieces = []
+        self._held_text = ""
+        return released
 
     def _first_match(self) -> tuple[int, int, str] | None:
         """Return (end, start, needle) of the match that ends first, and is the longest of such."""
-        matches: list[tuple[int, int, str]] = []
-        for needle in self._needles:
-            start = self._held_text.find(needle)
-            if start >= 0:
-                matches.append((start + len(needle), start, needle))
+        matches = [
+            (start + len(needle), start, needle)
+            for needle in self._needles
+            if (start := self._held_text.find(needle)) >= 0
+        ]
         return min(matches, default=None)
 
     def _n_ambiguous(self) -> int:
@@ -408,17 +408,18 @@ class Parser:
         self._one_call = one_call
         self._markers = Finder(dialect.markers - dialect.tokens)
         self._header = dialect.header() if dialect.header else None
-        self._call = CallBody(dialect.call_reader(self._schemas))  # read in the state "call" alone
+        self._call = CallBody(self._dialect.call_reader(self._schemas))  # read in the state "call" alone
         self._trimming = Trimming(dialect.trims, after_marker)
         self._stop = Finder(stop)
         self._open_item: Literal["", "text", "call"] = ""  # what a Close would end
         self._in_malformed_call = False  # "<tool_call>no call" | "</tool_call>": its end is text too
-        self._outputs: list[Output] = []  # emitted, and not yet returned
+        self._outputs: list[Output] = []  # of this call of feed() or close()
 
     def feed(self, piece: Piece) -> list[Output]:
         """Return the outputs that are certain after this piece; the rest is held back (rule 3)."""
         if self._lets_through(piece):
             return [Delta(cast(Channel, self.state), piece.text, piece.logprobs)]
+        self._outputs = []
         if piece.special in self._dialect.tokens:
             self._flush_markers()
             self._marker(piece.special)
@@ -430,7 +431,7 @@ class Parser:
                     self._marker(part)
                 else:
                     self._text(part)
-        return self._emitted()
+        return self._outputs
 
     def _lets_through(self, piece: Piece) -> bool:
         """Return True if each machine leaves this piece as it is, more of the text that is open.
@@ -451,6 +452,7 @@ class Parser:
 
     def close(self, cut: bool) -> list[Output]:
         """Return the rest at the end of the output; `cut`: the model was interrupted, not done."""
+        self._outputs = []
         self._flush_markers()
         if self.state == "between" or (self.state in HEADER_STATES and not cut):
             self._end_header(complete=False)
@@ -461,12 +463,7 @@ class Parser:
         if self.state != "call":
             self._show_up_to_stop(self._stop.flush())
             self._show(self._trimming.release())
-        return self._emitted()
-
-    def _emitted(self) -> list[Output]:
-        outputs = self._outputs
-        self._outputs = []
-        return outputs
+        return self._outputs
 
     def _emit(self, outputs: Iterable[Output]) -> None:
         """Return them from feed() or close(), up to the one with which the response ends, if it does."""

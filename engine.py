@@ -1,7 +1,7 @@
 """The engine: a thread that runs the model step by step, and what goes between it and asyncio.
 
-    Sequence --Engine.generate()--> emit(StepOutput), emit(StepOutput), ... the last one with `finish`
-    the thread, over and over: read the inbox -> bring masks -> schedule() -> launch() -> read() -> emit
+    Sequence --Engine.generate()--> feed(StepOutput), feed(StepOutput), ... the last one with `finish`
+    the thread, over and over: read the inbox -> bring masks -> schedule() -> launch() -> read() -> feed
 
 Rules of this file:
 1. One thread owns the scheduler and the model. Requests and aborts come in by a queue. The outputs of steps
@@ -13,9 +13,9 @@ Rules of this file:
    step fails all, and the engine says that it is not alive.
 4. While sequences decode, a step with prefill chunks has about as many rows as are computed in STEP_S.
 5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more. What comes
-   after that one is dropped (emit_all).
-6. While the device is busy, the next step is launched before the tokens of the last one are emitted, so that
-   the event loop's work with them does not hold up the launch.
+   after that one is dropped.
+6. While the device is busy, the next step is launched before the tokens of the last one leave this thread, so
+   that the event loop's work with them does not hold up the launch.
 7. A step waits a moment for the masks of structured output. A sequence whose mask was late does
    not hold up the others again.
 
@@ -42,7 +42,7 @@ from weakref import WeakKeyDictionary
 from checkpoint.config import Config
 from model import PAGE, Span, Ticket
 from sampling import Choice, Context
-from scheduler import Constraint, Scheduled, Scheduler, Sequence
+from scheduler import Scheduled, Scheduler, Sequence
 
 log = logging.getLogger("engine")
 
@@ -89,30 +89,8 @@ class StepOutput(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
-# Hands the tokens of a step to their reader, and returns whether it wants more.
-Emit = Callable[[StepOutput], bool]
-
-
-class Reader(NamedTuple):
-    """Where the tokens of a sequence go."""
-
-    emit: Emit  # to be called in the event loop
-    ended: asyncio.Future[None]  # of the event loop: it has read all, wants no more, or has left
-
-
-def emit_all(outputs: list[tuple[Reader, StepOutput]]) -> None:
-    """Emit what a step has brought; to be called in the event loop."""
-    for reader, output in outputs:
-        if reader.ended.done():
-            continue
-        try:
-            wants_more = reader.emit(output)
-        except Exception as error:
-            reader.ended.set_exception(error)
-        else:
-            if output.finish or not wants_more:
-                reader.ended.set_result(None)
-
+# Takes what a step has brought to its sequence, and returns whether more is wanted.
+Feed = Callable[[StepOutput], bool]
 
 # Called after each step that has been read, with the scheduler as it is then, the batch, the choices that the
 # runner has returned, and the seconds. The batch is empty if only the scheduler has changed.
@@ -122,14 +100,14 @@ Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], Non
 # --- Theory of operation ------------------------------------------------------------------------------------
 #
 # What the thread does while a device computes, with n_ahead = 1. Step 4 is launched before step 3 is read, so
-# the scheduler chains it to tokens that only the device knows yet. The tokens of step 2 are emitted after
-# that, while the device is at work, and the event loop makes events of them meanwhile.
+# the scheduler chains it to tokens that only the device knows yet. The tokens of step 2 are fed to their
+# readers after that, while the device is at work, and the event loop makes events of them meanwhile.
 #
-#   thread   read 2   launch 4   emit 2   read 3 ............   launch 5   emit 3   read 4 .......
+#   thread   read 2   launch 4   feed 2   read 3 ............   launch 5   feed 3   read 4 .......
 #   device   step 3 .................................   step 4 .................................
 #
-# On a CPU n_ahead is 0: launch() itself computes, read() returns at once, and the tokens are emitted before
-# the next step is scheduled.
+# On a CPU n_ahead is 0: launch() itself computes, read() returns at once, and the tokens are fed to their
+# readers before the next step is scheduled.
 #
 # Structured output needs a mask before each choice. The thread asks for it as soon as it has read the token
 # before, and computes the other sequences if it does not come in a moment:
@@ -153,47 +131,56 @@ class Engine:
         self._inbox = queue.SimpleQueue[Callable[[], object]]()  # what to do between two steps
         # Steps that are launched and not yet read, oldest first, with the times of their launch.
         self._in_flight: deque[tuple[Ticket, list[Scheduled], float]] = deque()
-        self._readers = WeakKeyDictionary[Sequence, Reader]()
-        self._constraints: dict[Sequence, Constraint] = {}  # of those that run
+        self._readers = WeakKeyDictionary[Sequence, Callable[[StepOutput], None]]()
         self._late: set[Sequence] = set()  # a step has waited in vain for their masks
-        self._outbox: list[tuple[Reader, StepOutput]] = []  # what is emitted at the end of a step
+        self._outbox: list[tuple[Sequence, StepOutput]] = []  # what leaves the thread at the end of a step
         self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
         self._read_at = 0.0  # the time when the last step was read
         self._n_failed_steps = 0  # since one that worked
-        self._is_open = True  # False: the thread ends, or has ended
-        self._why_closed = CLOSING  # what requests are told then
+        self._why_closed = ""  # what requests are told once the thread ends; "": it goes on
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, sequence: Sequence, emit: Emit) -> None:
-        """Emit the tokens of one sequence, step by step, and return after the last.
+    async def generate(self, sequence: Sequence, feed: Feed) -> None:
+        """Feed the tokens of one sequence to its reader, step by step, and return after the last.
 
-        Aborts the sequence if this coroutine is cancelled, and if emit() wants no more or raises. What it
+        Aborts the sequence if this coroutine is cancelled, and if feed() wants no more or raises. What it
         raises is raised here.
         """
-        assert sequence.prompt
-        assert 0 < sequence.max_tokens <= self.max_seq_len - len(sequence.prompt)
         self._event_loop = asyncio.get_running_loop()
-        context = copy_context()  # of the request: for the log, and for the tasks that emit() makes
-        reader = Reader(lambda output: context.run(emit, output), self._event_loop.create_future())
-        self._readers[sequence] = reader
+        ended = self._event_loop.create_future()
+        context = copy_context()  # of the request: for the log, and for the tasks that feed() makes
+
+        def read(output: StepOutput) -> None:
+            if ended.done():
+                return
+            try:
+                wants_more = context.run(feed, output)
+            except Exception as error:
+                ended.set_exception(error)
+            else:
+                if output.finish or not wants_more:
+                    ended.set_result(None)
+
+        self._readers[sequence] = read
         self._inbox.put(partial(self._scheduler.add, sequence))
-        if not self._is_open:  # the thread may have read its inbox for the last time
-            emit_all([(reader, StepOutput([], "failed", self._why_closed))])
+        if self._why_closed:  # the thread may have read its inbox for the last time
+            read(StepOutput([], "failed", self._why_closed))
         try:
-            await reader.ended
+            await ended
         finally:
             self._inbox.put(partial(self._scheduler.remove, sequence))  # it may have ended by itself
 
     def busy(self) -> bool:
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
-        return self._is_open and bool(is_asked or self._scheduler.running or self._scheduler.waiting)
+        is_at_work = is_asked or self._scheduler.running or self._scheduler.waiting
+        return bool(is_at_work) and not self._why_closed
 
     @property
     def alive(self) -> bool:
         """False: its thread has ended, or its steps fail one after another."""
-        return self._is_open and self._n_failed_steps < MAX_FAILED_STEPS
+        return not self._why_closed and self._n_failed_steps < MAX_FAILED_STEPS
 
     def counts(self) -> dict[str, int]:
         scheduler = self._scheduler
@@ -207,7 +194,7 @@ class Engine:
 
     def close(self) -> None:
         """Fail what is left and end the thread. One that does not come back from a step is left alone."""
-        self._is_open = False
+        self._why_closed = self._why_closed or CLOSING
         self._inbox.put(lambda: None)  # it wakes up
         self._thread.join(MAX_STEP_S)
 
@@ -216,17 +203,15 @@ class Engine:
     def _loop(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            while self._is_open:
+            while not self._why_closed:
                 self._read_inbox(wait=not self.busy() and not self._in_flight)
                 self._step()
         except BaseException:  # SystemExit too: no reader may wait for a thread that has ended
             log.exception("the engine has stopped")
             self._why_closed = BROKEN
-        self._is_open = False
         self._read_inbox(wait=False)
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._fail(sequence, self._why_closed)
-        self._bring_masks()  # closes the constraints
         self._flush_outbox()
 
     def _read_inbox(self, wait: bool) -> None:
@@ -236,12 +221,13 @@ class Engine:
             wait = False
 
     def _step(self) -> None:
-        """Schedule and launch the next step, emit what was read before, read the oldest in flight."""
-        if self._constraints:
-            self._wait_for_masks()
+        """Schedule and launch the next step, pass on what was read before, read the oldest in flight."""
+        held_up = self._bring_masks()
+        if held_up:
+            held_up = self._wait_for_masks()
+        self._late = set(held_up)
         in_flight = [batch for _, batch, _ in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
-        self._bring_masks()  # asks for those of sequences that are new in the batch
         if batch:
             self._launch(batch)
         self._flush_outbox()
@@ -253,8 +239,28 @@ class Engine:
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
             self._flush_outbox()
 
-    def _wait_for_masks(self) -> None:
-        """Give masks a moment to come, but not those that are late, if other sequences can go on."""
+    def _bring_masks(self) -> list[Sequence]:
+        """Ask for the masks that running sequences need, bring those that have come.
+
+        Returns the sequences that can do nothing without theirs.
+        """
+        for sequence in [*self._scheduler.running]:
+            if sequence.constraint is None or sequence.mask is not None:
+                continue
+            try:
+                sequence.mask = sequence.constraint.mask(sequence.output)
+                if sequence.mask is not None and not sequence.mask.any():
+                    raise ValueError("expected a token that may come next, the constraint allows none")
+            except Exception as error:
+                log.error("a request failed alone: its constraint gave up: %r", error)
+                self._fail(sequence, GAVE_UP)
+        return [sequence for sequence in self._scheduler.running if sequence.is_held_up]
+
+    def _wait_for_masks(self) -> list[Sequence]:
+        """Give masks a moment to come, but not those that are late, if other sequences can go on.
+
+        Returns the sequences whose masks have not come.
+        """
         deadline = time.monotonic() + MASK_WAIT_S
         while held_up := self._bring_masks():
             others_can_go_on = len(held_up) < len(self._scheduler.running)
@@ -262,30 +268,8 @@ class Engine:
             if seconds_left <= 0 or (others_can_go_on and self._late.issuperset(held_up)):
                 break
             self._flush_outbox()  # the event loop need not wait for them
-            wait([self._constraints[sequence].fileno() for sequence in held_up], seconds_left)
-        self._late = set(held_up)
-
-    def _bring_masks(self) -> list[Sequence]:
-        """Ask for the masks that running sequences need, bring those that have come.
-
-        Returns the sequences that can do nothing without theirs.
-        """
-        running = self._scheduler.running
-        constraints = {one: one.constraint for one in running if one.constraint is not None}
-        for sequence in self._constraints.keys() - constraints.keys():
-            self._constraints[sequence].close()
-        self._constraints = constraints
-        for sequence, constraint in constraints.items():
-            if sequence.mask is not None:
-                continue
-            try:
-                sequence.mask = constraint.mask(sequence.output)
-                if sequence.mask is not None and not sequence.mask.any():
-                    raise ValueError("expected a token that may come next, the constraint allows none")
-            except Exception as error:
-                log.error("a request failed alone: its constraint gave up: %r", error)
-                self._fail(sequence, GAVE_UP)
-        return [sequence for sequence in running if sequence.is_held_up]
+            wait([sequence.constraint.fileno() for sequence in held_up if sequence.constraint], seconds_left)
+        return held_up
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
@@ -294,7 +278,7 @@ class Engine:
         try:
             ticket = self._runner.launch(spans, contexts)
         except Exception as error:
-            while self._in_flight:  # what was chosen in them is emitted before the failure
+            while self._in_flight:  # what was chosen in them leaves before the failure
                 self._read()
             self._fail_batch(batch, error)
             return
@@ -321,7 +305,7 @@ class Engine:
             tokens = self._scheduler.postprocess(scheduled, chosen)
             if tokens:
                 output = StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached)
-                self._outbox.append((self._readers[sequence], output))
+                self._outbox.append((sequence, output))
             elif sequence.finish == "failed":
                 self._fail(sequence, NO_NUMBERS)
         self.observer(self._scheduler, batch, choices, seconds)
@@ -336,11 +320,16 @@ class Engine:
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         self._scheduler.remove(sequence)
-        self._outbox.append((self._readers[sequence], StepOutput([], "failed", message)))
+        self._outbox.append((sequence, StepOutput([], "failed", message)))
 
     def _flush_outbox(self) -> None:
         """Empty the outbox with one call of the event loop: a call a sequence would outlast a small step."""
         if self._outbox:
             with suppress(RuntimeError):  # the loop has closed, and its readers are gone
-                self._event_loop.call_soon_threadsafe(emit_all, self._outbox)
+                self._event_loop.call_soon_threadsafe(self._feed, self._outbox)
             self._outbox = []
+
+    def _feed(self, outputs: list[tuple[Sequence, StepOutput]]) -> None:
+        """Pass on what a step has brought, in the event loop."""
+        for sequence, output in outputs:
+            self._readers[sequence](output)

@@ -70,18 +70,20 @@ class Batch:
         self.spans = spans
         token_ids: list[int] = []
         positions: list[int] = []
+        pages: list[int] = []
         wanted_rows: list[int] = []
         self.page_tables: list[Sequence[int]] = []  # of each row, the page table of its sequence
         for span in spans:
             assert span.token_ids is not None, "expected token ids: only a GPU chains spans"
             token_ids += span.token_ids
-            positions += range(span.start, span.end)
+            span_positions = range(span.start, span.end)
+            positions += span_positions
+            pages += [span.pages[position // PAGE] for position in span_positions]
             wanted_rows += range(len(token_ids) - span.n_wanted, len(token_ids))
             self.page_tables += [span.pages] * len(span.token_ids)
         self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
         self.positions: Ints = np.array(positions, np.int64)  # (n_rows,)
         self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,) of all spans
-        pages = [table[position // PAGE] for table, position in zip(self.page_tables, positions, strict=True)]
         self.pages: Ints = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
         self.offsets = self.positions % PAGE  # (n_rows,) and its place in that page
 
@@ -284,37 +286,32 @@ class NumpyOps:
         self._kv[batch.pages, i, 1, batch.offsets] = v
 
     def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
-        """Attend row by row (rule 2). q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)"""
-        y = np.empty((len(q), self.config.n_heads * self.config.head_dim), np.float32)
-        for row, page_table in enumerate(batch.page_tables):
-            y[row] = self._attention_of_row(q[row], layer.sinks, i, page_table, batch.positions[row])
-        return y
-
-    def _attention_of_row(
-        self, q: Array, sinks: Array | None, i: int, page_table: Sequence[int], position: int
-    ) -> Array:
         """softmax(q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
 
-        K and V are those of the tokens that the row sees: all up to its own position; with a sliding window
-        of w the last w of them, https://arxiv.org/abs/2310.06825, section 2. n_heads / n_kv_heads query heads
-        share a key head: grouped-query attention, https://arxiv.org/abs/2305.13245.
+        A row by itself (rule 2). K and V are those of the tokens that it sees: all up to its own position;
+        with a sliding window of w the last w of them, https://arxiv.org/abs/2310.06825, section 2. Query heads
+        share a key head, n_heads / n_kv_heads of them each: grouped-query attention,
+        https://arxiv.org/abs/2305.13245.
+
+        q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)
         """
         c = self.config
-        window = c.windows[i]
-        first = 0
-        if window is not None:
-            first = max(0, position + 1 - window)
-        seen = np.arange(first, position + 1)  # (n_keys,) positions
-        pages = np.take(page_table, seen // PAGE)
-        # Axes: k key, d head_dim, g key head, h query head among those that share the key head.
-        keys = self._kv[pages, i, 0, seen % PAGE].transpose(1, 2, 0)  # (g, d, k)
-        values = self._kv[pages, i, 1, seen % PAGE].transpose(1, 0, 2)  # (g, k, d)
-        queries = q.reshape(c.n_kv_heads, -1, c.head_dim)  # (g, h, d)
-        scores = queries @ keys / math.sqrt(c.head_dim)  # (g, h, k)
+        window = c.windows[i] or self.max_seq_len
+        sinks = layer.sinks
         if sinks is not None:
             sinks = sinks.reshape(c.n_kv_heads, -1, 1)  # (g, h, 1)
-        y: Array = softmax(scores, sinks) @ values  # (g, h, d)
-        return y.reshape(-1)
+        outputs = np.empty((len(q), c.n_heads * c.head_dim), np.float32)
+        # Axes: k key, d head_dim, g key head, h query head among those that share the key head.
+        for row, position in enumerate(batch.positions):
+            seen = np.arange(max(0, position + 1 - window), position + 1)  # (n_keys,) positions
+            pages = np.take(batch.page_tables[row], seen // PAGE)
+            keys = self._kv[pages, i, 0, seen % PAGE].transpose(1, 2, 0)  # (g, d, k)
+            values = self._kv[pages, i, 1, seen % PAGE].transpose(1, 0, 2)  # (g, k, d)
+            queries = q[row].reshape(c.n_kv_heads, -1, c.head_dim)  # (g, h, d)
+            scores = queries @ keys / math.sqrt(c.head_dim)  # (g, h, k)
+            y: Array = softmax(scores, sinks) @ values  # (g, h, d)
+            outputs[row] = y.reshape(-1)
+        return outputs
 
 
 def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:

@@ -39,12 +39,7 @@ SMALL = 1000  # characters, of a text or of JSON: a shorter member of a response
 
 
 class IllegalEvent(RuntimeError):
-    """The event may not come in this state: a bug of the caller, or something after the end."""
-
-    def __init__(self, state: str, event: str) -> None:
-        expected = [name for before, name in GRAMMAR if before == state]
-        one_of = ", ".join(expected) or "nothing: the response has ended"
-        super().__init__(f"can't send {event} in state {state!r}; expected one of {one_of}")
+    """GRAMMAR has no row for this state and event: a bug of the caller, or something after the end."""
 
 
 # --- theory of operation ------------------------------------------------------------------------------------
@@ -138,9 +133,9 @@ REASONING: dict[str, Any] = {"summary": [], "content": []}
 #   open                item         id     part              events                     field
 KINDS = {
     "analysis":   ItemKind("reasoning", "rs", "reasoning_text", "response.reasoning_text", "text", REASONING),
+    "refusal":    ItemKind("message",   "msg", "refusal",        "response.refusal",     "refusal", MESSAGE),
     "commentary": ItemKind("message",   "msg", "output_text",    "response.output_text",    "text", MESSAGE),
     "final":      ItemKind("message",   "msg", "output_text",    "response.output_text",    "text", MESSAGE),
-    "refusal":    ItemKind("message",   "msg", "refusal",        "response.refusal",     "refusal", MESSAGE),
     "call":       ItemKind("function_call",    "fc",  "", "response.function_call_arguments",
                            "arguments", {"arguments": ""}),
     "custom":     ItemKind("custom_tool_call", "ctc", "", "response.custom_tool_call_input",
@@ -196,7 +191,6 @@ def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 class _Item:
     """The item that is open."""
 
-    key: str  # of KINDS: the channel of its text, or which kind of call it is
     kind: ItemKind
     announced: dict[str, Any]  # the item as its first event has it: empty, and in progress
     output_index: int
@@ -237,16 +231,6 @@ class _Item:
         if self.kind.part == "output_text":
             part |= {"annotations": [], "logprobs": [of_part for _, of_part in self.logprobs]}
         return part
-
-    def closed(self, status: str, seal: Callable[[str], str] | None) -> dict[str, Any]:
-        """Return the item as it ends."""
-        item = self.announced | {"status": status}
-        if not self.kind.part:
-            return item | {self.kind.field: self.text()}
-        item["content"] = [self.part()]
-        if seal and self.kind.item == "reasoning":
-            item["encrypted_content"] = seal(self.text())
-        return item
 
 
 class Builder:
@@ -292,8 +276,9 @@ class Builder:
             self.state = GRAMMAR[self.state, label(event)]
             match event:
                 case {"type": "response.output_item.added", "item": item, "output_index": index}:
-                    key = next(key for key, kind in KINDS.items() if kind.item == item["type"])
-                    self._item = _Item(key, self._kinds[key], item, index)
+                    for kind in self._kinds.values():
+                        if kind.item == item["type"]:  # of a message the last row
+                            self._item = _Item(kind, item, index)
                 case {"type": "response.content_part.added", "part": {"type": "refusal"}} if self._item:
                     self._item.kind = self._kinds["refusal"]
                 case {"delta": text} if self._item:
@@ -309,7 +294,7 @@ class Builder:
             case Delta(channel, text, logprobs):
                 events: list[Event] = []
                 encoded = [*map(_logprob, logprobs)]  # raises before anything has changed
-                if self._item is None or self._item.key != channel:
+                if self._item is None or self._item.kind is not self._kinds[channel]:
                     events = self._open(channel, call={})
                 return events + self._grow(text, encoded)
             case Accepted():
@@ -346,7 +331,7 @@ class Builder:
         event = {"type": type_, **fields}
         next_state = GRAMMAR.get((self.state, label(event)))
         if next_state is None:
-            raise IllegalEvent(self.state, label(event))
+            raise IllegalEvent(f"can't send {label(event)} in state {self.state!r}")
         self.state = next_state
         return event
 
@@ -357,7 +342,7 @@ class Builder:
         fields = {"id": self._new_id(kind.prefix), "type": kind.item, "status": "in_progress"}
         announced = {**fields, **call, **kind.members}
         index = len(self.output)
-        item = _Item(key, kind, announced, index)
+        item = _Item(kind, announced, index)
         added = {"output_index": index, "item": dict(announced)}
         events.append(self._event("response.output_item.added", added))
         if kind.part:
@@ -389,9 +374,14 @@ class Builder:
         if item is None:
             return []
         events = [self._event(item.kind.events + ".done", item.whole())]
+        closed = item.announced | {"status": status}
         if item.kind.part:
+            closed["content"] = [item.part()]
             events.append(self._event("response.content_part.done", {**item.place, "part": item.part()}))
-        closed = item.closed(status, self._seal)
+        else:
+            closed[item.kind.field] = item.text()
+        if self._seal and item.kind.item == "reasoning":
+            closed["encrypted_content"] = self._seal(item.text())
         done = {"output_index": item.output_index, "item": closed}
         events.append(self._event("response.output_item.done", done))
         self.output.append(dict(closed))  # another copy: rule 5

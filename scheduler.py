@@ -197,10 +197,6 @@ class Sequence:
             return None
         return self.page_hash(number)
 
-    def n_missing_pages(self) -> int:
-        """Pages to add to the page table for all tokens and one more."""
-        return max(0, self.n_tokens // PAGE + 1 - len(self.page_table))
-
     def contexts(self, drafts: list[int]) -> list[Context]:
         """Return what the next choice depends on, then the choice after each draft."""
         outputs = [self.output, *([*self.output, *drafts[:n]] for n in range(1, len(drafts) + 1))]
@@ -324,6 +320,8 @@ class Scheduler:
             sequence.slot = None
             self.pool.release(sequence.page_table)
             sequence.page_table = []  # a new list, because a span in flight may still use the old one
+            if sequence.constraint is not None:
+                sequence.constraint.close()
 
     def preempt(self, sequence: Sequence, what_for: PreemptedFor = "pages") -> None:
         """Put a running sequence first in line: those of its owner that wait are younger."""
@@ -353,10 +351,11 @@ class Scheduler:
 
         There must be pages for all tokens of all sequences, and one more for each that runs.
         """
+        n_lacking = len(self.running) - self.pool.n_free
+        for sequence in [newcomer, *self.running]:
+            n_lacking += max(0, sequence.n_tokens // PAGE + 1 - len(sequence.page_table))
         hashes = map(newcomer.page_hash, range((newcomer.n_tokens - 1) // PAGE))
-        n_shared = len(list(takewhile(self.pool.is_in_use, hashes)))
-        n_missing = sum(sequence.n_missing_pages() for sequence in [newcomer, *self.running])
-        return n_missing - n_shared + len(self.running) - self.pool.n_free
+        return n_lacking - len(list(takewhile(self.pool.is_in_use, hashes)))
 
     # --- fairness between owners: with a single one it is first come, first served --------------------------
 
@@ -375,11 +374,10 @@ class Scheduler:
         It is one of an owner that runs several.
         """
         n_running = Counter(sequence.owner for sequence in self.running)
-        newcomers = [sequence for sequence in self.waiting if n_running[sequence.owner] == 0]
+        newcomer = self._in_turn(self.waiting, self.running)[0]
         several = [sequence for sequence in self.running if n_running[sequence.owner] > 1]
-        if not newcomers or not several:
+        if n_running[newcomer.owner] or not several:
             return None
-        newcomer = self._in_turn(newcomers, [])[0]
         surplus = self._youngest_of_largest_owner(several)
         if self._n_lacking_pages(newcomer) > len(surplus.page_table):
             return None
@@ -397,19 +395,14 @@ class Scheduler:
     def _next_batch(self, in_flight: Collection[list[Scheduled]], max_rows: float) -> list[Scheduled]:
         """Return the next step; raises OutOfPages. Pages taken until then stay for the next attempt."""
         batch: list[Scheduled] = []
-        decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
-        for sequence in self.running:
-            if sequence.is_prefilling:
-                prefilling.append(sequence)
-            else:
-                decoding.append(sequence)
 
         # decode
         n_drafts = self._max_wanted - len(self.running)
-        for sequence in decoding:
-            scheduled = self._decode(sequence, n_drafts)
-            if scheduled is not None:
+        for sequence in self.running:
+            if sequence.is_prefilling:
+                prefilling.append(sequence)
+            elif scheduled := self._decode(sequence, n_drafts):
                 batch.append(scheduled)
                 n_drafts -= len(scheduled.drafts)
         if not prefilling:
@@ -417,8 +410,9 @@ class Scheduler:
 
         # prefill
         n_rows = MAX_CHUNKS * self._chunk
-        if decoding:
-            n_rows = int(min(n_rows, max(max_rows - len(decoding), MIN_ROWS)))
+        n_decoding = len(self.running) - len(prefilling)
+        if n_decoding:
+            n_rows = int(min(n_rows, max(max_rows - n_decoding, MIN_ROWS)))
         ready = self._ready(prefilling, in_flight)
         share = n_rows // max(1, min(len(ready), MAX_CHUNKS))  # a short prompt does not wait for a long one
         for sequence in ready:
@@ -433,22 +427,21 @@ class Scheduler:
         """Schedule the row of the newest token, and drafts after it; None if it sits the step out."""
         drafts: list[int] = []
         if self._speculate and sequence.output and sequence.constraint is None:
-            drafts = self._drafts(sequence)[:max_drafts]
+            drafts = self._drafts(sequence)
+        token_ids: list[int] | None = None
         if sequence.n_unread:
             # Only the device knows the newest token. The span is chained to it, unless the output is complete
             # with it, drafts are in flight or may follow it, or a mask depends on it.
             is_complete = len(sequence.output) + sequence.n_unread >= sequence.max_tokens
             if is_complete or drafts or sequence.constraint is not None:
                 return None
-            span = self._span(sequence, None, 1)
-            return Scheduled(sequence, span, sequence.contexts([]), [])
-        if sequence.awaits_mask:
+        elif sequence.awaits_mask:
             return None
-        n_pages = max(len(sequence.page_table), math.ceil(sequence.n_tokens / PAGE))
-        n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
-        n_places = (n_pages + n_spare_pages) * PAGE - sequence.n_tokens
-        drafts = drafts[:n_places]
-        span = self._span(sequence, [sequence.output[-1], *drafts], len(drafts) + 1)
+        else:
+            if drafts:
+                drafts = drafts[: min(max_drafts, self._n_places(sequence))]
+            token_ids = [sequence.output[-1], *drafts]
+        span = self._span(sequence, token_ids, len(drafts) + 1)
         return Scheduled(sequence, span, sequence.contexts(drafts), drafts)
 
     def _ready(self, prefilling: list[Sequence], in_flight: Collection[list[Scheduled]]) -> list[Sequence]:
@@ -512,14 +505,18 @@ class Scheduler:
         drafts = prompt_lookup(np.concatenate([sequence.prompt_array, sequence.output]), n)
         return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))
 
+    def _n_places(self, sequence: Sequence) -> int:
+        """Return how many drafts have room in its pages and in pages that no other sequence may need."""
+        n_pages = max(len(sequence.page_table), math.ceil(sequence.n_tokens / PAGE))
+        n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
+        return (n_pages + n_spare_pages) * PAGE - sequence.n_tokens
+
 
 def prompt_lookup(text: NDArray[np.int64], n: int) -> list[int]:
     """Predict n tokens, or none: what followed the last time that the text's last two tokens came in it.
 
-    A prediction that reaches the end of the text begins again.
+    A prediction that reaches the end of the text begins again. The text has two tokens or more.
     """
-    if len(text) < 3:
-        return []
     ends = np.flatnonzero((text[:-2] == text[-2]) & (text[1:-1] == text[-1])) + 2
     if not len(ends):
         return []

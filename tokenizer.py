@@ -57,11 +57,7 @@ class Spelling:
         self.byte_tokens = False  # <0xNN> is a byte
         self.marks_spaces = False  # ▁ is a space
         self.dummy_prefix = False  # the encoder puts a space before every text, so the decoder takes one away
-        match decoder:
-            case {"type": "Sequence", "decoders": steps}:
-                pass
-            case _:
-                steps = [decoder]
+        steps = (decoder or {}).get("decoders", [decoder])
         for step in steps:
             match step:
                 case {"type": "ByteLevel"} if len(steps) == 1:
@@ -141,10 +137,6 @@ class Tokenizer:
         if self.spelling.byte_level and token_id in self.added_by_id:
             return token.encode()  # spelled as text: its "é" is not a byte of GPT-2's alphabet
         return self.spelling.to_bytes(token)
-
-    def decoder(self) -> "Decoder":
-        """Return a decoder for one response."""
-        return Decoder(self)
 
 
 class Decoder:

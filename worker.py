@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from channels import Accepted, Emit, Finish, Parser, Piece, TokenLogprob, Usage
 from dialects import families
@@ -48,7 +48,7 @@ from request.template import ChatTemplate
 from request.tools import StructuredOutput
 from sampling import Choice, Sampling
 from scheduler import Sequence
-from tokenizer import Tokenizer
+from tokenizer import Decoder, Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
 FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
@@ -206,44 +206,49 @@ class LocalWorker:
         self._check_token_ids(request, token_ids)
         max_tokens = min(self._max_output_tokens, self.engine.max_seq_len - len(token_ids))
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
+        if request.tools and not request.called:  # tool_choice is none
+            request = self._without_calls(request)
 
         added = self.tokenizer.added
         dialect = families.find(self._family, added, self._template.source, bool(request.called))
         state, after_marker = families.opening(text, dialect)
-        logit_bias = request.sampling["logit_bias"]
-        spec = request.structured_output
-        if request.tools and not request.called:  # tool_choice is none
-            # To forbid the tokens that a call begins with costs nothing: no mask is computed. What only looks
-            # like a call is text to a parser that knows of no tools: bare JSON (llama), and markers that are
-            # not tokens. Harmony has no such token, because the header of any message may name a recipient:
-            # its answers need a grammar.
-            forbidden = [added[marker] for marker in self._family.call_markers if marker in added]
-            logit_bias = logit_bias | dict.fromkeys(forbidden, FORBIDDEN)
-            if not self._family.call_markers and spec is None:
-                spec = StructuredOutput("none")
+        stop_token_ids = {*request.stop_token_ids}
+        # The grammar of structured output has an end of its own, after which nothing may come.
+        if request.structured_output or not request.ignore_eos:
+            stop_token_ids.update(self.engine.config.eos_token_ids)
         grammar = None
-        if spec:
+        if request.structured_output:
             thinking: Thinking = "possible"  # the model may reason before it answers
             if state == "analysis":
                 thinking = "open"  # the prompt has begun the reasoning
             elif after_marker:
                 thinking = "over"  # the prompt has ended it
-            grammar = answer_grammar(spec, dialect, added, thinking)
-
-        stop_token_ids = {*request.stop_token_ids}
-        # The grammar of structured output has an end of its own, after which nothing may come.
-        if grammar or not request.ignore_eos:
-            stop_token_ids.update(self.engine.config.eos_token_ids)
-        seed = request.sampling["seed"]
-        if seed is None:
-            seed = secrets.randbits(63)
-        more = {"seed": seed, "logit_bias": logit_bias, "n_top_logprobs": request.n_top_logprobs}
-        sampling = Sampling(**(request.sampling | more))
+            grammar = answer_grammar(request.structured_output, dialect, added, thinking)
+        sampling = Sampling(n_top_logprobs=request.n_top_logprobs, **request.sampling)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(63))
         schemas = {name: tool.schema() or {} for name, tool in request.called.items()}
         one_call = not request.parallel_tool_calls
         parser = partial(Parser, dialect, state, after_marker, request.stop, one_call, schemas)
         stops = frozenset(stop_token_ids)
         return LocalPrompt(self, request, token_ids, max_tokens, stops, sampling, parser, grammar)
+
+    def _without_calls(self, request: Request) -> Request:
+        """Forbid calls, though the prompt has tools.
+
+        To forbid the tokens that a call begins with costs nothing: no mask is computed. What only looks
+        like a call is text to a parser that knows of no tools: bare JSON (llama), and markers that are
+        not tokens. Harmony has no such token, because the header of any message may name a recipient:
+        its answers need a grammar.
+        """
+        added = self.tokenizer.added
+        forbidden = [added[marker] for marker in self._family.call_markers if marker in added]
+        logit_bias = request.sampling["logit_bias"] | dict.fromkeys(forbidden, FORBIDDEN)
+        spec = request.structured_output
+        if not self._family.call_markers:
+            spec = spec or StructuredOutput("none")
+        sampling = request.sampling | {"logit_bias": logit_bias}
+        return replace(request, sampling=sampling, structured_output=spec)
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
         """Return the marked prompt and its token ids, without the oldest turns if it is too long."""
@@ -301,10 +306,9 @@ class Answer:
     """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
 
     def __init__(self, prompt: LocalPrompt, emit: Emit) -> None:
-        self._tokenizer = prompt.worker.tokenizer
-        self._decoder = self._tokenizer.decoder()
+        self._prompt = prompt
+        self._decoder = Decoder(prompt.worker.tokenizer)
         self._parser = prompt.parser()
-        self._stop_token_ids = prompt.stop_token_ids
         self._n_logprobs_left = MAX_LOGPROBS // prompt.request.n
         self._emit = emit
         self._usage = Usage(len(prompt.token_ids), 0)
@@ -320,14 +324,15 @@ class Answer:
                 break
             self._feed_token(token)
             if self._parser.stopped:
-                self._finish("stop")
-                return False
+                end = "stop"
+                break
         if end:
             self._parse(self._decoder.close())
             for output in self._parser.close(cut=end != "stop"):
                 self._emit(output)
             reason = "stop" if self._parser.stopped else end
-            self._finish(reason, step.message)
+            self._has_finished = True
+            self._emit(Finish(reason, self._usage, step.message))
         return not end
 
     def _feed_token(self, token: Choice) -> None:
@@ -338,7 +343,7 @@ class Answer:
             logprobs = (self._logprob(token.token_id, token.logprob, top),)
             self._n_logprobs_left -= 1 + len(top)
         self._usage.output_tokens += 1
-        if token.token_id not in self._stop_token_ids:
+        if token.token_id not in self._prompt.stop_token_ids:
             self._parse(self._decoder.feed(token.token_id, logprobs))
         if "analysis" in (state_before, self._parser.state):  # both markers count as reasoning
             self._usage.reasoning_tokens += 1
@@ -354,12 +359,8 @@ class Answer:
             usage = self._usage if self._usage.output_tokens else None  # None: the prompt is not computed yet
             self._emit(Finish("cancelled", usage))
 
-    def _finish(self, reason: Literal["stop", "length", "failed"], message: str = "") -> None:
-        self._has_finished = True
-        self._emit(Finish(reason, self._usage, message))
-
     def _logprob(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        token = self._tokenizer.token_bytes(token_id)
+        token = self._prompt.worker.tokenizer.token_bytes(token_id)
         return TokenLogprob(token.decode(errors="replace"), logprob, token, top)
 
 

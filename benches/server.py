@@ -36,13 +36,13 @@ from benches.http import Answer, Target, together
 from checkpoint import hub
 from checkpoint.config import read_config
 from dialects.matchers import Grammars
-from engine import SWITCH_INTERVAL_S, Emit, StepOutput
+from engine import SWITCH_INTERVAL_S, Feed, StepOutput
 from request.template import ChatTemplate
 from sampling import Choice
 from scheduler import Sequence
 from service import loading
 from service.connections import bind
-from tokenizer import Tokenizer
+from tokenizer import Decoder, Tokenizer
 from worker import LocalWorker
 
 STREAMS = {1: 2000, 50: 100, 500: 20}  # streams: tokens of each when nothing paces them
@@ -64,10 +64,10 @@ def serve_ours(directory: Path, tokenizer: Tokenizer, token_id: int) -> None:
     config = read_config(directory)
     said = StepOutput([Choice(token_id)])
 
-    async def generate(sequence: Sequence, emit: Emit) -> None:
+    async def generate(sequence: Sequence, feed: Feed) -> None:
         for n_left in range(sequence.max_tokens - 1, -1, -1):
             await tick(sequence.sampling.seed)
-            emit(said if n_left else said._replace(finish="length"))
+            feed(said if n_left else said._replace(finish="length"))
 
     engine: Any = SimpleNamespace(config=config, max_seq_len=config.max_seq_len, generate=generate)
     grammars = Grammars(directory / "tokenizer.json", config.vocab_size, config.eos_token_ids)
@@ -86,7 +86,7 @@ def serve_least(directory: Path, tokenizer: Tokenizer, token_id: int) -> None:
         texts = asyncio.Queue[str]()
 
         async def generate() -> None:
-            decoder = tokenizer.decoder()
+            decoder = Decoder(tokenizer)
             for _ in range(n_tokens):
                 await tick(body["seed"])
                 for piece in decoder.feed(token_id):

@@ -31,7 +31,7 @@ from responses import Builder, fold, label
 from sampling import Choice, Context, Sampling, apply_penalties, apply_temperature, draw
 from sampling import apply_top_k_top_p_min_p as apply_limits
 from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
-from tokenizer import Tokenizer
+from tokenizer import Decoder, Tokenizer
 from walkthrough import ROOT, TINY, in_page, shown
 
 BEGIN = "<!-- made by `python tests/course_data.py --write` -->\n```text\n"
@@ -48,13 +48,13 @@ def tokens() -> Lines:
     yield f"tokenizer.Tokenizer.encode('Well done 🙂!') -> {token_ids}"
     yield ""
     yield "  id  its bytes          Decoder.feed()"
-    decoder = tokenizer.decoder()
+    decoder = Decoder(tokenizer)
     for token_id in token_ids:
         data = tokenizer.token_bytes(token_id)
         yield f"{token_id:4}  {data!s:18} {listed(decoder.feed(token_id))}"
     yield ""
     yield "the same, cut before its last two tokens"
-    decoder = tokenizer.decoder()
+    decoder = Decoder(tokenizer)
     for token_id in token_ids[:-2]:
         decoder.feed(token_id)
     yield f"      Decoder.close()    {listed(decoder.close())}"

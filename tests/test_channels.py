@@ -23,7 +23,7 @@ from dialects.families import DIALECTS
 from helpers.laws import parse
 from helpers.scripted import END, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
 from request import tools
-from tokenizer import Tokenizer
+from tokenizer import Decoder, Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
 TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(vocab_size(TINY)) if len(TINY.token_bytes(i)) == 1}
@@ -192,7 +192,7 @@ def test_how_it_was_tokenised_is_not_seen(units: list[str], cuts: list[int], opt
     """Through the real vocabulary: the longest tokens, those of any substrings, and one token a byte."""
 
     def items(token_ids: Iterable[int]) -> list[list[str]]:
-        decoder = TINY.decoder()
+        decoder = Decoder(TINY)
         pieces = [piece for token_id in token_ids for piece in decoder.feed(token_id)]
         return parse([*pieces, *decoder.close()], parser(TOKENS["hermes"], **options))
 

@@ -49,7 +49,7 @@ from helpers import clients, laws, scripted
 from helpers.grammars import Followed
 from request import params, tool_calls
 from request.tools import StructuredOutput
-from tokenizer import Tokenizer
+from tokenizer import Decoder, Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"
 TINY_TOKENIZER = Tokenizer(scripted.TINY / "tokenizer.json")
@@ -100,7 +100,7 @@ def token(text: str, added: Collection[str]) -> Piece:
 def tokenizer(chunks: list[list[str]]) -> Iterator[Any]:
     """The text of the pieces; a chunk is a list of tokens, their bytes percent-encoded."""
     vocabulary, token_ids = tokenized(chunks, "hermes")
-    decoder = vocabulary.decoder()
+    decoder = Decoder(vocabulary)
     for token_id in itertools.chain(*token_ids):
         yield from (piece.text for piece in decoder.feed(token_id))
     yield from (piece.text for piece in decoder.close())
@@ -132,7 +132,7 @@ def prompt(chunks: list[str], said_by: str = "user") -> Iterator[Any]:
         items.insert(0, {"role": "user", "content": "Hi"})
     request = params.from_responses({"model": "m", "input": items}, {})
     made = asyncio.run(scripted.worker_of(vocabulary, scripted.TEMPLATE).prepare(request))
-    decoder = vocabulary.decoder()
+    decoder = Decoder(vocabulary)
     pieces = [piece for token_id in made.token_ids for piece in decoder.feed(token_id)]
     for special, run in itertools.groupby(pieces, lambda piece: piece.special):
         text = "".join(piece.text for piece in run)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from channels import Piece, TokenLogprob
-from tokenizer import BYTE_OF, Tokenizer, TokenizerError
+from tokenizer import BYTE_OF, Decoder, Tokenizer, TokenizerError
 
 TINY = Path(__file__).parent / "models" / "tiny" / "tokenizer.json"
 LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -55,7 +55,7 @@ def sentencepiece(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[Piece]:
-    decoder = tokenizer.decoder()
+    decoder = Decoder(tokenizer)
     return [piece for token_id in token_ids for piece in decoder.feed(token_id)] + decoder.close()
 
 
@@ -101,7 +101,7 @@ def test_sentencepiece_joins_to_what_the_library_decodes(sentencepiece: Pair, to
 def test_every_logprob_comes_out_once_and_in_order(byte_level: Pair, token_ids: list[int]) -> None:
     ours, _ = byte_level
     logprobs = [TokenLogprob("", -float(n), ours.token_bytes(i)) for n, i in enumerate(token_ids)]
-    decoder = ours.decoder()
+    decoder = Decoder(ours)
     fed = [decoder.feed(i, (logprob,)) for i, logprob in zip(token_ids, logprobs, strict=True)]
     pieces = [piece for pieces in [*fed, decoder.close()] for piece in pieces]
     assert [logprob for piece in pieces for logprob in piece.logprobs] == logprobs
@@ -174,7 +174,7 @@ def test_logprobs_ride_on_the_piece_that_completes_their_token(byte_level: Pair)
     """D11's middle token is complete when its second character is, not when its first is out."""
     ours, _ = byte_level
     a, b, c = (TokenLogprob("\ufffd", -1.0, word) for word in CUT)
-    decoder = ours.decoder()
+    decoder = Decoder(ours)
     fed = [decoder.feed(i, (lp,)) for i, lp in zip(list(map(TOKENS.index, CUT)), [a, b, c], strict=True)]
     assert fed == [[], [Piece("日", "", (a,))], [Piece("本", "", (b, c))]]
     assert decoder.close() == []

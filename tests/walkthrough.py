@@ -26,7 +26,7 @@ from channels import Accepted, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from dialects.matchers import Grammars
-from engine import Emit, Engine, StepOutput
+from engine import Engine, Feed, StepOutput
 from event_log import encode_event
 from model import NumpyOps
 from request import params
@@ -56,12 +56,12 @@ class TracedEngine(Engine):
 
     steps: list[tuple[StepOutput, list[WorkerOutput]]]  # of the last job
 
-    async def generate(self, job: Sequence, emit: Emit) -> None:
+    async def generate(self, job: Sequence, feed: Feed) -> None:
         self.steps = []
 
         def record(step: StepOutput) -> bool:
             self.steps.append((step, []))
-            return emit(step)
+            return feed(step)
 
         await super().generate(job, record)
 
@@ -121,7 +121,7 @@ def stage(heading: str, rows: Iterable[str]) -> Iterator[str]:
 
 def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     """(types of the outputs, row): a token, the pieces of text that it completes, the parser's outputs."""
-    decoder = tokenizer.decoder()
+    decoder = Decoder(tokenizer)
     for step, outputs in engine.steps:
         (choice,) = step.tokens  # without drafts a step chooses one token
         pieces = [] if step.finish else decoder.feed(choice.token_id)

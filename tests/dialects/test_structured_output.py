@@ -27,7 +27,7 @@ from helpers.scripted import vocab_size
 from helpers.serving import TINY
 from request import tools
 from request.tools import StructuredOutput as Must
-from tokenizer import Tokenizer
+from tokenizer import Decoder, Tokenizer
 
 Json = dict[str, Any]
 
@@ -208,7 +208,7 @@ def test_what_is_let_through_is_found(name: str, tokens: bool) -> None:
 def any_answer(spec: Must, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
     grammar = answer_grammar(spec, dialect, words.tokenizer.added, "over")
     followed = Followed(words.grammars, grammar.lark)
-    decoder = words.tokenizer.decoder()
+    decoder = Decoder(words.tokenizer)
     while not (mask := followed.mask())[2041]:
         token_id = int(rng.choice(np.flatnonzero(mask)))
         followed.advance(token_id)

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models
 from channels import Accepted, Finish, Output
 from dialects.families import DIALECTS
 from dialects.matchers import Grammars
-from engine import Emit, Engine, StepOutput
+from engine import Engine, Feed, StepOutput
 from request import params
 from request.template import ChatTemplate
 from sampling import Choice
@@ -55,19 +55,19 @@ class ScriptedEngine:
         self.max_seq_len = 4096
         self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
 
-    async def generate(self, job: Sequence, emit: Emit) -> None:
+    async def generate(self, job: Sequence, feed: Feed) -> None:
         n_left = job.max_tokens
         for tokens in self._steps:
             wanted = tokens[:n_left]
             ends = [n for n, token in enumerate(wanted, 1) if token.token_id in job.stop_token_ids]
             if ends:
-                emit(StepOutput(wanted[: ends[0]], "stop"))
+                feed(StepOutput(wanted[: ends[0]], "stop"))
                 return
             n_left -= len(wanted)
-            wants_more = emit(StepOutput(wanted, None if n_left else "length"))
+            wants_more = feed(StepOutput(wanted, None if n_left else "length"))
             if not (n_left and wants_more):
                 return
-        emit(StepOutput([], "length"))
+        feed(StepOutput([], "length"))
 
 
 def said(
