@@ -9,16 +9,15 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import ExitStack, aclosing, suppress
-from functools import partial
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 from starlette.types import Message
 
 import sse
-from channels import Accepted, Delta, Finish, Output, Usage
+from channels import Accepted, Finish, Output
 from gateway import refused, remote, upstreams
 from gateway.answers import Answer as Reader
 from gateway.answers import Asked
@@ -26,13 +25,12 @@ from gateway.metering import Meter
 from gateway.refused import Refused
 from gateway.relay import frames_of as frames_of_chunks
 from gateway.relay import whole
-from gateway.remote import RemoteWorker, UpstreamPrompt
+from gateway.remote import RemoteWorker
 from gateway.upstreams import Timeouts, Upstreams
-from helpers import laws
 from helpers import upstream as scripted
-from helpers.pulled import pulled
 from helpers.serving import Json
 from helpers.upstream import (
+    CALL,
     CHUNKED,
     DONE,
     FRAMES,
@@ -52,22 +50,32 @@ from request import params
 from request.refusals import BadInput
 
 ASK: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+FOR_EVER_S = 6 * upstreams.GRACE_S  # long enough to see that the front does not end it
 STREAMED: Json = ASK | {"stream": True}
 QUICK = Timeouts(connect_s=5, first_byte_s=10, idle_s=10)
 
 # --- the seed: three scenarios, and what they cost ----------------------------------------------------------
 
+USAGE = b'{"prompt_tokens":14,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}'
 SEED = (
     b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
-    b'data: {"id":"1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":'
-    b'{"prompt_tokens":14,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}}\n\n'
+    b'data: {"id":"1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":' + USAGE + b"}\n\n"
     b"data: [DONE]\n\n"
 )
-PLAIN = (
-    b'{"id":"1","choices":[],"usage":'
-    + SEED[SEED.index(b'{"prompt_tokens') : SEED.index(b"}\n\ndata: [")]
-    + b"}"
-)
+PLAIN = b'{"id":"1","choices":[],"usage":' + USAGE + b"}"
+
+
+def everything(chunks: list[bytes], stream: bool) -> tuple[str, Json]:
+    """All that a relay makes of these chunks, and what is counted."""
+    meter = Meter(price=1)
+    reader = Reader(meter=meter, asked=Asked(shows_usage=True))
+    read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
+    if stream:
+        return frames_of_chunks(read).decode(), meter.used()
+    try:
+        return whole(read), meter.used()
+    except Refused as error:
+        return error.message, meter.used()
 
 
 @pytest.mark.bug("B01")
@@ -78,13 +86,9 @@ PLAIN = (
 )
 def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
     """200 and no byte: a JSON parser met SSE. https://github.com/TelegramMessenger/cocoon/issues/49"""
-    meter = Meter(price=1)
-    reader = Reader(meter=meter, asked=Asked(shows_usage=True))
-    read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
-    out = frames_of_chunks(read) if stream else whole(read).encode()
-    assert b'"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in out
-    line = " ".join(f"{name}={n}" for name, n in meter.used().items())
-    assert line == "prompt=11 cached=3 completion=7 reasoning=0 total=21 cost=21"
+    said, used = everything(chunks, stream)
+    assert '"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in said
+    assert [*used.values()] == [11, 3, 7, 0, 21, 21]  # prompt, cached, completion, reasoning, total, cost
 
 
 @pytest.mark.parametrize(("cached", "reasoning", "used"), [(9, 0, (0, 5, 1, 0)), (0, 9, (5, 0, 0, 1))])
@@ -114,20 +118,7 @@ STREAMS = {
 # fmt: on
 
 
-def everything(chunks: list[bytes], stream: bool) -> list[Any]:
-    """All that a relay makes of these chunks."""
-    meter = Meter(price=1)
-    reader = Reader(meter=meter, asked=Asked(shows_usage=True))
-    read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
-    if stream:
-        return [*(frames_of_chunks([chunk]) for chunk in read), meter.usage]
-    try:
-        return [whole(read), meter.usage]
-    except Refused as error:
-        return [error.message, meter.usage]
-
-
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", STREAMS)
 def test_cuts_cannot_be_seen(name: str, stream: bool) -> None:
     data = STREAMS[name]
@@ -150,42 +141,35 @@ def test_every_frame_leaves_before_the_next_comes(line_end: bytes) -> None:
 
 
 def test_a_call_that_was_cut_does_not_end_as_one_to_run() -> None:
-    """Bug: behind [DONE] without a finish_reason it got `tool_calls`, and clients run what ends so."""
-    function = {"name": "f", "arguments": '{"a": '}
-    cut = {"index": 0, "id": "call_1", "type": "function", "function": function}
+    """Bug: after [DONE] without a finish_reason it got `tool_calls`, and clients run what ends so."""
     reader = Reader()
-    *_, error = reader.feed(delta(tool_calls=[cut]) + DONE) + reader.close()
+    call = CALL | {"function": {"name": "f", "arguments": '{"a": '}}
+    *_, error = reader.feed(delta(tool_calls=[call]) + DONE) + reader.close()
     assert "not a JSON object" in error["error"]["message"]
 
 
 # --- errors of upstreams ------------------------------------------------------------------------------------
 
+NO: Json = {"message": "No."}
 LONG = "This model's maximum context length is 10 tokens."
 # fmt: off
-ERRORS: list[tuple[int, Any, int, str | None, str, str]] = [
-    # status, body of the upstream       ours, param, code, message
-    (400, {"error": {"message": "No.", "param": "top_p", "code": "invalid_value"}},
-                                         400, "top_p", "invalid_value", "No."),
-    (400, {"error": {"message": LONG, "code": 400}},
-                                         400, None, "context_length_exceeded", LONG),
-    (400, {"object": "error", "message": "No.", "code": 40301},
-                                         400, None, "", "No."),
-    (500, {"error": {"message": LONG}},  502, None, "", LONG),
-    (404, {"detail": "No such model."},  404, None, "", "No such model."),
-    (401, {"error": "Bad key"},          502, None, "", "The upstream does not take this server's key (401)"),
-    (429, {"error": {"message": "Wait.", "code": "rate_limit_exceeded"}},
-                                         429, None, "rate_limit_exceeded", "Wait."),
-    (503, None,                          503, None, "", "The upstream answered with status 503."),
-    (400, {"error": {"message": "x" * 50_000, "param": 7}},
-                                         400, None, "", "xxx"),
+ERRORS: list[tuple[int, Any, tuple[int, str | None, str], str]] = [
+    # status, the upstream's error          ours: status, param, code               message
+    (400, NO | {"param": "top_p", "code": "x"},  (400, "top_p", "x"),                     "No."),
+    (400, {"message": LONG, "code": 400},        (400, None, "context_length_exceeded"),  LONG),
+    (500, {"message": LONG},                     (502, None, ""),                         LONG),
+    (401, "Bad key",                             (502, None, ""), "The upstream does not take this"),
+    (429, NO | {"code": "rate_limit_exceeded"},  (429, None, "rate_limit_exceeded"),      "No."),
+    (503, None,                                  (503, None, ""), "The upstream answered with status 503."),
+    (400, {"message": "x" * 50_000, "param": 7}, (400, None, ""),                         "xxx"),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("status", "body", "ours", "param", "code", "message"), ERRORS)
-def test_refusals(status: int, body: Any, ours: int, param: str | None, code: str, message: str) -> None:
-    found = refused.read_refusal(status, {}, json.dumps(body).encode())
-    assert (found.status, found.param, found.code) == (ours, param, code)
+@pytest.mark.parametrize(("status", "error", "ours", "message"), ERRORS)
+def test_refusals(status: int, error: Any, ours: tuple[int, str | None, str], message: str) -> None:
+    found = refused.read_refusal(status, {}, json.dumps({"error": error}).encode())
+    assert (found.status, found.param, found.code) == ours
     assert found.message.startswith(message)
     assert len(found.message) < 2000
 
@@ -196,27 +180,17 @@ def test_retry_after_is_seconds(theirs: str, ours: str) -> None:
     assert refused.read_refusal(429, {"retry-after": theirs}, b"").retry_after == ours
 
 
-# fmt: off
-#  what the upstream finds fault with              what the client has sent
-RENAMED = [
-    ("response_format.json_schema.schema.type",     "text.format"),
-    ("messages[3].content",                         "input"),
-    ("temperature",                                 "temperature"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("theirs", "ours"), RENAMED)
-def test_an_upstream_names_what_the_client_has_sent(theirs: str, ours: str) -> None:
+def test_an_upstream_names_what_the_client_has_sent() -> None:
     """Bug: a parameter of the other API was named, which no client had sent."""
 
     async def check(worker: RemoteWorker, _: Upstream) -> None:
-        for asked, param in ((said(worker), ours), (passed(worker, ASK), theirs)):
+        for asked, param in ((said(worker), "text.format"), (passed(worker, ASK), theirs)):
             with pytest.raises(Refused) as caught:
                 await asked
             assert caught.value.param == param
 
-    over(check, says(json_answer({"error": {"message": "No.", "param": theirs}}, "400 Bad Request")))
+    theirs = "response_format.json_schema.schema.type"
+    over(check, says(json_answer({"error": NO | {"param": theirs}}, "400 Bad Request")))
 
 
 # --- one request, in this process ---------------------------------------------------------------------------
@@ -225,12 +199,12 @@ def test_an_upstream_names_what_the_client_has_sent(theirs: str, ours: str) -> N
 Check = Callable[..., Awaitable[None]]  # (worker over some upstreams, these upstreams)
 
 
-def over(check: Check, *answers: Answer, **options: Any) -> list[Upstream]:
+def over(check: Check, *answers: Answer, timeouts: Timeouts = QUICK) -> list[Upstream]:
     """Check a worker over upstreams that answer so; return them."""
 
     async def run(running: list[Upstream]) -> None:
         urls = [each.url for each in running]
-        worker = RemoteWorker(Upstreams(urls, dict.fromkeys(urls, "key"), options.get("timeouts", QUICK)), 2)
+        worker = RemoteWorker(Upstreams(urls, dict.fromkeys(urls, "key"), timeouts), 2)
         try:
             await worker.upstreams.probe()
             await asyncio.wait_for(check(worker, *running), 20)
@@ -276,11 +250,18 @@ async def passed(worker: RemoteWorker, body: Json) -> Client:
     return client
 
 
-async def said(worker: RemoteWorker, **body: Any) -> list[Accepted | Output | Finish]:
+async def said(
+    worker: RemoteWorker, on_output: Callable[[], None] = lambda: None, **body: Any
+) -> list[Accepted | Output | Finish]:
     """What the worker says of a Responses request; raises Refused."""
     request = params.from_responses({"model": "m", "input": "hi"} | body, {})
     outputs: list[Accepted | Output | Finish] = []
-    await (await worker.prepare(request)).run(outputs.append)
+
+    def emit(output: Accepted | Output | Finish) -> None:
+        outputs.append(output)
+        on_output()
+
+    await (await worker.prepare(request)).run(emit)
     return outputs
 
 
@@ -293,69 +274,33 @@ def frames_of(body: bytes) -> list[Any]:
     return [json.loads(data) for data in found[:-1]]
 
 
-SAID = [["analysis", "so"], ["final", "caf\u00e9"], ["call", "f", '{"x":1}']]  # by STREAM
-
-
-def test_a_request_and_its_answer() -> None:
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
-        client = await passed(worker, STREAMED | {"stream_options": {"include_usage": True}})
-        assert client.sent[0]["status"] == 200
-        assert dict(client.sent[0]["headers"])[b"content-type"] == b"text/event-stream; charset=utf-8"
-        assert frames_of(client.body)[-1]["usage"]["total_cost"] == 42
-        assert client.body.startswith(b"".join(FRAMES[:-2]))
-        first, *outputs, end = await said(worker)
-        assert (first, end) == (Accepted(), Finish("stop", Usage(14, 7, 0, 3)))
-        assert laws.items(cast(list[Output], outputs)) == SAID
-
-    (asked,) = over(check, says(head() + STREAM))
-    for exchange in asked.exchanges:
-        assert exchange.headers["accept-encoding"] == "identity"
-        assert exchange.headers["authorization"] == "Bearer key"
-        assert exchange.body["stream_options"] == {"include_usage": True}
-
-
 # --- chaos --------------------------------------------------------------------------------------------------
 
-CHUNKED_HEAD = head("text/event-stream", "200 OK", CHUNKED)
-ENDS: dict[str, tuple[int, Callable[[int], Answer]]] = {
-    # at every n-th byte, the stream up to there, and then
-    "end of the connection": (1, lambda n: says(head() + STREAM[:n])),
-    "end inside a chunk": (7, lambda n: says(CHUNKED_HEAD + b"%x\r\n" % len(STREAM) + STREAM[:n])),
-}
+CHUNKED_HEAD, LONGER = (head("text/event-stream", "200 OK", how) for how in (CHUNKED, "Content-Length: 300"))
 
 
 @pytest.mark.bug("B13")
-@pytest.mark.parametrize("how", ENDS)
-def test_upstream_dies_at_every_byte(how: str) -> None:
+def test_upstream_dies_at_every_byte() -> None:
     """Elsewhere: 200, half an answer, no error, no [DONE]. https://github.com/open-webui/open-webui/issues/29628"""
-    step, ending = ENDS[how]
-    whole_ = [json.loads(frame[6:]) for frame in FRAMES[:-2]]
+    all_said = [json.loads(frame[6:]) for frame in FRAMES[:-2]]
     begun = len(FRAMES[0] + FRAMES[1]) - 2  # bytes until something is said; before that others may be asked
     finished = len(b"".join(FRAMES[:-2])) - 2  # until all is said; usage and [DONE] may be missing
-    # Only after its blank line is an event known to be whole, unless the upstream has ended its answer.
-    at_least = 0 if how == "end of the connection" else 2
 
     async def check(worker: RemoteWorker, upstream: Upstream) -> None:
-        for n in range(0, len(STREAM) + 1, step):
-            upstream.answer = ending(n)
-            if n < begun + at_least:
-                with pytest.raises(Refused):
-                    await passed(worker, STREAMED)
-                with pytest.raises(Refused):
-                    await said(worker)
+        for n in range(len(STREAM) + 1):
+            upstream.answer = says(head() + STREAM[:n])
+            if n < begun:
+                assert await outcomes(worker) == REFUSED
                 continue
             frames = frames_of((await passed(worker, STREAMED)).body)
             complete = [frame for frame in frames if "error" not in frame]
             errors = frames[len(complete) :]
-            assert complete == whole_[: len(complete)]
-            assert [error["error"]["code"] for error in errors] == ["server_error"] * (
-                n < finished + at_least
-            )
+            assert complete == all_said[: len(complete)]
+            assert [error["error"]["code"] for error in errors] == ["server_error"] * (n < finished)
+            assert errors or complete == all_said
             end = (await said(worker))[-1]
             assert isinstance(end, Finish)
             assert (end.reason == "failed") == bool(errors)
-            if not errors:
-                assert complete == whole_
 
     over(check, hangs)
 
@@ -369,23 +314,45 @@ def reset(exchange: Exchange) -> None:
     exchange.reset()
 
 
-def streams(header: str) -> bytes:
-    return head("text/event-stream", "200 OK", header) + STREAM
+def stalls(exchange: Exchange) -> None:
+    exchange.send(head() + FRAMES[1])
+    exchange.wait_closed()
 
 
+def for_ever(sent: bytes) -> Answer:
+    """This, then comments, until the other side has gone, which raises OSError."""
+
+    def answer(exchange: Exchange) -> None:
+        exchange.send(sent)
+        ends_at = time.monotonic() + FOR_EVER_S
+        while time.monotonic() < ends_at:
+            exchange.send(b": ping\n\n")
+            time.sleep(0.02)
+
+    return answer
+
+
+SAYS_HI = delta(role="assistant", content="") + delta(content="Hi")
+NAMELESS = delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}])
+NONSENSE = event({"choices": [{"delta": {"content": 7, "tool_calls": 5}}, 3]})
+OOPS = delta(content="x")[:-6] + b"\n\n"
+EMPTY = delta(role="assistant", content="") + delta() + event({"choices": []})
 # what becomes of an answer: streamed, plain, as a response
 WHOLE, BROKEN, REFUSED = ["whole", "whole", "stop"], ["error", "refused", "failed"], ["refused"] * 3
-OOPS = delta(content="x")[:-6] + b"\n\n"
-NONSENSE = event({"choices": [{"delta": {"content": 7, "tool_calls": 5}}, 3]})
-NAMELESS = delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}])
 # fmt: off
 CHAOS: dict[str, tuple[list[str], Answer]] = {
     "more after [DONE]":  (WHOLE,   says(head() + STREAM + DONE + b"\x00\xff" * 9)),
     "wrong chunk size":   (WHOLE,   says(CHUNKED_HEAD + b"fff\r\n" + STREAM[:-9])),
-    "too short":          (BROKEN,  says(streams("Content-Length: 300"))),
+    "half an answer":     (BROKEN,  says(head() + delta(content="half"))),
+    "too short":          (BROKEN,  says(LONGER + STREAM)),
     "reset":              (BROKEN,  reset),
-    "no finish_reason":   (BROKEN,  says(head() + FRAMES[0] + FRAMES[2])),
     "call without name":  (BROKEN,  says(head() + NAMELESS + DONE)),
+    "silence":            (BROKEN,  stalls),
+    "never ends":         (BROKEN,  for_ever(head() + FRAMES[1])),
+    "never begins":       (REFUSED, for_ever(head())),
+    "no byte":            (REFUSED, hangs),
+    "no answer":          (REFUSED, says(b"")),
+    "no text":            (REFUSED, says(head() + b": hi\n\n" + EMPTY)),
     "packed":             (REFUSED, says(head() + gzip.compress(STREAM))),
     "garbage":            (REFUSED, says(head() + bytes(range(256)) * 99)),
     "unreadable frame":   (REFUSED, says(head() + OOPS + finish() + DONE)),
@@ -393,6 +360,16 @@ CHAOS: dict[str, tuple[list[str], Answer]] = {
     "an array":           (REFUSED, says(head("application/json") + b"[1]")),
     "nonsense":           (REFUSED, says(head() + NONSENSE + DONE)),
     "no HTTP":            (REFUSED, says(b"\x00\xff garbage \r\n\r\n" * 9)),
+    "an error":           (REFUSED, says(head() + event({"error": NO | {"code": 503}}))),
+    "500":                (REFUSED, says(json_answer({"error": NO}, "500 Internal Server Error"))),
+    "429":                (REFUSED, says(json_answer({}, "429 Too Many Requests"))),
+    "400":                (REFUSED, says(json_answer({"error": NO}, "400 Bad Request"))),
+}
+TIMEOUTS = {
+    "silence":            QUICK._replace(idle_s=0.05),
+    "never ends":         QUICK._replace(answer_s=0.3),
+    "never begins":       QUICK._replace(first_byte_s=0.3),
+    "no byte":            QUICK._replace(first_byte_s=0.05),
 }
 # fmt: on
 
@@ -408,7 +385,21 @@ def test_chaos(name: str) -> None:
         assert totals["relayed_done"] + totals["relayed_error"] == 3
         assert totals["relayed_disconnect"] == 0
 
-    over(check, answer)
+    over(check, answer, timeouts=TIMEOUTS.get(name, QUICK))
+
+
+@pytest.mark.bug("M06")
+@pytest.mark.parametrize("name", CHAOS)
+def test_until_something_is_said_another_is_asked(name: str) -> None:
+    """Elsewhere the first byte, or the role, was the end of all failover."""
+    expected, answer = CHAOS[name]
+    is_asked = expected == REFUSED and name != "400"  # that is the request's fault
+
+    async def check(worker: RemoteWorker, *_: Upstream) -> None:
+        assert await outcomes(worker) == (WHOLE if is_asked else expected)
+
+    _, other = over(check, answer, says(head() + STREAM), timeouts=TIMEOUTS.get(name, QUICK))
+    assert len(other.exchanges) == 3 * is_asked
 
 
 async def outcome(worker: RemoteWorker, body: Json) -> str:
@@ -436,15 +427,14 @@ async def outcomes(worker: RemoteWorker) -> list[str]:
 
 # --- an error with status 200, an answer without an end -----------------------------------------------------
 
-BAD = {"message": "No.", "type": "BadRequestError", "param": None}
 # fmt: off
 FIRST_FRAMES: list[tuple[Json, int]] = [
-    # the first event of an answer with status 200                                     status
-    ({"error": BAD | {"code": 400}},                                                   400),
-    ({"error": BAD | {"code": "429"}},                                                 429),
-    ({"object": "error", "message": "No.", "type": "BadRequestError", "code": 400},    400),
-    ({"error": "No."},                                                                 502),
-    ({"detail": "No."},                                                                502),
+    # the first event of an answer with status 200       status
+    ({"error": NO | {"code": 400}},                      400),
+    ({"error": NO | {"code": "429"}},                    429),
+    ({"object": "error", "code": 400} | NO,              400),
+    ({"error": "No."},                                   502),
+    ({"detail": "No."},                                  502),
 ]
 AS_SENT: dict[str, Callable[[Json], bytes]] = {
     "an event after a comment": lambda error: head() + b": hi\n\n" + event(error) + DONE,
@@ -470,115 +460,53 @@ def test_an_error_in_the_first_frame_has_its_status(name: str) -> None:
     over(check, hangs)
 
 
-FOR_EVER_S = 6 * upstreams.GRACE_S  # long enough to see that the front does not end it
-SAYS_HI = delta(role="assistant", content="") + delta(content="Hi")
 BOOM = event({"error": {"message": "boom", "type": "server_error", "code": "x"}})
 TOO_MANY = head("application/json", "429 Too Many", "Retry-After: 7", "Content-Length: 500") + b'{"error": {'
+# fmt: off
+LEFT: dict[str, tuple[Answer, list[Any]]] = {
+    # sent, and then nothing                                            what is told of it
+    "an error":  (says(head() + SAYS_HI + BOOM),                        ["boom", False]),
+    "the end":   (for_ever(head() + SAYS_HI + finish()),                ["", False]),
+    "usage":     (says(head() + SAYS_HI + finish() + scripted.USED),    ["", True]),
+    "a refusal": (says(TOO_MANY),                                       [429, "7"]),
+}
+# fmt: on
 
 
-def for_ever(sent: bytes) -> Answer:
-    """This, then comments, until the other side has gone, which raises OSError."""
-
-    def answer(exchange: Exchange) -> None:
-        exchange.send(sent)
-        ends_at = time.monotonic() + FOR_EVER_S
-        while time.monotonic() < ends_at:
-            exchange.send(b": ping\n\n")
-            time.sleep(0.02)
-
-    return answer
-
-
-async def left(upstream: Upstream, answer: Answer, asked: Coroutine[Any, Any, Any]) -> Any:
-    """What is said, once the upstream, which answers so, has been left."""
-    was_left = threading.Event()
+@pytest.mark.bug("M01", "M02", "M03")
+@pytest.mark.parametrize("name", LEFT)
+def test_who_has_no_more_to_say_is_left_within_seconds(name: str) -> None:
+    """Elsewhere the client waited for [DONE], or the rest of a refusal, for as long as the upstream liked."""
+    answer, expected = LEFT[name]
+    n_left = threading.Semaphore(0)
 
     def held(exchange: Exchange) -> None:
         with suppress(ConnectionError):
             answer(exchange)
             if not exchange.wait_closed():
                 return
-        was_left.set()
+        n_left.release()
 
-    upstream.answer = held
-    found = (await asyncio.gather(asked, return_exceptions=True))[0]
-    assert await asyncio.to_thread(was_left.wait, FOR_EVER_S), "the upstream was not left"
-    return found
-
-
-@pytest.mark.bug("M01")
-def test_an_error_ends_the_answer() -> None:
-    """Elsewhere: keep-alives for as long as the upstream held its connection."""
-
-    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
-        boom = says(head() + SAYS_HI + BOOM)
-        body = (await left(upstream, boom, passed(worker, STREAMED))).body
-        assert (body.count(b'"message":"boom"'), body[-len(DONE) :]) == (1, DONE)
-        assert (await left(upstream, boom, said(worker)))[-1].message == "boom"
-
-    over(check, hangs)
-
-
-# fmt: off
-FINISHED = {
-    "text, pings": for_ever(head() + SAYS_HI + finish()),
-    "usage":       says(head() + SAYS_HI + finish() + scripted.USED),
-}
-# fmt: on
-
-
-@pytest.mark.bug("M02")
-@pytest.mark.parametrize("name", FINISHED)
-def test_after_its_end_an_answer_has_seconds(name: str) -> None:
-    """Elsewhere the client waited for [DONE] for as long as the upstream liked."""
-
-    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
-        asked = STREAMED | {"stream_options": {"include_usage": True}}
-        frames = frames_of((await left(upstream, FINISHED[name], passed(worker, asked))).body)
-        assert "error" not in frames[-1]
-        assert ("usage" in frames[-1]) == (name == "usage")
-        end = (await left(upstream, FINISHED[name], said(worker)))[-1]
-        assert (end.reason, bool(end.usage)) == ("stop", name == "usage")
-
-    over(check, hangs)
-
-
-@pytest.mark.bug("M03")
-def test_a_refusal_does_not_wait_for_its_body() -> None:
-    """Elsewhere: 28 s, then 200 and a failure, for the rest of the body never came."""
-
-    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
-        for asked in (passed(worker, STREAMED), said(worker)):
-            found = await left(upstream, says(TOO_MANY), asked)
-            assert (found.status, found.retry_after) == (429, "7")
-
-    over(check, hangs)
-
-
-# --- time ---------------------------------------------------------------------------------------------------
-
-
-def stalls(exchange: Exchange) -> None:
-    exchange.send(head() + FRAMES[1])
-    exchange.wait_closed()
-
-
-# fmt: off
-TIMES: dict[str, tuple[Answer, Timeouts, list[str]]] = {
-    "no first byte": (hangs,                    QUICK._replace(first_byte_s=0.05), REFUSED),
-    "never begins":  (for_ever(head()),         QUICK._replace(first_byte_s=0.3),  REFUSED),
-    "silence":       (stalls,                   QUICK._replace(idle_s=0.05),       BROKEN),
-    "never ends":    (for_ever(head() + FRAMES[1]), QUICK._replace(answer_s=0.3),      BROKEN),
-}
-# fmt: on
-
-
-@pytest.mark.parametrize(("answer", "timeouts", "found"), TIMES.values(), ids=TIMES)
-def test_nothing_waits_for_ever(answer: Answer, timeouts: Timeouts, found: list[str]) -> None:
     async def check(worker: RemoteWorker, _: Upstream) -> None:
-        assert await outcomes(worker) == found
+        chat = passed(worker, STREAMED | {"stream_options": {"include_usage": True}})
+        found = await asyncio.gather(chat, said(worker), return_exceptions=True)
+        assert [told(each) for each in found] == [expected] * 2
+        for _each in found:
+            assert await asyncio.to_thread(n_left.acquire, timeout=FOR_EVER_S), "the upstream was not left"
 
-    over(check, answer, timeouts=timeouts)
+    over(check, held)
+
+
+def told(found: Any) -> list[Any]:
+    if isinstance(found, Refused):
+        return [found.status, found.retry_after]
+    if isinstance(found, Client):
+        last = frames_of(found.body)[-1]
+        return [last.get("error", {}).get("message", ""), "usage" in last]
+    return [found[-1].message, found[-1].usage is not None]
+
+
+# --- time -------------------------------------------------------------------------------------------------
 
 
 def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,7 +516,7 @@ def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.Mon
 
     def answer(exchange: Exchange) -> None:
         assert heard.wait(20), "nothing came before the upstream's answer"
-        exchange.send(json_answer({"error": {"message": "No."}}, "400 Bad Request"))
+        exchange.send(json_answer({"error": NO}, "400 Bad Request"))
 
     async def check(worker: RemoteWorker, _: Upstream) -> None:
         client = Client()
@@ -598,12 +526,8 @@ def test_a_client_hears_from_us_while_the_upstream_reads(monkeypatch: pytest.Mon
         (error,) = frames_of(client.body)
         assert error["error"]["message"] == "No."
         heard.clear()
-        request = params.from_responses({"model": "m", "input": "hi", "stream": True}, {})
-        prompt = await worker.prepare(request)
-        async with aclosing(pulled(partial(UpstreamPrompt.run, prompt))) as outputs:
-            assert await anext(outputs) == Accepted()
-            heard.set()
-            end = await anext(outputs)
+        accepted, end = await said(worker, stream=True, on_output=heard.set)
+        assert accepted == Accepted()
         assert isinstance(end, Finish)
         assert (end.reason, end.message) == ("failed", "No.")
 
@@ -670,15 +594,12 @@ def test_a_slow_client_slows_its_upstream_down() -> None:
             exchange.send(frame)
             n_sent += len(frame)
 
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
-        async def never(*_: Any) -> Any:
+    async def never(message: Message | None = None) -> Any:
+        if message is None or message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                await never()
-
-        working = asyncio.create_task(worker.pass_through(STREAMED)({}, never, send))
+    async def check(worker: RemoteWorker, _: Upstream) -> None:
+        working = asyncio.create_task(worker.pass_through(STREAMED)({}, never, never))
         before = -1
         while before != n_sent or n_sent == 0:  # until it stands still
             before = n_sent
@@ -724,72 +645,18 @@ def test_usage_is_settled_once_on_every_path(how: str, caplog: pytest.LogCapture
 # --- which upstream -----------------------------------------------------------------------------------------
 
 
-def names(name: str) -> Answer:
-    """An upstream that says its name."""
-    return says(head() + delta(content=name) + finish() + DONE)
-
-
-async def who(worker: RemoteWorker) -> str:
-    """The name of the upstream that was asked."""
-    return "".join(o.text for o in await said(worker) if isinstance(o, Delta))
-
-
 def test_the_least_busy_is_asked() -> None:
-    held = threading.Event()
+    async def check(worker: RemoteWorker, a: Upstream, b: Upstream) -> None:
+        first = asyncio.create_task(said(worker))
+        while not a.exchanges:
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            await said(worker)
+        assert (len(a.exchanges), len(b.exchanges)) == (1, 3)
+        first.cancel()
+        await asyncio.wait({first})
 
-    def busy(exchange: Exchange) -> None:
-        exchange.send(head() + delta(content="a"))
-        held.wait(20)
-        exchange.send(finish() + DONE)
-
-    async def check(worker: RemoteWorker, *_: Upstream) -> None:
-        first = asyncio.create_task(who(worker))
-        while worker.counts()["running"] == 0:
-            await asyncio.sleep(0)
-        assert [await who(worker) for _ in range(3)] == ["b"] * 3
-        held.set()
-        assert await first == "a"
-
-    over(check, busy, names("b"))
-
-
-# fmt: off
-FALLS = {
-    "no answer":       says(b""),
-    "a comment":       says(head() + b": hi\n\n"),
-    "a role":          says(head() + delta(role="assistant", content="")),
-    "empty deltas":    says(head() + delta(content="") + delta() + event({"choices": []})),
-    "an error":        says(head() + event({"error": {"message": "No.", "code": 503}})),
-    "500":             says(json_answer({"error": {"message": "No."}}, "500 Internal Server Error")),
-    "429":             says(json_answer({}, "429 Too Many Requests")),
-}
-# fmt: on
-
-
-@pytest.mark.bug("M06")
-@pytest.mark.parametrize("name", FALLS)
-def test_until_something_is_said_another_is_asked(name: str) -> None:
-    """Elsewhere the first byte, or the role, was the end of all failover."""
-
-    async def check(worker: RemoteWorker, *_: Upstream) -> None:
-        assert await who(worker) == "b"
-        assert b'"b"' in (await passed(worker, STREAMED)).body
-
-    over(check, FALLS[name], names("b"))
-
-
-BAD_REQUEST = says(json_answer({"error": {"message": "No."}}, "400 Bad Request"))
-STAYS = {"half an answer": (says(head() + delta(content="half")), "error"), "a 400": (BAD_REQUEST, "refused")}
-
-
-@pytest.mark.bug("M06")
-@pytest.mark.parametrize(("answer", "found"), STAYS.values(), ids=STAYS)
-def test_no_other_is_asked(answer: Answer, found: str) -> None:
-    async def check(worker: RemoteWorker, *_: Upstream) -> None:
-        assert await outcome(worker, STREAMED) == found
-
-    _, other = over(check, answer, names("b"))
-    assert not other.exchanges
+    over(check, hangs, says(head() + STREAM))
 
 
 def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -797,60 +664,59 @@ def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.LogCaptu
 
     async def check(worker: RemoteWorker, a: Upstream, b: Upstream) -> None:
         for _ in range(upstreams.MAX_FAILURES):
-            assert await who(worker) == "b"
+            await said(worker)
         assert worker.counts()["upstreams_down"] == 0
         a.models, models = {}, a.models
         for _ in range(upstreams.MAX_FAILURES):
             await worker.upstreams.probe()
         assert worker.counts()["upstreams_down"] == 1
-        assert await who(worker) == "b"
+        await said(worker)
         assert len(a.exchanges) == upstreams.MAX_FAILURES
-        a.models, a.answer = models, names("a")
+        a.models = models
         await worker.upstreams.probe()
-        assert await who(worker) == "a"
+        await said(worker)
+        assert len(a.exchanges) == upstreams.MAX_FAILURES + 1
 
     caplog.set_level(logging.WARNING, "upstreams")
-    over(check, says(b""), names("b"))
-    assert (
-        "failed 3 times: ValueError: expected a list of models; most servers have it under /v1" in caplog.text
-    )
+    over(check, says(b""), says(head() + STREAM))
+    expected = "failed 3 times: ValueError: expected a list of models; most servers have it under /v1"
+    assert expected in caplog.text
 
 
 # --- what is asked ------------------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("f", "g")]
-F: Json = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-G: Json = {"type": "function", "function": {"name": "g", "description": "", "parameters": {"type": "object"}}}
-STRICT_F, STRICT_G = (tool | {"function": tool["function"] | {"strict": True}} for tool in (F, G))
+F, G = (
+    {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+    for name in ("f", "g")
+)
+STRICT_F, STRICT_G = (tool | {"function": tool["function"] | {"strict": True}} for tool in (F, G))  # type: ignore
 SCHEMA = {"name": "n", "schema": {"type": "object"}, "strict": True}
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
 NAMED = {"type": "function", "function": {"name": "f"}}
-LOGPROBS = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
+ONE_CALL = {"parallel_tool_calls": False}
+SAME = {"seed": 5, "temperature": 0, "top_p": 0.5, "top_k": 4, "ignore_eos": True, "stop_token_ids": [3]}
+LOW = {"enable_thinking": True, "reasoning_effort": "low"}
 # fmt: off
 REQUESTS: list[tuple[Json, Json]] = [
-    # more of the Responses request                     more of the chat request
-    ({},                                                {}),
-    ({"max_output_tokens": 7, "seed": 5, "stop": "x"},  {"max_tokens": 7, "seed": 5, "stop": ["x"]}),
-    ({"temperature": 0, "top_p": 0.5, "top_k": 4},      {"temperature": 0, "top_p": 0.5, "top_k": 4}),
-    ({"ignore_eos": True, "stop_token_ids": [3]},       {"ignore_eos": True, "stop_token_ids": [3]}),
-    ({"reasoning": {"effort": "low"}},
-                    {"reasoning_effort": "low",
-                     "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"}}),
-    ({"tools": TOOLS},                                  {"tools": [F, G], "tool_choice": "auto"}),
-    ({"tools": TOOLS, "tool_choice": "none"},           {"tools": [F, G], "tool_choice": "none"}),
-    ({"tools": TOOLS, "tool_choice": "required"},       {"tools": [STRICT_F, STRICT_G],
-                                                         "tool_choice": "required"}),
+    # more of the Responses request                         more of the chat request
+    ({},                                                    {}),
+    (SAME | {"max_output_tokens": 7, "stop": "x"},          SAME | {"max_tokens": 7, "stop": ["x"]}),
+    ({"reasoning": {"effort": "low"}},          {"reasoning_effort": "low", "chat_template_kwargs": LOW}),
+    ({"tools": TOOLS},                                      {"tools": [F, G], "tool_choice": "auto"}),
+    ({"tools": TOOLS, "tool_choice": "none"},               {"tools": [F, G], "tool_choice": "none"}),
+    ({"tools": TOOLS, "tool_choice": "required"}, {"tools": [STRICT_F, STRICT_G], "tool_choice": "required"}),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}},
-                                                        {"tools": [STRICT_F], "tool_choice": NAMED}),
-    ({"tools": TOOLS, "tool_choice": ALLOWED},          {"tools": [STRICT_G], "tool_choice": "required"}),
-    ({"tools": [TOOLS[0] | {"strict": True}]},          {"tools": [STRICT_F], "tool_choice": "auto"}),
-    ({"tools": TOOLS, "parallel_tool_calls": False},
-                    {"tools": [F, G], "tool_choice": "auto", "parallel_tool_calls": False}),
+                                                            {"tools": [STRICT_F], "tool_choice": NAMED}),
+    ({"tools": TOOLS, "tool_choice": ALLOWED},              {"tools": [STRICT_G], "tool_choice": "required"}),
+    ({"tools": [TOOLS[0] | {"strict": True}]},              {"tools": [STRICT_F], "tool_choice": "auto"}),
+    ({"tools": TOOLS} | ONE_CALL,                 {"tools": [F, G], "tool_choice": "auto"} | ONE_CALL),
     ({"text": {"format": {"type": "json_schema"} | SCHEMA}},
-                    {"response_format": {"type": "json_schema", "json_schema": SCHEMA}}),
-    ({"text": {"format": {"type": "json_object"}}},     {"response_format": {"type": "json_object"}}),
-    (LOGPROBS,                                          {"logprobs": True, "top_logprobs": 2}),
-    ({"include": LOGPROBS["include"]},                  {"logprobs": True}),
+                                   {"response_format": {"type": "json_schema", "json_schema": SCHEMA}}),
+    ({"text": {"format": {"type": "json_object"}}},         {"response_format": {"type": "json_object"}}),
+    (LOGPROBS | {"top_logprobs": 2},                        {"logprobs": True, "top_logprobs": 2}),
+    (LOGPROBS,                                              {"logprobs": True}),
 ]
 # fmt: on
 
