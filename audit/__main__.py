@@ -1,6 +1,6 @@
 """`python -m audit`: holds a live server, or a recorded stream, against the rules.
 
-    URL --session.look(), judge_all()--> results --summary(), details(), to_json(), junit()--> lines, files
+    URL --session.look(), judge()--> results --details(), to_json(), junit()--> lines, a file
     bytes of a recorded stream --judge_recording()--> lines
 
 Authority: `python -m audit --help`; https://github.com/testmoapp/junitxml for what CI servers read of
@@ -19,17 +19,14 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from audit import session
 from audit.peer import BUDGET_S, Peer
 from audit.rules import RULES, NoReply, NotApplicable
-from audit.schema import printable, shortened
+from audit.schema import Json, printable, shortened
 from audit.session import Result
 from audit.stream import read, violations
 
@@ -50,7 +47,7 @@ exit status: 0 all is well; 1 a must is broken (of a recording, or with --strict
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python {Path(sys.argv[0]).name}".replace("__main__.py", "-m audit"),
+        prog="python -m audit",
         description="Hold a server of the Responses or Chat Completions API, or a stream recorded of one, "
         "against the rules that clients rely on.",
         epilog=EXAMPLES,
@@ -69,10 +66,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--profile", choices=session.PROFILES, default="all", help="which rules; all if left out")
     add("--rules", action="append", default=[], help="only these, such as 'resume*'")
     add("--strict", action="store_true", help="exit status 1 for every failure, not for a failed must alone")
-    add("--repeat", type=int, default=1, help="ask all N times; what differs is flaky")
     add("--timeout", type=float, default=BUDGET_S, help="seconds for each rule (%(default)g)")
     add("--junit", type=Path, help="write a report for CI, as JUnit XML")
-    add("--json-file", type=Path, help="write what --json prints")
     return parser
 
 
@@ -83,9 +78,8 @@ def main() -> int:
         return 2
     try:
         lines, status = task(options)
-        for line in lines:
-            sys.stdout.buffer.write((line + "\n").encode("utf-8", "backslashreplace"))
-        sys.stdout.buffer.flush()
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+        print(*lines, sep="\n", flush=True)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     except (OSError, ValueError, NotApplicable, NoReply, AssertionError) as error:
@@ -100,7 +94,7 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     """Do what the options ask for; return the lines to print, and the exit status."""
     if options.list:
         return listing(session.chosen(options.profile, options.rules)), 0
-    if urlsplit(options.target).scheme in ("http", "https"):
+    if options.target.startswith(("http://", "https://")):
         return audit(options)
     stream = sys.stdin.buffer.read() if options.target == "-" else Path(options.target).read_bytes()
     return judge_recording(stream, options.json)
@@ -112,19 +106,25 @@ def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
 def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     names = session.chosen(options.profile, options.rules)
     peer = Peer(options.target, options.model, options.api_key, options.timeout)
-    apis = session.look(peer)
-    about = {"url": options.target, "model": peer.model, "apis": apis, "long": peer.long}
-
-    by_rule = {result.rule: result for result in session.judge_all(peer, names, options.repeat)}
-    results = [*by_rule.values()]
-    for path, text in ((options.junit, junit), (options.json_file, to_json)):
-        if path:
-            path.write_text(text(results, about), encoding="utf-8")
+    about: Json = {"url": options.target, "apis": session.look(peer), "model": peer.model, "long": peer.long}
+    results = [session.judge(peer, name) for name in names]
+    if options.junit:
+        options.junit.write_text(junit(results, options.target), encoding="utf-8")
     exit_status = status(results, options.strict)
     if options.json:
-        return [to_json(results, about).rstrip()], exit_status
-    head = f"{options.target}, model {peer.model}: {' and '.join(apis)}"
-    return [head, *summary(results), *details(results)], exit_status
+        return [to_json(results, about)], exit_status
+    counts = Counter(result.verdict for result in results)
+    head = f"{options.target}, model {peer.model}: {' and '.join(about['apis'])}"
+    summary = f"{len(results)} rules: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}"
+    return [head, summary, *details(results)], exit_status
+
+
+def status(results: Sequence[Result], strict: bool) -> int:
+    """Return the exit status: 1 if a must fails, with `strict` any rule; 2 if no rule was judged."""
+    if all(result.verdict in ("error", "n/a") for result in results):
+        return 2
+    failures = [RULES[result.rule].strength for result in results if result.verdict == "fail"]
+    return int("must" in failures or bool(strict and failures))
 
 
 # --- reports ------------------------------------------------------------------------------------------------
@@ -132,37 +132,13 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
 SHOWN = 400  # characters of an excerpt
 
 
-def failed(results: Iterable[Result], strict: bool) -> list[str]:
-    """Name the rules whose failure makes the exit status 1: the musts, with `strict` all of them."""
-    failures = [RULES[result.rule] for result in results if result.verdict == "fail"]
-    return [rule.name for rule in failures if strict or rule.strength == "must"]
-
-
-def status(results: Sequence[Result], strict: bool) -> int:
-    """Return the exit status; a run in which no rule was judged is not a pass."""
-    if all(result.verdict in ("error", "n/a") for result in results):
-        return 2
-    return int(bool(failed(results, strict)))
-
-
-# --- for people ---------------------------------------------------------------------------------------------
-
-
-def summary(results: Sequence[Result]) -> Iterator[str]:
-    """Yield how many verdicts there are of each kind, and the musts that fail."""
-    counts = Counter(result.verdict for result in results)
-    yield f"{len(results)} rules: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}"
-    if musts := failed(results, strict=False):
-        yield f"{len(musts)} failed musts: {', '.join(musts)}"
-
-
-def details(results: Sequence[Result]) -> Iterator[str]:
+def details(results: Iterable[Result]) -> Iterator[str]:
     """Yield what failed and why, what could not be asked, and what does not apply."""
     for result in results:
         rule = RULES[result.rule]
         if result.verdict != "pass":
             yield f"{result.verdict:6}{rule.name} ({rule.strength}): {printable(result.reason)}"
-        if result.verdict in ("fail", "flaky"):
+        if result.verdict == "fail":
             yield f"      {rule.title}"
             yield f"      | {printable(shortened(result.excerpt, SHOWN))}"
             yield f"      {rule.source}"
@@ -177,41 +153,28 @@ def listing(names: Iterable[str]) -> Iterator[str]:
         yield f"{'':24} {rule.source}; {rule.link}"
 
 
-# --- for machines -------------------------------------------------------------------------------------------
-
-
-def to_json(results: Iterable[Result], about: Mapping[str, Any]) -> str:
+def to_json(results: Iterable[Result], about: Json) -> str:
     rows = []
     for result in results:
         rule = RULES[result.rule]
         rows.append(result._asdict() | {"strength": rule.strength, "title": rule.title, "link": rule.link})
-    return json.dumps({"about": about, "results": rows}, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps({"about": about, "results": rows}, indent=2, ensure_ascii=False)
 
 
-# Verdict -> its element in JUnit's XML.
-ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped", "flaky": "skipped"}
-COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}  # attributes of a suite
+ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped"}  # verdict -> its element in JUnit's XML
 
 
-def junit(results: Sequence[Result], about: Mapping[str, Any]) -> str:
-    """Write a suite for each group."""
-    root = Element("testsuites", name=f"audit of {about.get('url')}")
-    for name, of_group in groupby(results, lambda result: RULES[result.rule].group):
-        group = list(of_group)
-        suite = SubElement(root, "testsuite", name=name, tests=str(len(group)))
-        for result in group:
-            rule = RULES[result.rule]
-            seconds = str(result.seconds)
-            case = SubElement(suite, "testcase", classname=name, name=rule.name, time=seconds)
-            properties = SubElement(case, "properties")
-            for fact in ("strength", "title", "source", "link", "bugs"):
-                SubElement(properties, "property", name=fact, value=getattr(rule, fact))
-            if tag := ELEMENTS.get(result.verdict):
-                element = SubElement(case, tag, message=printable(result.reason), type=rule.strength)
-                element.text = "\n".join(map(printable, result.excerpt.splitlines()))
-        for attribute, tag in COUNTED.items():
-            suite.set(attribute, str(len(suite.findall(f"testcase/{tag}"))))
-    return tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+def junit(results: Iterable[Result], url: str) -> str:
+    """Write one suite with a case for each rule."""
+    root = Element("testsuites")
+    suite = SubElement(root, "testsuite", name=f"audit of {url}")
+    for result in results:
+        rule = RULES[result.rule]
+        case = SubElement(suite, "testcase", classname=rule.group, name=rule.name)
+        if tag := ELEMENTS.get(result.verdict):
+            element = SubElement(case, tag, message=printable(result.reason), type=rule.strength)
+            element.text = "\n".join(details([result]))
+    return tostring(root, encoding="unicode", xml_declaration=True)
 
 
 # --- a recorded stream --------------------------------------------------------------------------------------
@@ -221,18 +184,12 @@ def judge_recording(stream: bytes, as_json: bool) -> tuple[list[str], int]:
     """Return the lines to print, and the exit status."""
     capture = read(stream)
     faults = violations(capture)
-    status = int(bool(faults))
-    if as_json:
-        report = {
-            "kind": capture.kind,
-            "events": len(capture.raw),
-            "ok": not faults,
-            "violations": [violation._asdict() for violation in faults],
-        }
-        return [json.dumps(report, indent=2)], status
     lines = [f"event {fault.event}: {fault.message} ({fault.rule}: {fault.link})" for fault in faults]
     verdict = f"{len(faults)} violations" if faults else "OK"
-    return [*lines, f"{verdict}. {len(capture.raw)} events of a {capture.kind} stream"], status
+    lines.append(f"{verdict}. {len(capture.raw)} events of a {capture.kind} stream")
+    if as_json:
+        lines = [json.dumps([fault._asdict() for fault in faults], indent=2)]
+    return lines, int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ import json
 from audit.http import REFUSED
 from audit.peer import CALLED, CUT, TIME, TOKYO, WEATHER, Peer
 from audit.rules import NotApplicable, rules_of
-from audit.schema import Json, missing, typed
+from audit.schema import Json, Typed, expect_members
 from audit.stream import Answer, is_object, of_chunks, parsed
 
-must, should, advice = rules_of("agents", "responses agents")
+must, should, advice = rules_of("responses agents")
 TOOLS: Json = {"tools": (WEATHER, TIME)}
 BOTH_TOOLS: Json = TOOLS | {"said": TOKYO}
 FORCED: Json = BOTH_TOOLS | {"tool_choice": "get_time"}
@@ -33,7 +33,7 @@ def named_call(peer: Peer) -> None:
     https://platform.openai.com/docs/api-reference/chat/create
     """
     for answer in peer.both(**FORCED):
-        assert {*answer.names} == {"get_time"}
+        assert answer.names == {"get_time"}
 
 
 @must
@@ -58,7 +58,7 @@ def allowed_tools(peer: Peer) -> None:
     """
     named = {"type": "function", "name": "get_time"}
     choice = {"type": "allowed_tools", "mode": "required", "tools": [named]}
-    assert {*peer.plain(**BOTH_TOOLS, tool_choice=choice).names} == {"get_time"}
+    assert peer.plain(**BOTH_TOOLS, tool_choice=choice).names == {"get_time"}
 
 
 @must
@@ -147,8 +147,9 @@ def results(peer: Peer) -> None:
     expect_taken(peer, history(peer, IN_TOKYO, IN_PARIS), **TOOLS)
 
 
-def n_prompt(peer: Peer, said: list[Json]) -> int:
-    return peer.plain(said=said, **TOOLS).n_prompt
+def expect_one_length(peer: Peer, *histories: list[Json]) -> None:
+    counts = {peer.plain(said=said, **TOOLS).n_prompt for said in histories}
+    assert len(counts) == 1, f"expected prompts of one length, got {counts} tokens"
 
 
 @should(after="results")
@@ -159,8 +160,7 @@ def results_order(peer: Peer) -> None:
     https://platform.openai.com/docs/guides/function-calling
     """
     *calls, tokyo, paris = history(peer, IN_TOKYO, IN_PARIS)
-    counts = {n_prompt(peer, [*calls, tokyo, paris]), n_prompt(peer, [*calls, paris, tokyo])}
-    assert len(counts) == 1, f"expected prompts of one length, got {counts} tokens"
+    expect_one_length(peer, [*calls, tokyo, paris], [*calls, paris, tokyo])
 
 
 @should(after="results")
@@ -172,11 +172,8 @@ def reused_call_ids(peer: Peer) -> None:
     https://github.com/NousResearch/hermes-agent/pull/88324
     """
     long = "It rains, and it will rain tomorrow and the day after tomorrow. " * 4
-    counts = set()
-    for texts in (("It rains.", long), (long, "It rains.")):  # if both are read, both prompts are as long
-        first, second = (history(peer, ("call_0", "{}", text)) for text in texts)
-        counts.add(n_prompt(peer, first + second))
-    assert len(counts) == 1, f"expected prompts of one length, got {counts} tokens"
+    one, other = (history(peer, ("call_0", "{}", text)) for text in ("It rains.", long))
+    expect_one_length(peer, one + other, other + one)  # if both are read, both prompts are as long
 
 
 @should(after="results")
@@ -212,9 +209,9 @@ def expect_call(peer: Peer, tool: Json, kind: str) -> None:
     answer = peer.plain(said=TOKYO, limit=400, tools=[tool], tool_choice="required")
     if not answer.calls and answer.end == "length":
         raise NotApplicable("the response was cut before the call")
-    faults = [fault for call in answer.calls.values() for fault in missing(call, kind)]
     assert answer.calls, "expected a call of the tool, or a refusal of it"
-    assert not faults, faults
+    for call in answer.calls.values():
+        expect_members(call, kind)
 
 
 @must
@@ -274,7 +271,7 @@ def json_schema(peer: Peer) -> None:
     """
     for answer in peer.both(**NAME_A_COLOUR):
         value = parsed(answer.text)
-        fits = value.keys() == {"colour", "n"} and not missing(value, "coloured")
+        fits = value.keys() == {"colour", "n"} and not Typed(value, "coloured").faults
         assert fits or answer.end == "length"
 
 
@@ -309,9 +306,8 @@ def reasoning_counted(peer: Peer) -> None:
     G05 https://platform.openai.com/docs/guides/reasoning
     """
     answer = reasoned(peer)
-    usage = typed(answer.response, "response", [])["usage"]
     has_text = any(item.get("content") or item.get("summary") for item in answer.items("reasoning"))
-    assert usage["output_tokens_details"]["reasoning_tokens"] or not has_text
+    assert answer.usage.output_tokens_details.reasoning_tokens or not has_text
 
 
 @must(after="output-as-input")

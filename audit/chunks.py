@@ -10,19 +10,20 @@ Not here: bytes (frames.py), the Responses API (events.py).
 from collections.abc import Iterator
 
 from audit.rules import rules_of
-from audit.schema import Faults, Json, missing
+from audit.schema import Faults, Typed, object_in
 from audit.stream import MARKUP, Capture, agreed, changes, choices_of, is_object, usage_faults
 
+HEAD = {"id", "created", "model"}  # members of every chunk that never change
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")  # and "function_call", long deprecated
 
-must, should, _ = rules_of("chunks", "chat")
+must, should, _ = rules_of("chat")
 
 
-def choices(capture: Capture) -> Iterator[tuple[int, int, Json]]:
+def choices(capture: Capture) -> Iterator[tuple[int, int, Typed]]:
     """Yield (number of the chunk, index of the choice, the choice)."""
-    for number, chunk in enumerate(capture.events):
+    for number, chunk in capture.events:
         for choice in chunk["choices"]:
-            yield number, choice["index"] or 0, choice
+            yield number, choice.index or 0, choice
 
 
 # --- what chunks hold ---------------------------------------------------------------------------------------
@@ -36,9 +37,9 @@ def chunk_fields(capture: Capture) -> Faults:
     openai/openai-openapi calls these members required
     G01 G07 https://github.com/vllm-project/vllm/pull/19662
     """
-    for number, chunk in enumerate(capture.raw):
+    for number, chunk in capture.events:
         if chunk and "error" not in chunk:
-            for fault in missing(chunk, "chunk"):
+            for fault in chunk.faults:
                 yield number, fault
 
 
@@ -49,8 +50,8 @@ def one_completion(capture: Capture) -> Faults:
     the API reference: each chunk has the same id and the same timestamp
     C07 https://platform.openai.com/docs/api-reference/chat-streaming
     """
-    chunks = [chunk if "choices" in chunk else {} for chunk in capture.events]
-    yield from changes(chunks, lambda name: name in ("id", "created", "model"))
+    chunks = [chunk for _, chunk in capture.events if "choices" in chunk]
+    yield from changes({name: chunk[name] for name in HEAD & chunk.keys()} for chunk in chunks)
 
 
 @should
@@ -62,9 +63,9 @@ def role(capture: Capture) -> Faults:
     """
     begun: set[int] = set()  # choices
     for number, index, choice in choices(capture):
-        delta = choice["delta"]
+        delta = choice.delta
         expected = [] if index in begun else ["assistant"]
-        got = [delta["role"]] if "role" in delta else []
+        got = [delta.role] if "role" in delta else []
         if got != expected:
             yield number, f"expected the role in the first delta of a choice alone, got {delta}"
         begun.add(index)
@@ -79,7 +80,7 @@ def finish_reason(capture: Capture) -> Faults:
     """
     ended: dict[int, str | None] = {}  # choice -> its finish_reason, None until it has one
     for number, index, choice in choices(capture):
-        reason = choice["finish_reason"]
+        reason = choice.finish_reason
         if ended.get(index) is not None:
             yield number, f"expected nothing of a choice after its finish_reason, got {choice}"
         elif reason not in (None, *FINISH_REASONS):
@@ -99,16 +100,16 @@ def call_deltas(capture: Capture) -> Faults:
     begun: dict[int, list[int]] = {}  # choice -> indices of its calls
     for number, index, choice in choices(capture):
         indices = begun.setdefault(index, [])
-        for call in choice["delta"]["tool_calls"]:
-            name = call["function"]["name"] or call["custom"]["name"]
-            head = [call["id"], call["type"], name]
-            is_new = call["index"] not in indices
+        for call in choice.delta.tool_calls:
+            name = call.function.name or call.custom.name
+            head = [call.id, call.type, name]
+            is_new = call.index not in indices
             if is_new:
-                yield from agreed(number, "the index of a new call to be", len(indices), call["index"])
+                yield from agreed(number, "the index of a new call to be", len(indices), call.index)
                 indices.append(len(indices))
             if not all(head) if is_new else head != [None] * 3:
                 yield number, f"expected id, type and name in the first delta of a call alone, got {call}"
-        if choice["finish_reason"] == "tool_calls" and not indices:
+        if choice.finish_reason == "tool_calls" and not indices:
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
 
 
@@ -120,7 +121,7 @@ def chunk_texts(capture: Capture) -> Faults:
     E01 E05 E06 E09 E16 https://github.com/vllm-project/vllm/issues/10395
     """
     last = len(capture.events) - 1
-    for answer in choices_of(capture.events).values():
+    for answer in choices_of(capture.raw).values():
         if answer.end in ("stop", "tool_calls"):
             if marker := MARKUP.search(answer.text):
                 yield last, f"expected content without markup of the model's, got {marker[0]}"
@@ -139,9 +140,9 @@ def usage_chunk(capture: Capture) -> Faults:
     the API reference: one more chunk with empty choices, and null in all others
     B10 B11 G05 G07 https://github.com/BerriAI/litellm/issues/28735
     """
-    counted = [number for number, chunk in enumerate(capture.events) if "usage" in chunk]
+    counted = [number for number, chunk in capture.events if "usage" in chunk]
     for number in counted:
-        yield from usage_faults(number, capture.events[number]["usage"], "prompt", "completion")
+        yield from usage_faults(number, capture.events[number][1].usage, "prompt", "completion")
     for number, chunk in enumerate(capture.raw):
         if "choices" in chunk and (chunk["choices"] == []) != (number in counted):
             yield number, "expected usage in a chunk without choices, and nothing else in such a chunk"
@@ -159,8 +160,8 @@ def error_frame(capture: Capture) -> Faults:
     B13 C20 https://github.com/open-webui/open-webui/issues/29628
     """
     for number, chunk in enumerate(capture.raw):
-        if error := chunk.get("error"):
-            for fault in missing(error if isinstance(error, dict) else {}, "error"):
+        if chunk.get("error"):
+            for fault in Typed(object_in(chunk, "error"), "error").faults:
                 yield number, fault
             if number < len(capture.raw) - 1:
                 yield number + 1, "expected nothing after an error but [DONE]"

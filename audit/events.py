@@ -11,7 +11,6 @@ Rules of this file:
 Not here: bytes (frames.py), chat completions (chunks.py).
 """
 
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +26,6 @@ from audit.schema import (
     Json,
     Typed,
     label,
-    missing,
     unfit,
     without,
 )
@@ -37,11 +35,18 @@ TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
 TEXTS = ("text", "refusal", "arguments", "input")  # members in which deltas are said once more
 # Members of a response that change with it. The tier is one that the server may choose as late as the end,
 # and whether the response is stored is known when it is, or could not be.
-CHANGING = {
-    *("status", "output", "usage", "error", "incomplete_details", "completed_at", "service_tier", "store"),
-}
+CHANGING = (
+    "status",
+    "output",
+    "usage",
+    "error",
+    "incomplete_details",
+    "completed_at",
+    "service_tier",
+    "store",
+)
 
-must, should, _ = rules_of("events", "responses")
+must, should, _ = rules_of("responses")
 
 
 # --- what events hold ---------------------------------------------------------------------------------------
@@ -54,14 +59,14 @@ def event_types(capture: Capture) -> Faults:
     the API's schema is a closed union, of which SDKs in typed languages are made
     A15 C05 https://github.com/router-for-me/CLIProxyAPI/pull/4691
     """
-    for number, event in enumerate(capture.events):
+    for number, event in capture.events:
         if event and not is_known(event):
             yield number, f"expected a type of event that the API has, got {event['type']!r}"
 
 
 def is_known(event: Typed) -> bool:
     """True if the API has events of its type."""
-    return event["type"] in EVENTS or label(event) == "response.*"
+    return event.type in EVENTS or label(event) == "response.*"
 
 
 @must
@@ -71,8 +76,8 @@ def fields(capture: Capture) -> Faults:
     openai/openai-openapi calls these members required
     C09 C22 H06 H07 https://github.com/lemonade-sdk/lemonade/issues/3607
     """
-    for number, event in enumerate(capture.raw):
-        for fault in missing(event, "event"):
+    for number, event in capture.events:
+        for fault in event.faults:
             yield number, fault
 
 
@@ -84,8 +89,8 @@ def numbers(capture: Capture) -> Faults:
     C17 https://github.com/BerriAI/litellm/pull/28899
     """
     expected = 0
-    for number, event in enumerate(capture.events):
-        got = event["sequence_number"]
+    for number, event in capture.events:
+        got = event.sequence_number
         if got is None and not is_known(event):
             continue
         yield from agreed(number, "sequence_number", expected, got)
@@ -99,7 +104,7 @@ def nested_numbers(capture: Capture) -> Faults:
     openai/openai-openapi has the number in the event alone
     C02 https://github.com/vllm-project/vllm/pull/37071
     """
-    for number, event in enumerate(capture.events):
+    for number, event in capture.events:
         if json.dumps(event).count('"sequence_number":') > ("sequence_number" in event):
             yield number, "expected no sequence_number but that of the event"
 
@@ -109,8 +114,8 @@ def nested_numbers(capture: Capture) -> Faults:
 
 def of_the_response(capture: Capture) -> Iterator[tuple[int, Typed]]:
     """Yield (number, event) but for what tells of a client's response.steer: it comes whenever it comes."""
-    for number, event in enumerate(capture.events):
-        if not event["type"].startswith("response.steer."):
+    for number, event in capture.events:
+        if not event.type.startswith("response.steer."):
             yield number, event
 
 
@@ -126,7 +131,7 @@ def order(capture: Capture) -> Faults:
         if state == "end":
             return
         event_label = label(event)
-        if event_label not in AFTER and event["type"] not in EVENTS:
+        if event_label not in AFTER and event.type not in EVENTS:
             continue
         if (state, event_label) not in ORDER:
             expected = " or ".join(name for before, name in GRAMMAR if before == state)
@@ -146,16 +151,16 @@ def terminal(capture: Capture) -> Faults:
         if has_ended:
             yield number, "expected nothing after the terminal event"
             return
-        has_ended = event["type"] in TERMINAL
+        has_ended = event.type in TERMINAL
     if not has_ended:
         yield len(capture.events) - 1, f"expected {' or '.join(sorted(TERMINAL))}, got the end of the stream"
 
 
-def snapshots(capture: Capture) -> Iterator[tuple[int, str, Json]]:
+def snapshots(capture: Capture) -> Iterator[tuple[int, str, Typed]]:
     """Yield (number of the event, its type, its response)."""
-    for number, event in enumerate(capture.events):
-        if "response" in event and event["type"] in ROWS["told"]:
-            yield number, event["type"], event["response"]
+    for number, event in capture.events:
+        if "response" in event and event.type in ROWS["told"]:
+            yield number, event.type, event.response
 
 
 @must
@@ -166,9 +171,9 @@ def status(capture: Capture) -> Faults:
     C15 C23 https://github.com/vllm-project/agentic-api/issues/273
     """
     for number, event_type, response in snapshots(capture):
-        if event_type == "response.created" and response["background"] is True:
+        if event_type == "response.created" and response.background is True:
             event_type = "in the background"
-        row = ROWS["told"][event_type] | ROWS["status"].get(response["status"], {})
+        row = ROWS["told"][event_type] | ROWS["status"].get(response.status, {})
         for fault in unfit(response, row):
             yield number, f"{event_type}: {fault}"
 
@@ -181,12 +186,14 @@ def item_status(capture: Capture) -> Faults:
     C16 https://github.com/vllm-project/vllm/issues/57998
     """
     for number, event_type, response in snapshots(capture):
-        statuses = [item.get("status", "completed") for item in response["output"]]
-        if response["status"] != "completed" and statuses[-1:] == ["incomplete"]:
+        statuses = [item.get("status", "completed") for item in response.output]
+        if response.status != "completed" and statuses[-1:] == ["incomplete"]:
             statuses.pop()  # the item that was cut
         if event_type in TERMINAL and {*statuses} - {"completed"}:
-            expected = "expected items to be completed, but for the last one of a cut response"
-            yield number, f"{expected}, got {statuses}"
+            yield (
+                number,
+                f"expected items to be completed, the last one of a cut response aside, got {statuses}",
+            )
 
 
 @should
@@ -208,8 +215,7 @@ def one_response(capture: Capture) -> Faults:
     the API reference: the events of a stream tell of one response
     C06 C07 https://github.com/BerriAI/litellm/issues/19125
     """
-    responses = [event["response"] for event in capture.events]
-    yield from changes(responses, lambda name: name not in CHANGING)
+    yield from changes(without(event.response, *CHANGING) for _, event in capture.events)
 
 
 # --- ids, indices, sums -------------------------------------------------------------------------------------
@@ -223,17 +229,19 @@ def ids(capture: Capture) -> Faults:
     C04 C06 C07 H04 https://github.com/BerriAI/litellm/issues/30071
     """
     announced: dict[str, dict[int, str]] = {"id": {}, "call_id": {}}  # by output_index
-    for number, event in enumerate(capture.events):
+    for number, event in capture.events:
         said = {event.get("output_index", -1): event.get("item", {"id": event.get("item_id")})}
-        if event["type"] in TERMINAL:
-            said = dict(enumerate(event["response"]["output"]))
-        for (place, item), (member, known) in itertools.product(said.items(), announced.items()):
-            got = item.get(member)
-            if got is not None and event["type"] == "response.output_item.added":
-                if got in known.values():
-                    yield number, f"expected {member} to be that of one item, got {got!r} again"
-                known[place] = got
-            elif got is not None:
+        if event.type in TERMINAL:
+            said = dict(enumerate(event.response.output))
+        for place, item in said.items():
+            for member, known in announced.items():
+                got = item.get(member)
+                if got is None:
+                    continue
+                if event.type == "response.output_item.added":
+                    if got in known.values():
+                        yield number, f"expected {member} to be that of one item, got {got!r} again"
+                    known[place] = got
                 yield from agreed(number, member, known.get(place, got), got)
 
 
@@ -245,11 +253,11 @@ def indices(capture: Capture) -> Faults:
     C03 C10 C11 H01 https://github.com/vllm-project/vllm/issues/45742
     """
     last = {"output_index": -1}
-    for number, event in enumerate(capture.events):
-        if event["type"] == "response.output_item.added":
+    for number, event in capture.events:
+        if event.type == "response.output_item.added":
             last = {"output_index": last["output_index"] + 1, "content_index": -1, "summary_index": -1}
         for index in last:
-            if index != "output_index" and event["type"].endswith("_part.added"):
+            if index != "output_index" and event.type.endswith("_part.added"):
                 last[index] += index in event
             if last[index] >= 0:
                 yield from agreed(number, index, last[index], event.get(index, last[index]))
@@ -262,9 +270,9 @@ def announced(capture: Capture) -> Faults:
     OpenAI's streams, and SDKs that append deltas to what was announced
     C12 https://platform.openai.com/docs/api-reference/responses-streaming
     """
-    for number, event in enumerate(capture.events):
-        if event["type"].endswith(".added"):
-            for fault in unfit(event["item"] or event["part"], ROWS["announced"]["*"]):
+    for number, event in capture.events:
+        if event.type.endswith(".added"):
+            for fault in unfit(event.item or event.part, ROWS["announced"]["*"]):
                 yield number, fault
 
 
@@ -276,15 +284,15 @@ def annotations(capture: Capture) -> Faults:
     https://platform.openai.com/docs/api-reference/responses-streaming/response/output_text/annotation/added
     """
     announced: list[Any] = []  # annotations of the part that is open
-    for number, event in enumerate(capture.events):
-        if event["type"] == "response.content_part.added":
+    for number, event in capture.events:
+        if event.type == "response.content_part.added":
             announced = []
-        elif event["type"] == "response.output_text.annotation.added":
+        elif event.type == "response.output_text.annotation.added":
             index = event.get("annotation_index", len(announced))
             yield from agreed(number, "annotation_index", len(announced), index)
-            announced.append(event["annotation"])
+            announced.append(event.annotation)
         elif label(event) == "response.content_part.done output_text":
-            yield from agreed(number, "annotations", announced, event["part"]["annotations"])
+            yield from agreed(number, "annotations", announced, event.part.annotations)
 
 
 @must
@@ -298,18 +306,18 @@ def sums(capture: Capture) -> Faults:
     logprobs: list[Any] = []
     parts: list[Json] = []  # of the item that is open, as they were done
     items: list[Json] = []  # of the response, as they were done
-    for number, event in enumerate(capture.events):
-        event_type = event["type"]
-        item = event["item"]
-        said = item if item["type"] in CALLS else event.get("part", event)
+    for number, event in capture.events:
+        event_type = event.type
+        item = event.item
+        said = item if item.type in CALLS else event.get("part", event)
         if event_type.endswith(".delta"):
-            text += event["delta"]
-            logprobs += event["logprobs"]
+            text += event.delta
+            logprobs += event.logprobs
         elif event_type.endswith(("_item.added", "_part.added")):
             text = ""
             logprobs = []
         elif event_type in TERMINAL:
-            yield from agreed(number, "output", items, event.get("response", {}).get("output", items))
+            yield from agreed(number, "output", items, event.response.get("output", items))
         elif event_type.endswith(".done") and event_type in EVENTS:
             got = next((said[member] for member in TEXTS if member in said), text)
             yield from agreed(number, "the sum of the deltas,", text, got)
@@ -321,7 +329,7 @@ def sums(capture: Capture) -> Faults:
         if event_type == "response.output_item.done":
             items.append(item)
             if parts:  # without them the rule order is broken
-                got = sorted(item["content"] + item["summary"], key=str)
+                got = sorted(item.content + item.summary, key=str)
                 yield from agreed(number, "parts", sorted(parts, key=str), got)  # either may come first
             parts = []
 
@@ -338,7 +346,7 @@ def usage(capture: Capture) -> Faults:
     """
     for number, event_type, response in snapshots(capture):
         if event_type in ("response.completed", "response.incomplete"):
-            yield from usage_faults(number, response["usage"], "input", "output")
+            yield from usage_faults(number, response.usage, "input", "output")
 
 
 @must
@@ -348,8 +356,8 @@ def no_markup(capture: Capture) -> Faults:
     the API has channels and calls as members; markup in a text is shown to people
     E01 E09 E16 D18 https://github.com/vllm-project/vllm/issues/36435
     """
-    for number, event in enumerate(capture.events):
-        if marker := MARKUP.search(event["text"] + event["arguments"] + event["name"] + event["refusal"]):
+    for number, event in capture.events:
+        if marker := MARKUP.search(event.text + event.arguments + event.name + event.refusal):
             yield number, f"expected text without markup of the model's, got {marker[0]}"
 
 
@@ -360,8 +368,8 @@ def arguments(capture: Capture) -> Faults:
     the API reference: arguments are the JSON text of an object; clients parse them unasked
     C12 E05 E06 https://github.com/vllm-project/vllm/issues/51697
     """
-    for number, event in enumerate(capture.events):
-        item = event["item"]
-        is_call = (item["type"], item["status"]) == ("function_call", "completed")
-        if is_call and not is_object(item["arguments"]):
+    for number, event in capture.events:
+        item = event.item
+        is_call = (item.type, item.status) == ("function_call", "completed")
+        if is_call and not is_object(item.arguments):
             yield number, f"expected the arguments of a completed call to be a JSON object, got {item}"

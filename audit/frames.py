@@ -25,7 +25,7 @@ def with_data(capture: Capture) -> Iterator[tuple[Frame, str]]:
             yield frame, frame.data
 
 
-must, should, advice = rules_of("frames", "chat responses")
+must, should, advice = rules_of("chat responses")
 
 
 @must

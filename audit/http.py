@@ -21,11 +21,11 @@ import io
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from audit.rules import NoReply, NotApplicable
-from audit.schema import Json, shortened
+from audit.schema import Json, object_in, shortened
 from audit.stream import events_of, parsed
 
 NOT_THERE = {404, 405, 501}
@@ -61,8 +61,7 @@ class Reply:
     @property
     def error(self) -> Json:
         """The object in the member `error`; {} if there is none."""
-        error = self.json.get("error")
-        return error if isinstance(error, dict) else {}
+        return object_in(self.json, "error")
 
     @property
     def is_stream(self) -> bool:
@@ -126,7 +125,7 @@ class Connection(io.RawIOBase):
                 yield self.exactly(n_bytes)
                 self.exactly(len(b"\r\n"))
         elif head.length is None:
-            yield from iter(partial(self._reader.read1), b"")
+            yield from iter(self._reader.read1, b"")
         else:
             yield self.exactly(head.length)
 
@@ -134,10 +133,7 @@ class Connection(io.RawIOBase):
         line = self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError("the connection ended before the last chunk")
-        try:
-            return int(line.partition(b";")[0], 16)
-        except ValueError as error:
-            raise NoReply(f"HTTP: expected the size of a chunk, got {line[:80]!r}") from error
+        return int(line.partition(b";")[0], 16)
 
     # --- what io and http.client call -----------------------------------------------------------------------
 

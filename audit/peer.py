@@ -19,8 +19,6 @@ Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an 
 import contextlib
 import http.client
 import json
-import socket
-import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -30,7 +28,7 @@ from urllib.parse import urlsplit
 from audit.events import TERMINAL
 from audit.http import NOT_THERE, REFUSED, Connection, Reply
 from audit.rules import NoReply, NotApplicable, Rule, presumed
-from audit.schema import Json, Typed, shortened, typed
+from audit.schema import Json, Typed, object_in, shortened
 from audit.stream import EVENTS, Answer, Capture, events_of, of_chunks, of_response, read
 
 BUSY = {429, 503}
@@ -58,13 +56,6 @@ STREAMS: dict[str, Json] = json.loads("""{
     "chat-two":      {"api": "chat", "n": 2, "temperature": 1, "seed": 1},
     "chat-logprobs": {"api": "chat", "logprobs": true, "top_logprobs": 2}
 }""") | {"call": CALLED, "chat-call": CALLED | {"api": "chat"}}
-# What failed, by the error; the first that fits.
-LAYERS = (
-    (socket.gaierror, "name"),
-    (ssl.SSLError, "TLS"),
-    (http.client.HTTPException, "HTTP"),
-    (OSError, "connection"),
-)
 PATHS = {"responses": "/responses", "chat": "/chat/completions"}
 
 
@@ -160,9 +151,8 @@ class Peer:
                 yield reply
         except (EOFError, ConnectionResetError) as error:
             raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
-        except (OSError, http.client.HTTPException) as error:
-            layer = next(layer for failure, layer in LAYERS if isinstance(error, failure))
-            raise NoReply(f"{layer}: {asked} -> {error!r}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:  # no HTTP, or no size of a chunk
+            raise NoReply(f"{asked} -> {error!r}") from error
 
     def ask(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Reply:
         """Ask, and read the whole reply; raises NoReply, for a server that is busy too."""
@@ -213,7 +203,7 @@ class Peer:
     def live(self, api: str = "responses", **asked: Any) -> Iterator[Iterator[Typed]]:
         """Yield the events of a stream as they come; leaving the block leaves the stream."""
         with self.open("POST", *self.request(stream=True, api=api, **asked)) as reply:
-            yield (typed(event, EVENTS[api], []) for event in events_of(reply.if_stream().pieces))
+            yield (Typed(event, EVENTS[api]) for event in events_of(reply.if_stream().pieces))
 
     def stream(self, **asked: Any) -> Reply:
         return self.once(*self.request(stream=True, **asked)).if_stream()
@@ -259,17 +249,18 @@ class Peer:
         if said != told:
             if ask() != said:
                 raise NotApplicable("the server says something else each time, at temperature 0")
-            differing = [name for name in said | told if said.get(name) != told.get(name)]
-            self.shown = str({name: [said.get(name), told.get(name)] for name in differing})
+            names = [name for name in said | told if said.get(name) != told.get(name)]
+            self.shown = str([(name, said.get(name), told.get(name)) for name in names])
             raise AssertionError("expected the same answer, however it is asked for")
 
 
 def final(reply: Reply) -> Json:
     """Return the response of a stream's terminal event; if there is none, the rule terminal alone says so."""
     last = [{}, *reply.events][-1]
-    if last.get("type") not in TERMINAL or not isinstance(last.get("response"), dict):
+    response = object_in(last, "response")
+    if last.get("type") not in TERMINAL or not response:
         raise NotApplicable("the stream does not end with a terminal event")
-    return dict(last["response"])
+    return response
 
 
 # --- the rules of one stream, of a live server --------------------------------------------------------------
@@ -280,7 +271,7 @@ def judged(rule: Rule, peer: Peer) -> None:
     captures: dict[str, Capture] = {}
     reason: Exception | None = None  # why a stream did not come
     for name, asked in STREAMS.items():
-        if asked.get("api", "responses") in rule.profiles.split():
+        if asked.get("api", "responses") in rule.profiles:
             try:
                 captures[name] = read(peer.recorded(name).body)
             except (NotApplicable, NoReply) as error:

@@ -26,19 +26,19 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 # What suffers if a rule is broken. must: the specification, or an official SDK. should: some clients, and
 # OpenAI's own server keeps it. advice: no client, but people and proxies are better off with it.
-Strength = Literal["must", "should", "advice"]
+STRENGTHS = ("must", "should", "advice")
 Check = Callable[..., Any]
 
 
 class Rule(NamedTuple):
     name: str
-    group: str
+    group: str  # the module that it stands in
     profiles: str  # of PROFILES in session.py, with blanks between them
-    strength: Strength
+    strength: str  # of STRENGTHS
     title: str
     source: str  # who wrote that behaviour down, or who relies on it
     link: str  # that text, or a report of what happens without it
@@ -49,33 +49,35 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {}
-OF_STREAMS = ("frames", "events", "chunks")  # groups
+OF_STREAMS = ("audit.frames", "audit.events", "audit.chunks")  # groups
 
 
-def rules_of(group: str, of_group: str) -> list[Callable[..., Check]]:
-    """Return the decorators @must, @should and @advice, which enter a function as a rule of this group.
+def rules_of(usual: str, before: str = "") -> list[Callable[..., Check]]:
+    """Return the decorators @must, @should and @advice, which enter a function as a rule of these profiles.
+
+    It comes after the rule `before` unless another one is named.
 
     A name that begins with "chat-" is a rule of chat completions, with their profile in place of that of the
     Responses API.
     """
 
-    def enter(
-        strength: Strength, check: Check | None = None, profiles: str = of_group, after: str = ""
-    ) -> Check:
+    def enter(strength: str, check: Check | None = None, profiles: str = usual, after: str = before) -> Check:
         if check is None:
             return partial(enter, strength, profiles=profiles, after=after)
         beginning, authority, *requests = inspect.cleandoc(check.__doc__ or "").split("\n\n")
         names, _, title = " ".join(beginning.split()).partition(": ")
+        rows = re.sub("\n +", " ", "".join(requests)).splitlines()
         lines = authority.splitlines()
         for place, name in enumerate(names.split(", ")):
             source, link = lines[2 * place : 2 * place + 2] or lines[:2]
             bugs, _, url = link.rpartition(" ")
             own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
-            rows = re.sub("\n +", " ", "".join(requests)).splitlines()
-            RULES[name] = Rule(name, group, own, strength, title, source, url, bugs, after, rows, check)
+            RULES[name] = Rule(
+                name, check.__module__, own, strength, title, source, url, bugs, after, rows, check
+            )
         return check
 
-    return [partial(enter, strength) for strength in get_args(Strength)]
+    return [partial(enter, strength) for strength in STRENGTHS]
 
 
 # --- how a rule ends ----------------------------------------------------------------------------------------

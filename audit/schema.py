@@ -1,7 +1,7 @@
 """What streams are made of: the members of events, items, parts and chunks, and which event may follow which.
 
-    JSON object --typed()--> the same object without members of a wrong type, which reads without asking
-    JSON object --missing()--> a line for each member that must be there and is not, or has a wrong type
+    JSON object --Typed()--> the same object without members of a wrong type, which reads without asking
+                             .faults: a line for each member that is missing, or has a wrong type
     event --label()--> its name in GRAMMAR        (state, label) --ORDER--> the next state
 
 Authority: https://github.com/openai/openai-openapi, the types of its schemas and what they call "required";
@@ -231,16 +231,14 @@ AFTER = {event: state for (_, event), state in ORDER.items()}
 
 def label(event: "Typed") -> str:
     """Name an event as GRAMMAR does: its type, and the type of the item or part that it opens or ends."""
-    event_type = str(event["type"])
+    event_type: str = event.type
     if HOSTED.match(event_type.removeprefix("response.")):
         return "response.*"
-    inner = event["item"] or event["part"]
+    inner = event.item or event.part
     if not inner:
         return event_type
-    inner_type = inner["type"]
-    if event_type.startswith("response.output_item.") and HOSTED.match(inner_type):
-        inner_type = "*"
-    return f"{event_type} {inner_type}"
+    is_hosted = event_type.startswith("response.output_item.") and HOSTED.match(inner.type)
+    return f"{event_type} {'*' if is_hosted else inner.type}"
 
 
 # --- objects against their table ----------------------------------------------------------------------------
@@ -250,48 +248,54 @@ WRONG = object()  # in place of a value of another type
 
 
 class Typed(dict[str, Any]):
-    """An object without members of a wrong type. An absent one reads as what is empty: "", [], {} or None."""
+    """An object without members of another type than its table says, at any depth.
 
-    def __init__(self, kind: str) -> None:
+    Members are attributes too. An absent one reads as what is empty: "", [], {} or None.
+    `faults` has a line for each member that the object, or one in it, lacks or has of another type.
+    """
+
+    def __init__(self, value: Json, kind: str) -> None:
         super().__init__()
         self.types = MEMBERS[kind]
+        what = value.get("type") or f"the {kind}"
+        row = ROWS[kind]["*"] | ROWS[kind].get(str(what), {})
+        self.faults = [f"{what} lacks {name}" for name in required(row) if name not in value]
+        for name, member in value.items():
+            fitted = fit(member, self.types.get(name, "any"))
+            if fitted is WRONG:
+                if name in row:
+                    self.faults.append(f"{what} has {name} of another type: {shortened(json.dumps(member))}")
+                continue
+            self[name] = fitted
+            for inner in fitted if isinstance(member, list) else [fitted]:
+                self.faults += getattr(inner, "faults", [])
 
     def __missing__(self, name: str) -> Any:
-        type_ = self.types.get(name, "any")
-        fitted = [fit(empty, type_, []) for empty in EMPTY]
+        fitted = [fit(empty, self.types.get(name, "any")) for empty in EMPTY]
         return next((value for value in fitted if value is not WRONG), None)
 
-
-def missing(value: Json, kind: str) -> list[str]:
-    """Return a line for each member that the object, or one in it, lacks or has of another type."""
-    faults: list[str] = []
-    typed(value, kind, faults)
-    return faults
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
 
 
-def typed(value: Json, kind: str, faults: list[str]) -> Typed:
-    """Return the object without members of another type than the table says, at any depth.
-
-    `faults` gets the lines of missing().
-    """
-    what = value.get("type") or f"the {kind}"
-    row = ROWS[kind]["*"] | ROWS[kind].get(str(what), {})
-    faults += [f"{what} lacks {name}" for name in required(row) if name not in value]
-    fitted = Typed(kind)
-    for name, member in value.items():
-        fitted[name] = fit(member, fitted.types.get(name, "any"), faults)
-        if fitted[name] is WRONG:
-            del fitted[name]
-            if name in row:
-                faults.append(f"{what} has {name} of another type: {shortened(json.dumps(member))}")
-    return fitted
+def object_in(value: Json, name: str) -> Json:
+    """Return the object that a member is; {} for anything else."""
+    member = value.get(name)
+    return member if isinstance(member, dict) else {}
 
 
-def fit(value: Any, type_: str, faults: list[str]) -> Any:
+def expect_members(value: Json, kind: str) -> None:
+    """Expect an object to be as its table says; raises AssertionError."""
+    faults = Typed(value, kind).faults
+    assert not faults, faults
+
+
+def fit(value: Any, type_: str) -> Any:
+    """Return the value if it has the type, else WRONG; objects without their members of a wrong type."""
     if type_ in MEMBERS and isinstance(value, dict):
-        return typed(value, type_, faults)
+        return Typed(value, type_)
     if type_.startswith("[") and isinstance(value, list):
-        return [typed(entry, type_[1:-1], faults) for entry in value if isinstance(entry, dict)]
+        return [Typed(entry, type_[1:-1]) for entry in value if isinstance(entry, dict)]
     text = value if isinstance(value, str) else json.dumps(value)
     is_named = type_.startswith("=") and text in type_[1:].split("|")
     is_it = is_named or type_ == "any" or type(value) in BASIC.get(type_, [])
@@ -300,8 +304,11 @@ def fit(value: Any, type_: str, faults: list[str]) -> Any:
 
 def unfit(value: Json, row: Members) -> list[str]:
     """Return a line for each member that the object has and that is not as the row says."""
-    names = [name for name, type_ in row.items() if name in value and fit(value[name], type_, []) is WRONG]
-    return [f"expected {name} {row[name].strip('=') or 'empty'}, got {value[name]}" for name in names]
+    return [
+        f"expected {name} {type_.strip('=') or 'empty'}, got {value[name]}"
+        for name, type_ in row.items()
+        if name in value and fit(value[name], type_) is WRONG
+    ]
 
 
 def required(members: Members) -> list[str]:
@@ -313,8 +320,11 @@ def without(value: Any, *names: str) -> Any:
     if isinstance(value, list):
         return [without(entry, *names) for entry in value]
     if isinstance(value, dict):
-        members = {name: inner for name, inner in value.items() if name not in names and inner is not None}
-        return {name: without(inner, *names) for name, inner in members.items()}
+        return {
+            name: without(inner, *names)
+            for name, inner in value.items()
+            if name not in names and inner is not None
+        }
     return value
 
 

@@ -1,44 +1,38 @@
 """One audit: what there is to be audited, and every rule asked of it, each with its verdict.
 
-    Peer --look()--> paths, or NoReply         Peer, names of rules --judge_all()--> Result, Result, ...
+    Peer --look()--> paths, or NoReply         Peer, name of a rule --judge()--> Result
 
     pass     the rule holds                     fail     it does not, and the excerpt shows it
     n/a      the server lacks what it is about  error    it could not be asked, and the reason says why
-    flaky    one time it was this, another time that
 
 Authority: xUnit's reports: an error is not a failure.
 
 Rules of this file:
 1. A rule that raises is an error of that rule alone: each one has its verdict, whatever the server does.
-2. What is wrong before the first rule is told in one line, which names what failed: the name, the connection,
-   TLS, HTTP, the key or the model. It is not a failure of a rule.
+2. What is wrong before the first rule is told in one line, with what was asked and what came. It is not a
+   failure of a rule.
 
 Not here: the rules, what is printed (__main__.py).
 """
 
 import fnmatch
-import time
-from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 # Importing these enters their rules.
 from audit import agents, answers, chunks, events, frames, refusals, stored, turns  # noqa: F401
-from audit.http import NOT_THERE
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
-from audit.schema import Json, typed
+from audit.schema import Json, Typed
 from audit.stream import of_chunks
 
 PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
-Verdict = Literal["pass", "fail", "flaky", "n/a", "error"]
 
 
 class Result(NamedTuple):
     rule: str  # key of RULES
-    verdict: Verdict
+    verdict: str  # pass, fail, n/a or error
     reason: str = ""  # what was expected, or why it does not apply or could not be asked
     excerpt: str = ""  # what shows it
-    seconds: float = 0.0
 
 
 def chosen(profile: str, patterns: list[str]) -> list[str]:
@@ -48,23 +42,6 @@ def chosen(profile: str, patterns: list[str]) -> list[str]:
     if not matching:
         raise ValueError(f"no rule of the profile {profile!r} is called {patterns}: see --list")
     return [name for name in names if name in matching]
-
-
-def judge_all(peer: Peer, names: Iterable[str], n_times: int = 1) -> Iterator[Result]:
-    """Yield the verdict on each rule; if all are asked several times, the newest of each."""
-    known: dict[str, Result] = {}
-    for _ in range(n_times):
-        peer.replies.clear()  # ask again what several rules are about
-        for name in names:
-            started_at = time.monotonic()
-            result = judge(peer, name)
-            earlier = known.get(name, result)
-            if earlier.verdict != result.verdict:
-                reason = f"{earlier.verdict}, then {result.verdict}: {earlier.reason}{result.reason}"
-                excerpt = earlier.excerpt or result.excerpt
-                result = Result(name, "flaky", reason, excerpt)
-            known[name] = result._replace(seconds=round(time.monotonic() - started_at, 3))
-            yield known[name]
 
 
 def judge(peer: Peer, name: str) -> Result:
@@ -92,7 +69,7 @@ def check(peer: Peer, name: str) -> None:
     peer.api = "chat" if is_chat_only else "responses"
     if rule.group in OF_STREAMS:
         judged(rule, peer)
-    elif rule.group == "websocket":
+    elif rule.group == "audit.turns":
         with turns.connected(peer) as socket:
             rule.check(socket)
     elif rule.requests:
@@ -114,18 +91,15 @@ def look(peer: Peer) -> list[str]:
 
     The peer gets the first model that is listed, if it has none, and what is found to make its answers long.
     """
-    models = typed(peer.ask("GET", "/models").json, "models", [])["data"]
-    peer.model = peer.model or [*(model["id"] for model in models), ANY_MODEL][0]
+    models = Typed(peer.ask("GET", "/models").json, "models").data
+    peer.model = peer.model or (models[0].id if models else ANY_MODEL)
     replies = {api: peer.reply(api=api, limit=CUT) for api in PATHS}
     apis = [api for api, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:
-        statuses = {reply.status for reply in replies.values()}
-        layer = f"model: neither API answers for {peer.model!r}; is it the right --model?"
-        if statuses <= NOT_THERE:
-            layer = "HTTP: no LLM server of these APIs; is it the right URL, with its /v1?"
-        elif statuses & {401, 403}:
-            layer = "key: it is missing or wrong; give --api-key KEY"
-        raise NoReply(f"{layer} {'; '.join(map(str, replies.values()))}")
+        asked = (
+            f"neither API answers for {peer.model!r}: are URL (with its /v1), --model and --api-key right?"
+        )
+        raise NoReply(f"{asked} {'; '.join(map(str, replies.values()))}")
     for members in LONG:
         peer.start()
         told = of_chunks([peer.reply(api=apis[0], said=STORY, limit=ENOUGH, **members).json])

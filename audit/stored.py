@@ -14,7 +14,7 @@ from typing import NamedTuple
 from audit.http import NOT_THERE, REFUSED, Reply
 from audit.peer import STORY, Peer, final
 from audit.rules import NoReply, NotApplicable, rules_of
-from audit.schema import Json, missing, typed
+from audit.schema import Json, Typed, expect_members
 from audit.stream import of_response
 
 
@@ -38,7 +38,7 @@ def kept(peer: Peer, **asked: object) -> Kept:
     return made
 
 
-must, should, _ = rules_of("stored", "stateful")
+must, should, _ = rules_of("stateful")
 
 
 @must
@@ -143,10 +143,10 @@ def input_order(peer: Peer) -> None:
     made = kept(peer, said=[{"role": "user", "content": text} for text in ("one", "two", "three")])
     for order, first in (("asc", "one"), ("desc", "three")):
         listed = made.ask("GET", f"/input_items?order={order}&limit=2").if_there().json
-        items = typed(listed, "input_items", [])["data"]
-        assert len(items) == 2, "expected two items, for the limit is 2"
-        assert listed.get("has_more") is True, "expected has_more, for there are three"
-        assert first in str(items[0]), f"expected the item {first!r} first with order={order}"
+        items = Typed(listed, "input_items").data
+        assert len(items) == 2, "expected two items of three, for the limit is 2"
+        is_page = first in str(items[0]) and listed.get("has_more") is True
+        assert is_page, f"expected has_more, and the item {first!r} first with order={order}"
 
 
 @should
@@ -160,8 +160,7 @@ def input_items(peer: Peer) -> None:
     hi = {"role": "user", "content": "hi"}
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
     reply = kept(peer, said=[hi, said, hi]).ask("GET", "/input_items").if_there()
-    faults = missing(reply.json, "input_items")
-    assert not faults, faults
+    expect_members(reply.json, "input_items")
 
 
 @should
@@ -177,7 +176,6 @@ def foreground_as_stream(peer: Peer) -> None:
 
 # --- background ---------------------------------------------------------------------------------------------
 
-must, should, _ = rules_of("background", "stateful")
 ENDED = {"completed", "incomplete", "failed", "cancelled"}
 POLL_S = 0.1  # between two looks at a response that runs
 
@@ -209,7 +207,11 @@ def background(peer: Peer) -> None:
     assert response.get("output") == []
 
 
-@must(after="background")
+# All that follows builds on the rule background.
+must, should, _ = rules_of("stateful", "background")
+
+
+@must
 def background_completes(peer: Peer) -> None:
     """background-completes: a background response comes to say what the foreground says
 
@@ -220,7 +222,7 @@ def background_completes(peer: Peer) -> None:
     peer.same_answer(lambda: peer.plain().outline, last)
 
 
-@must(after="background")
+@must
 def background_stream(peer: Peer) -> None:
     """background-stream: background and stream are one request: its events, and GET gives the last one's
     response
@@ -232,7 +234,7 @@ def background_stream(peer: Peer) -> None:
     assert ended(made) == made.response
 
 
-@must(after="background")
+@must
 def background_late_refusal(peer: Peer) -> None:
     """background-late-refusal: a background response that cannot run is refused, or fails
 
@@ -246,7 +248,7 @@ def background_late_refusal(peer: Peer) -> None:
         assert last.get("error"), "expected an error that says why"
 
 
-@must(after="background")
+@must
 def background_survives(peer: Peer) -> None:
     """background-survives: a background response goes on when its client leaves
 
@@ -254,7 +256,7 @@ def background_survives(peer: Peer) -> None:
     I05 https://github.com/vllm-project/vllm/pull/23927
     """
     with peer.live(said=STORY, limit=300, background=True, **peer.long) as events:
-        made = Kept(peer, next(events)["response"])
+        made = Kept(peer, next(events).response)
         next(events)
     assert ended(made).get("status") in ("completed", "incomplete")
 
@@ -271,7 +273,7 @@ def followed(peer: Peer) -> tuple[Kept, Reply]:
     return made, stream
 
 
-@must(after="background")
+@must
 def resume(peer: Peer) -> None:
     """resume: starting_after gives the rest of the stream from there on, the same bytes
 
@@ -334,7 +336,7 @@ def cancelled(peer: Peer) -> Kept:
     return Kept(peer, reply.json)
 
 
-@must(after="background")
+@must
 def cancel(peer: Peer) -> None:
     """cancel: a cancelled response is cancelled, and stays so
 
@@ -390,16 +392,16 @@ def follower_ends(peer: Peer) -> None:
     """
     with peer.live(said=STORY, limit=400, background=True, **peer.long) as events:
         first = next(events)
-        Kept(peer, first["response"]).ask("POST", "/cancel")
+        Kept(peer, first.response).ask("POST", "/cancel")
         try:
             last = [first, *events][-1]
         except NoReply as error:
             raise AssertionError(f"expected the stream of a cancelled response to end: {error}") from error
-    assert last["type"] == "response.failed"
-    assert last["response"]["status"] == "cancelled"
+    assert last.type == "response.failed"
+    assert last.response.status == "cancelled"
 
 
-@should(after="background")
+@should
 def delete_running(peer: Peer) -> None:
     """delete-running: a running response is not deleted, or stays deleted
 

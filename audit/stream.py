@@ -20,12 +20,12 @@ Not here: the rules on one stream (frames.py, events.py, chunks.py), who records
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from audit.rules import OF_STREAMS, RULES, NotApplicable
-from audit.schema import Faults, Json, Typed, printable, shortened, typed, without
+from audit.schema import Faults, Json, Typed, printable, shortened, without
 
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
 
@@ -49,7 +49,7 @@ class Capture(NamedTuple):
     kind: str  # "responses" or "chat"
     frames: list[Frame]  # [] if only the events are known
     raw: list[Json]  # the events as they came; {} for one that is not a JSON object
-    events: list[Typed]  # the same events without members of a wrong type
+    events: list[tuple[int, Typed]]  # (number, the same event without members of a wrong type)
 
 
 # --- bytes to events ----------------------------------------------------------------------------------------
@@ -107,11 +107,11 @@ def captured(raw: list[Json], stream: bytes = b"") -> Capture:
         kind = "responses"
     if not kind:
         # Most often it is an error's body, which says more than we can.
-        beginning = printable(stream[:400].decode(errors="replace")) or "nothing"
+        got = printable(stream[:400].decode(errors="replace")) or "nothing"
         expected = "server-sent events of a Responses stream or of chat completion chunks"
-        raise NotApplicable(f"expected {expected}, got {beginning}")
-    events = [typed(event, EVENTS[kind], []) for event in raw]
-    return Capture(kind, [*frames_of([stream])], raw, events)
+        raise NotApplicable(f"expected {expected}, got {got}")
+    events = [Typed(event, EVENTS[kind]) for event in raw]
+    return Capture(kind, [*frames_of([stream])], raw, [*enumerate(events)])
 
 
 def parsed(text: str) -> Json:
@@ -139,12 +139,12 @@ def agreed(number: int, what: str, expected: Any, got: Any) -> Faults:
         yield number, f"expected {what} {shortened(str(expected))}, got {shortened(str(got))}"
 
 
-def changes(objects: Iterable[Json], may_not: Callable[[str], bool]) -> Faults:
-    """Find the members that change from the first object on, of those that may not; each event has one."""
+def changes(objects: Iterable[Json]) -> Faults:
+    """Find the members that change from the first object on; each event has one of the objects, or {}."""
     first: Json = {}
     for number, value in enumerate(objects):
         first = first or value
-        for name in filter(may_not, first.keys() & value.keys()):
+        for name in first.keys() & value.keys():
             yield from agreed(number, name, first[name], value[name])
 
 
@@ -181,7 +181,7 @@ def violations(capture: Capture) -> list[Violation]:
     """Find what is wrong with a stream, in its order."""
     found: list[Violation] = []
     for rule in RULES.values():
-        if rule.group in OF_STREAMS and capture.kind in rule.profiles.split():
+        if rule.group in OF_STREAMS and capture.kind in rule.profiles:
             found += [Violation(number, rule.name, text, rule.link) for number, text in rule.check(capture)]
     return sorted(found)
 
@@ -190,7 +190,6 @@ def violations(capture: Capture) -> list[Violation]:
 
 CALLS = ("function_call", "custom_tool_call")
 ENDS = {"max_output_tokens": "length", "completed": "stop"}
-CHAT_COUNTS = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
 # Members that differ from one time to the next, and those that items need not have.
 VOLATILE = ("id", "call_id", "status", "encrypted_content", "logprobs")
 
@@ -204,24 +203,27 @@ class Answer:
     response: Json = field(default_factory=dict)  # as it came; of a completion the chunk with the usage
 
     @property
-    def counts(self) -> dict[str, int]:
-        """The totals of its usage, by their names in the Responses API."""
-        usage = self.response.get("usage") or {}
-        counts = {name: n for name, n in usage.items() if isinstance(n, int)}
-        return {CHAT_COUNTS.get(name, name): n for name, n in counts.items()}
+    def usage(self) -> Typed:
+        """That of a response or of a completion: the members have two names."""
+        usage: Typed = Typed(self.response, "response").usage
+        return usage
 
     @property
     def n_prompt(self) -> int:
-        return self.counts.get("input_tokens", 0)
+        return self.usage.input_tokens or self.usage.prompt_tokens or 0
 
     @property
     def n_output(self) -> int:
-        return self.counts.get("output_tokens", 0)
+        return self.usage.output_tokens or self.usage.completion_tokens or 0
 
     @property
-    def names(self) -> list[str]:
+    def counts(self) -> Json:
+        return {"prompt": self.n_prompt, "output": self.n_output}
+
+    @property
+    def names(self) -> set[str]:
         """Those of the tools that are called."""
-        return [call["name"] for call in self.calls.values()]
+        return {call["name"] for call in self.calls.values()}
 
     @property
     def output(self) -> list[Json]:
@@ -243,10 +245,10 @@ class Answer:
 def of_response(response: Json) -> Answer:
     answer = Answer(response=response)
     answer.calls = dict(enumerate(answer.items(*CALLS)))
-    for item in typed(response, "response", [])["output"]:
-        for part in item["content"] if item["type"] == "message" else ():
-            answer.text += part["text"]
-            answer.tokens += tokens_of(part["logprobs"])
+    for item in Typed(response, "response").output:
+        for part in item.content if item.type == "message" else ():
+            answer.text += part.text
+            answer.tokens += tokens_of(part.logprobs)
     reason = (response.get("incomplete_details") or response).get("reason", response.get("status"))
     answer.end = ENDS.get(str(reason), str(reason))
     if answer.calls and answer.end == "stop":
@@ -258,16 +260,16 @@ def choices_of(chunks: Iterable[Json]) -> dict[int, Answer]:
     """Add up the choices of chunks."""
     answers: dict[int, Answer] = {}
     for chunk in chunks:
-        for choice in typed(chunk, "chunk", [])["choices"]:
-            answer = answers.setdefault(choice["index"] or 0, Answer())
-            said = choice["delta"] or choice["message"]
-            answer.text += said["content"] or ""
-            answer.tokens += tokens_of(choice["logprobs"]["content"])
-            answer.end = choice["finish_reason"] or answer.end
-            for place, more in enumerate(said["tool_calls"]):
+        for choice in Typed(chunk, "chunk").choices:
+            answer = answers.setdefault(choice.index or 0, Answer())
+            said = choice.delta or choice.message
+            answer.text += said.content or ""
+            answer.tokens += tokens_of(choice.logprobs.content)
+            answer.end = choice.finish_reason or answer.end
+            for place, more in enumerate(said.tool_calls):
                 call = answer.calls.setdefault(more.get("index", place), {"name": "", "arguments": ""})
                 for member in call:
-                    call[member] += more["function"][member] or ""
+                    call[member] += more.function[member] or ""
     return answers
 
 
