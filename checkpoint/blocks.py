@@ -26,13 +26,6 @@ FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2
 ROWS = 1024  # of a matrix that are float32 at once
 
 
-class Sizes(NamedTuple):
-    """What a block of a format holds, and takes."""
-
-    n_numbers: int
-    n_bytes: int
-
-
 class Blocks(NamedTuple):
     """A matrix (n_out, n_in) in blocks."""
 
@@ -42,7 +35,8 @@ class Blocks(NamedTuple):
     @property
     def n_in(self) -> int:
         n_blocks: int = self.data.shape[1]
-        return n_blocks * sizes(self.format).n_numbers
+        n_numbers, _ = sizes(self.format)
+        return n_blocks * n_numbers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,10 +47,11 @@ class Blocks(NamedTuple):
         return self.format
 
 
-def sizes(format: str) -> Sizes:
+def sizes(format: str) -> tuple[int, int]:
+    """Return how many numbers a block holds, and how many bytes it takes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # here, for only files in blocks need it
 
-    return Sizes(*GGML_QUANT_SIZES[GGMLQuantizationType[format]])
+    return GGML_QUANT_SIZES[GGMLQuantizationType[format]]
 
 
 def decoded(blocks: Blocks) -> Array:
@@ -74,7 +69,8 @@ def quantized(numbers: Array, format: str) -> Blocks:
     from gguf import GGMLQuantizationType, quantize
 
     data = quantize(numbers, GGMLQuantizationType[format])
-    return Blocks(format, data.reshape(len(numbers), -1, sizes(format).n_bytes))
+    _, n_bytes = sizes(format)
+    return Blocks(format, data.reshape(len(numbers), -1, n_bytes))
 
 
 def with_minima(blocks: Blocks) -> Blocks:

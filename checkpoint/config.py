@@ -8,23 +8,24 @@ modeling_rope_utils.py).
 
 Rules of this file:
   * One description serves all families: FAMILIES is the table of what they differ in. A new family is a row
-    there, a row of FIELDS for each field that is new, a case of tests/parity.py and a word in the README.
-  * Each field passes its FieldCheck before it is used.
+    there, a row of Fields for each field that is new, a case of tests/parity.py and a word in the README.
+  * No field is used before msgspec has checked its type and its range, which Fields and Rope declare.
   * A value that this program does not support raises UnsupportedModel; nothing is guessed or skipped.
-
-A FieldCheck only says whether a value is supported. The checks of request/validation.py convert the value as
-well and raise errors that become HTTP answers, which a chapter that reads files does not need.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from checkpoint.rope import ROPE_TYPES, Rope
+import msgspec
+from msgspec import Meta
 
-Fields = Mapping[str, Any]  # config.json, with the defaults of absent fields filled in; null is None
+from checkpoint.rope import ROPE_TYPES, Number, Rope, Size, Theta
+
+T = TypeVar("T")
 
 
 class UnsupportedModel(ValueError):
@@ -33,144 +34,108 @@ class UnsupportedModel(ValueError):
 
 # ---- The fields of config.json -----------------------------------------------------------------------------
 
-
-class FieldCheck(NamedTuple):
-    """Which values a field may have."""
-
-    expected: str  # in words, for the error
-    accepts: Callable[[Any], bool]
-
-
-def between(low: float, high: float, kind: type = float) -> FieldCheck:
-    """A number; `kind` int: a whole one."""
-    kinds = {int, kind}
-    name = "whole number" if kind is int else "number"
-    return FieldCheck(f"a {name} from {low} to {high}", lambda v: type(v) in kinds and low <= v <= high)
+Count = Annotated[int, Meta(ge=1, le=2**16)]
+# The largest vocabulary so far has 2**18 tokens; masks have a bit for each.
+VocabSize = Annotated[int, Meta(ge=1, le=2**20)]
+Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # of a token, or a layer
+Bit = Annotated[int, Meta(ge=0, le=1)]
+LayerType = Annotated[str, Meta(pattern="^(full|sliding)_attention$")]
+EndTokens = Index | list[Index] | None
+One = Annotated[float, Meta(ge=1, le=1)]
+RopeFields = dict[str, int | float | str | bool | None]  # one set of numbers for all layers
 
 
-def one_of(*allowed: object) -> FieldCheck:
-    return FieldCheck(" or ".join(map(json.dumps, allowed)), lambda v: v in allowed)
+class Mxfp4Fields(msgspec.Struct):
+    """Of `quantization_config`. A fuller program would read the scales of other quantised tensors."""
+
+    quant_method: Annotated[str, Meta(pattern="^mxfp4$")]
 
 
-def list_of(check: FieldCheck, n: int | None = None) -> FieldCheck:
-    """A list of n values, or of any number."""
-    times = f", {n} times" if n else ""
-    return FieldCheck(
-        f"a list of {check.expected}{times}",
-        lambda v: type(v) is list and n in (None, len(v)) and all(map(check.accepts, v)),
-    )
+class Fields(msgspec.Struct):
+    """Those of config.json that are read. A default is for families that have none of their own."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: VocabSize
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None  # None: num_attention_heads
+    max_position_embeddings: Size = 32_768
+    head_dim: Count | None = None  # None: hidden_size / num_attention_heads
+    hidden_act: Annotated[str, Meta(pattern="^silu$")] = "silu"
+    rms_norm_eps: Number = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_id: EndTokens = None
+    use_sliding_window: bool = False
+    sliding_window: Size | None = 4096
+    max_window_layers: Index | None = None
+    window_interval: Count = 1  # our name: gpt-oss's every second layer has one
+    layer_types: list[LayerType] | None = None
+    no_rope_layers: list[Bit] | None = None  # 1: a layer WITH rotary positions; 0: without (NoPE)
+    rope_interleave: bool = False  # rows of q and k have their rotary pairs adjacent
+    rope_theta: Theta = 10_000.0
+    rope_scaling: RopeFields | None = None
+    rope_parameters: RopeFields | None = None
+    partial_rotary_factor: One | None = None  # a fuller program would rotate less
+    original_max_position_embeddings: None = None  # it belongs to the parameters of RoPE
+    num_experts: Count | None = None
+    num_local_experts: Count | None = None
+    num_experts_per_tok: Count = 1
+    moe_intermediate_size: Size | None = None
+    norm_topk_prob: bool = True
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: list[Index] | None = None
+    swiglu_alpha: Number = 1.702
+    swiglu_limit: Number = 7.0
+    quantization_config: Mxfp4Fields | None = None
 
 
-def optional(check: FieldCheck) -> FieldCheck:
-    return FieldCheck(f"{check.expected}, or null", lambda v: v is None or check.accepts(v))
+class OtherRope(msgspec.Struct):
+    """The fields of `rope_parameters` that would change the angles in a way that is not here.
+
+    A fuller program would rotate less, or read the two that DeepSeek has added to YaRN.
+    """
+
+    partial_rotary_factor: One = 1
+    mscale: None = None
+    mscale_all_dim: None = None
 
 
-MAX = 2**31 - 1
-SIZE = between(1, MAX, int)
-COUNT = between(1, 2**16, int)
-VOCABULARY = between(1, 2**20, int)  # the largest so far has 2**18; masks have a bit for each token
-NUMBER = between(1e-12, 1e12)
-THETA = between(2, 1e12)
-FLAG = FieldCheck("true or false", lambda v: type(v) is bool)
-TOKEN_ID = between(0, MAX, int)
-NUMBERS = list_of(TOKEN_ID)  # of layers, or of tokens
-TOKEN_IDS = FieldCheck(
-    "a token id, a list of them, or null", lambda v: v is None or TOKEN_ID.accepts(v) or NUMBERS.accepts(v)
-)
-ROPE = FieldCheck(
-    "an object, with one set of numbers for all layers",
-    lambda v: type(v) is dict and not any(type(member) is dict for member in v.values()),
-)
-# A fuller program would read the scales of other quantised tensors and multiply by them.
-UNQUANTISED = FieldCheck("null: tensors of bfloat16, float16, float32", lambda v: not v)
-MXFP4 = FieldCheck(
-    'null, or {"quant_method": "mxfp4"}',
-    lambda v: not v or (type(v) is dict and v.get("quant_method") == "mxfp4"),
-)
-
-# fmt: off
-# Those fields that have a value for each layer are checked by complete().
-FIELDS: dict[str, FieldCheck] = {
-    "hidden_act":                       one_of("silu"),
-    "hidden_size":                      SIZE,
-    "intermediate_size":                SIZE,
-    "vocab_size":                       VOCABULARY,
-    "max_position_embeddings":          SIZE,
-    "num_hidden_layers":                COUNT,
-    "num_attention_heads":              COUNT,
-    "num_key_value_heads":              optional(COUNT),  # null: num_attention_heads
-    "head_dim":                         optional(COUNT),  # null: hidden_size / heads
-    "rms_norm_eps":                     NUMBER,
-    "tie_word_embeddings":              FLAG,
-    "attention_bias":                   FLAG,
-    "mlp_bias":                         FLAG,
-    "eos_token_id":                     TOKEN_IDS,
-    "use_sliding_window":               FLAG,
-    "sliding_window":                   optional(SIZE),
-    "window_interval":                  COUNT,  # our name: gpt-oss's every second layer has one
-    "rope_interleave":                  FLAG,  # rows of q and k have their rotary pairs adjacent
-    "rope_theta":                       THETA,
-    "partial_rotary_factor":            one_of(1, None),  # a fuller program would rotate less
-    "original_max_position_embeddings": one_of(None),  # it belongs to the parameters of RoPE
-    "rope_scaling":                     optional(ROPE),
-    "rope_parameters":                  optional(ROPE),
-    "num_experts":                      optional(COUNT),
-    "num_local_experts":                optional(COUNT),
-    "moe_intermediate_size":            optional(SIZE),
-    "norm_topk_prob":                   FLAG,
-    "decoder_sparse_step":              COUNT,
-    "mlp_only_layers":                  optional(NUMBERS),
-    "swiglu_alpha":                     NUMBER,
-    "swiglu_limit":                     NUMBER,
-}
-
-# Of absent fields, if the family has no default of its own. Others are null.
-DEFAULTS = {
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-    "mlp_bias": False, "use_sliding_window": False, "sliding_window": 4096, "rope_interleave": False,
-    "rope_theta": 10_000.0, "norm_topk_prob": True, "decoder_sparse_step": 1, "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0, "window_interval": 1,
-}
-
-# Of `rope_parameters`: the fields of Rope, and those that would change the angles in a way that is not here.
-# A fuller program would rotate less, or read the two that DeepSeek has added to YaRN.
-ROPE_FIELDS: dict[str, FieldCheck] = {
-    "rope_type":                        one_of(*ROPE_TYPES),
-    "rope_theta":                       THETA,
-    "factor":                           NUMBER,
-    "original_max_position_embeddings": SIZE,
-    "low_freq_factor":                  NUMBER,
-    "high_freq_factor":                 NUMBER,
-    "beta_fast":                        NUMBER,
-    "beta_slow":                        NUMBER,
-    "truncate":                         FLAG,
-    "attention_factor":                 optional(NUMBER),
-    "partial_rotary_factor":            one_of(1, None),
-    "mscale":                           one_of(None),
-    "mscale_all_dim":                   one_of(None),
-}
-# fmt: on
+class GenerationFields(msgspec.Struct):
+    eos_token_id: EndTokens = None
 
 
-def check_fields(fields: Fields, checks: Mapping[str, FieldCheck], file: object = "config.json") -> None:
-    for name, check in checks.items():
-        value = fields.get(name)
-        if not check.accepts(value):
-            raise UnsupportedModel(f"{file}: {name} is {json.dumps(value)[:80]}; supported: {check.expected}")
+def checked(fields: Mapping[str, Any], kind: type[T], file: str = "config.json") -> T:
+    """Return the fields as one of the types above; raises UnsupportedModel."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        [name] = re.findall(r"\$\.(\w+)", str(error)) or [""]
+        value = f"{name} is {json.dumps(fields[name])[:80]}: " if name in fields else ""
+        raise UnsupportedModel(f"{file}: {value}{str(error)[:200]}") from None
+
+
+def require(is_supported: bool, name: str, value: object, supported: str) -> None:
+    if not is_supported:
+        raise UnsupportedModel(f"config.json: {name} is {json.dumps(value)[:80]}; supported: {supported}")
 
 
 # ---- What the families differ in ---------------------------------------------------------------------------
 
 
 class Family(NamedTuple):
-    """How a model_type reads config.json; a bias is True, False, or the field that says which."""
+    """How a model_type reads config.json; a bias is True, False, or the field that says which.
+
+    It is a mixture of experts if its defaults say how many of them a token chooses.
+    """
 
     qkv_bias: bool | str
     o_bias: bool | str
     mlp_bias: bool | str
     qk_norm: bool  # RMSNorm over each head of q and k, before the rotation
-    defaults: dict[str, Any]  # of absent fields, if they differ from DEFAULTS
-    is_mixture: bool = False  # a router chooses experts; False: each layer has one MLP
+    defaults: dict[str, Any]  # of absent fields, if they differ from those of Fields
     is_gpt_oss: bool = False  # sinks, experts with biases and a clamped SwiGLU, numbers of 4 bits
 
 
@@ -183,24 +148,21 @@ FAMILIES = {
                        "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
                        "use_sliding_window": True, "max_window_layers": 0}),
     "qwen2":    Family(True,             False,            False,      False,   {
-                       "max_position_embeddings": 32_768, "num_key_value_heads": 32,
-                       "max_window_layers": 28}),
+                       "num_key_value_heads": 32, "max_window_layers": 28}),
     "qwen3":    Family("attention_bias", "attention_bias", False,      True,    {
-                       "max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128,
-                       "max_window_layers": 28}),
+                       "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28}),
     "smollm3":  Family("attention_bias", "attention_bias", "mlp_bias", False,   {
-                       "max_position_embeddings": 32_768, "num_key_value_heads": 4, "eos_token_id": 128_001,
-                       "rope_theta": 2_000_000.0, "tie_word_embeddings": True, "sliding_window": None,
+                       "num_key_value_heads": 4, "eos_token_id": 128_001, "rope_theta": 2_000_000.0,
+                       "tie_word_embeddings": True, "sliding_window": None,
                        "no_rope_layers": [1, 1, 1, 0] * 9}),
     "mixtral":  Family(False,            False,            False,      False,   {
                        "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
                        "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0,
                        "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8,
-                       "num_experts_per_tok": 2}, is_mixture=True),
+                       "num_experts_per_tok": 2}),
     "qwen3_moe": Family("attention_bias", "attention_bias", False,     True,    {
-                       "max_position_embeddings": 32_768, "num_key_value_heads": 4, "num_experts": 128,
-                       "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
-                       is_mixture=True),
+                       "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+                       "moe_intermediate_size": 768, "norm_topk_prob": False}),
     "gpt_oss":  Family("attention_bias", "attention_bias", False,      False,   {
                        "max_position_embeddings": 131_072, "num_key_value_heads": 8, "head_dim": 64,
                        "attention_bias": True, "use_sliding_window": True, "sliding_window": 128,
@@ -209,27 +171,12 @@ FAMILIES = {
                        "num_experts_per_tok": 4, "rope_parameters": {
                            "rope_type": "yarn", "factor": 32.0, "truncate": False,
                            "original_max_position_embeddings": 4096}},
-                       is_mixture=True, is_gpt_oss=True),
+                       is_gpt_oss=True),
 }
 # fmt: on
 
 
 # ---- config.json -------------------------------------------------------------------------------------------
-
-# field: of Config
-SIZES = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "hidden_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_seq_len",
-    "rms_norm_eps": "norm_eps",
-    "rope_interleave": "pairs_adjacent",
-    "tie_word_embeddings": "tied",
-}
 
 
 class Experts(NamedTuple):
@@ -277,123 +224,131 @@ class Config:
 
 def read_config(directory: Path) -> Config:
     """Read config.json and, if there is one, generation_config.json; raises UnsupportedModel."""
-    path = directory / "config.json"
-    generation_path = directory / "generation_config.json"
-    if not path.is_file():
-        raise UnsupportedModel(f"no config.json in {directory}")
-    return parse_config(read_json(path), read_json(generation_path) if generation_path.is_file() else {})
+    path = directory / "generation_config.json"
+    generation: dict[str, Any] = read_json(path) if path.is_file() else {}
+    return parse_config(read_json(directory / "config.json"), generation)
 
 
-def parse_config(raw: Fields, generation: dict[str, Any]) -> Config:
+def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
     """Return the Config of both files' contents; raises UnsupportedModel."""
-    check_fields(raw, {"model_type": one_of(*FAMILIES)})
-    check_fields(generation, {"eos_token_id": TOKEN_IDS}, "generation_config.json")
-    family = FAMILIES[raw["model_type"]]
-    check_fields(raw, {"quantization_config": MXFP4 if family.is_gpt_oss else UNQUANTISED})
-    fields = complete(dict.fromkeys(FIELDS) | DEFAULTS | family.defaults | dict(raw))
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = fields["eos_token_id"]
-    if not isinstance(eos, list):
-        eos = [] if eos is None else [eos]
-    biases = {name: getattr(family, name) for name in ("qkv_bias", "o_bias", "mlp_bias")}
+    model_type: Any = raw.get("model_type")
+    require(model_type in [*FAMILIES], "model_type", model_type, " or ".join(FAMILIES))
+    family = FAMILIES[model_type]
+    fields = checked(family.defaults | raw, Fields)
+    ends = checked(generation, GenerationFields, "generation_config.json").eos_token_id
+    if ends is None:
+        ends = fields.eos_token_id
+    n_heads = fields.num_attention_heads
+    n_kv_heads = fields.num_key_value_heads or n_heads
+    is_divisor = n_heads % n_kv_heads == 0
+    require(is_divisor, "num_key_value_heads", n_kv_heads, "a divisor of num_attention_heads")
+    head_dim = fields.head_dim or fields.hidden_size // n_heads
+    is_even = head_dim > 0 and head_dim % 2 == 0
+    require(is_even, "head_dim", head_dim, "an even number above 0, for rotary pairs")
+
+    def has_bias(source: bool | str) -> Any:
+        return source if isinstance(source, bool) else getattr(fields, source)
+
     return Config(
-        model_type=raw["model_type"],
-        **{ours: fields[theirs] for theirs, ours in SIZES.items()},
-        **{name: fields[bias] if isinstance(bias, str) else bias for name, bias in biases.items()},
+        model_type=model_type,
+        dim=fields.hidden_size,
+        n_layers=fields.num_hidden_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        hidden_dim=fields.intermediate_size,
+        vocab_size=fields.vocab_size,
+        max_seq_len=fields.max_position_embeddings,
+        norm_eps=fields.rms_norm_eps,
         rope=parse_rope(fields),
         windows=parse_windows(fields),
-        rotary=tuple(map(bool, fields["no_rope_layers"])),
+        rotary=parse_rotary(fields),
+        tied=fields.tie_word_embeddings,
+        qkv_bias=has_bias(family.qkv_bias),
+        o_bias=has_bias(family.o_bias),
+        mlp_bias=has_bias(family.mlp_bias),
         qk_norm=family.qk_norm,
-        eos_token_ids=tuple(eos),
+        eos_token_ids=(ends,) if isinstance(ends, int) else tuple(ends or ()),
         generation=generation,
         sinks=family.is_gpt_oss,
-        experts=parse_experts(fields, family.is_gpt_oss) if family.is_mixture else None,
+        experts=parse_experts(fields, family),
+        pairs_adjacent=fields.rope_interleave,
     )
 
 
-def complete(fields: dict[str, Any]) -> Fields:
-    """Check all fields, and fill in those that follow from others; raises UnsupportedModel."""
-    check_fields(fields, FIELDS)
-    n_heads = fields["num_attention_heads"]
-    n_layers = fields["num_hidden_layers"]
-    fields["num_key_value_heads"] = fields["num_key_value_heads"] or n_heads
-    fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // n_heads
-    if fields.get("no_rope_layers") is None:
-        fields["no_rope_layers"] = [1] * n_layers  # 1: a layer WITH rotary positions; 0: without (NoPE)
-    checks = {
-        "num_key_value_heads": FieldCheck("a divisor of num_attention_heads", lambda n: n_heads % n == 0),
-        "head_dim": FieldCheck("an even number above 0, for rotary pairs", lambda n: n > 0 and n % 2 == 0),
-        "layer_types": optional(list_of(one_of("full_attention", "sliding_attention"), n_layers)),
-        "no_rope_layers": list_of(one_of(1, 0), n_layers),
-    }
-    check_fields(fields, checks)
-    return fields
+def parse_rotary(fields: Fields) -> tuple[bool, ...]:
+    n_layers = fields.num_hidden_layers
+    rotary = fields.no_rope_layers or [1] * n_layers
+    require(len(rotary) == n_layers, "no_rope_layers", rotary, f"a list of {n_layers}")
+    return tuple(map(bool, rotary))
 
 
 def parse_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return the window of each layer: `layer_types` says which have one, else all from `max_window_layers`
     on do, or every nth of them.
     """
-    n_layers: int = fields["num_hidden_layers"]
-    if not fields["use_sliding_window"]:
-        return (None,) * n_layers
-    kinds = fields.get("layer_types")
-    if kinds:
-        slides = [kind == "sliding_attention" for kind in kinds]
+    layers = range(fields.num_hidden_layers)
+    if not fields.use_sliding_window:
+        return (None,) * len(layers)
+    kinds, first = fields.layer_types, fields.max_window_layers
+    if kinds is None:
+        require(first is not None, "max_window_layers", first, "a number, or a list layer_types")
+        slides = [layer >= (first or 0) and layer % fields.window_interval == 0 for layer in layers]
     else:
-        check_fields(fields, {"max_window_layers": TOKEN_ID})
-        first, every = fields["max_window_layers"], fields["window_interval"]
-        slides = [layer >= first and layer % every == 0 for layer in range(n_layers)]
-    window: int | None = fields["sliding_window"]
-    return tuple(window if has_window else None for has_window in slides)
+        require(len(kinds) == len(layers), "layer_types", kinds, f"a list of {len(layers)}")
+        slides = [kind == "sliding_attention" for kind in kinds]
+    return tuple(fields.sliding_window if has_window else None for has_window in slides)
 
 
-def parse_experts(fields: Fields, is_gpt_oss: bool) -> Experts:
-    """Return the experts of a mixture; raises UnsupportedModel if a token cannot choose so many."""
-    n = fields["num_experts"] or fields["num_local_experts"]
-    hidden_dim = fields["moe_intermediate_size"] or fields["intermediate_size"]
-    mxfp4 = bool(fields.get("quantization_config"))
-    check_fields(fields, {"num_experts_per_tok": between(1, n or 0, int)})
-    if mxfp4:
-        blocks = FieldCheck("a multiple of 32, for MXFP4", lambda size: size % 32 == 0)
-        check_fields(fields, {"hidden_size": blocks, "intermediate_size": blocks})
-    step = fields["decoder_sparse_step"]
-    dense = fields["mlp_only_layers"] or []
-    layers = range(fields["num_hidden_layers"])
+def parse_experts(fields: Fields, family: Family) -> Experts | None:
+    """Return the experts of a mixture; None if each layer has one MLP."""
+    mxfp4 = fields.quantization_config is not None
+    require(family.is_gpt_oss or not mxfp4, "quantization_config", "mxfp4", "null")
+    if "num_experts_per_tok" not in family.defaults:
+        return None
+    n = fields.num_experts or fields.num_local_experts or 0
+    n_chosen = fields.num_experts_per_tok
+    require(n_chosen <= n, "num_experts_per_tok", n_chosen, f"1 to {n}")
+    hidden_dim = fields.moe_intermediate_size or fields.intermediate_size
+    for size in (fields.hidden_size, hidden_dim):
+        require(size % 32 == 0 or not mxfp4, "a size of experts", size, "a multiple of 32, for MXFP4")
+    dense = fields.mlp_only_layers or []
+    step = fields.decoder_sparse_step
+    layers = range(fields.num_hidden_layers)
     return Experts(
         n=n,
-        n_chosen=fields["num_experts_per_tok"],
+        n_chosen=n_chosen,
         hidden_dim=hidden_dim,
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
-        normalised=fields["norm_topk_prob"],
-        has_biases=is_gpt_oss,
-        limit=fields["swiglu_limit"] if is_gpt_oss else None,
-        alpha=fields["swiglu_alpha"],
+        normalised=fields.norm_topk_prob,
+        has_biases=family.is_gpt_oss,
+        limit=fields.swiglu_limit if family.is_gpt_oss else None,
+        alpha=fields.swiglu_alpha,
         mxfp4=mxfp4,
     )
 
 
 def parse_rope(fields: Fields) -> Rope:
     """Read `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which holds both."""
-    parameters = fields["rope_scaling"] or fields["rope_parameters"] or {}
-    rope_type = parameters.get("type", "default")  # the older spelling
-    default = Rope(fields["rope_theta"], rope_type, fields["max_position_embeddings"])
+    parameters = fields.rope_scaling or fields.rope_parameters or {}
     given = {name: value for name, value in parameters.items() if value is not None}
-    raw = vars(default) | given
-    check_fields(raw, ROPE_FIELDS)
-    if raw["rope_type"] != "default":
-        check_fields(given, {"factor": NUMBER})
-    above = FieldCheck("a number above low_freq_factor", lambda v: v > raw["low_freq_factor"])
-    check_fields(raw, {"high_freq_factor": above})
-    return Rope(**{name: raw[name] for name in vars(default)})
+    checked(given, OtherRope, "config.json: RoPE")
+    defaults = {
+        "rope_theta": fields.rope_theta,
+        "rope_type": given.get("type", "default"),  # the older spelling
+        "original_max_position_embeddings": fields.max_position_embeddings,
+    }
+    rope = checked(defaults | given, Rope, "config.json: RoPE")
+    require(rope.rope_type in ROPE_TYPES, "rope_type", rope.rope_type, " or ".join(ROPE_TYPES))
+    require(rope.rope_type == "default" or "factor" in given, "factor", None, "a number")
+    is_above = rope.high_freq_factor > rope.low_freq_factor
+    require(is_above, "high_freq_factor", rope.high_freq_factor, "a number above low_freq_factor")
+    return rope
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, kind: Any = dict[str, Any]) -> Any:
+    """Return the object of a kind in a file; raises UnsupportedModel for another one, or what is not JSON."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError, UnicodeDecodeError; nested too deeply
-        raise UnsupportedModel(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UnsupportedModel(f"{path} holds a JSON {type(value).__name__}; supported: an object")
-    return value
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{path} is not JSON that can be read: {error}") from None

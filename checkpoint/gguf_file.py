@@ -22,39 +22,24 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from checkpoint.blocks import Blocks
-from checkpoint.config import UnsupportedModel
-from checkpoint.gguf_container import Container, read
-
-Metadata = Mapping[str, Any]
-NUMBER = int | float
+from checkpoint.config import UnsupportedModel, parse_config
+from checkpoint.gguf_container import Metadata, Tensors, read
 
 
-def entry(metadata: Metadata, name: str, kind: type | UnionType, is_optional: bool = False) -> Any:
-    """Return the value of an entry, None for an optional one that is absent.
-
-    Raises UnsupportedModel if it is missing, or of another type.
-    """
+def entry(metadata: Metadata, name: str, kind: type | UnionType) -> Any:
+    """Return the value of an entry; raises UnsupportedModel if it is missing, or of another type."""
     value = metadata.get(name)
-    if value is None and is_optional:
-        return None
-    if value is None:
-        raise UnsupportedModel(f"no {name} in the metadata")
     if not isinstance(value, kind):
-        supported = getattr(kind, "__name__", kind)  # a union has no name
-        raise UnsupportedModel(
-            f"{name} is {type(value).__name__} {str(value)[:80]!r}; supported: {supported}"
-        )
+        raise UnsupportedModel(f"{name} is {str(value)[:80]!r}; supported: {kind}")
     return value
 
 
@@ -82,13 +67,11 @@ CONFIG_FIELDS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
-OPTIONAL_FIELDS = {"num_key_value_heads", "head_dim", "rope_theta"}
 # Entries that would change the forward pass
 UNSUPPORTED = ("attention.sliding_window", "expert_count", "rope.scaling.factor")
 
 
-def config_json(container: Container) -> dict[str, Any]:
-    metadata, tensors = container
+def config_json(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
     architecture = choice(metadata, "general.architecture", ARCHITECTURES)
     fields: dict[str, Any] = {
         "model_type": architecture,
@@ -98,9 +81,9 @@ def config_json(container: Container) -> dict[str, Any]:
         "rope_interleave": architecture == "llama",  # convert_hf_to_gguf.py, LlamaModel.permute
     }
     for name, suffix in CONFIG_FIELDS.items():
-        value = entry(metadata, f"{architecture}.{suffix}", NUMBER, name in OPTIONAL_FIELDS)
-        if value is not None:
-            fields[name] = value
+        key = f"{architecture}.{suffix}"
+        if key in metadata:
+            fields[name] = entry(metadata, key, int | float)
     fields["rms_norm_eps"] = float(str(np.float32(fields["rms_norm_eps"])))  # 1e-05, not 9.99999974...e-06
     for suffix in UNSUPPORTED:
         value = metadata.get(f"{architecture}.{suffix}")
@@ -114,9 +97,11 @@ def config_json(container: Container) -> dict[str, Any]:
 def token_id(metadata: Metadata, name: str) -> int | None:
     """Return the id of a special token; None if the file names none."""
     key = f"tokenizer.ggml.{name}_token_id"
-    number: int | None = entry(metadata, key, int, is_optional=True)
+    if key not in metadata:
+        return None
+    number: int = entry(metadata, key, int)
     n_tokens = len(entry(metadata, "tokenizer.ggml.tokens", list))
-    if number is not None and not 0 <= number < n_tokens:
+    if not 0 <= number < n_tokens:
         raise UnsupportedModel(f"{key} is {number}; there are {n_tokens} tokens")
     return number
 
@@ -167,8 +152,6 @@ def tokenizer_json(metadata: Metadata) -> str:
         if token_type in (CONTROL, USER_DEFINED):
             added.append(AddedToken(token, special=token_type == CONTROL, normalized=False))
     merges = [tuple(merge.split(" ")) for merge in entry(metadata, "tokenizer.ggml.merges", list)]
-    if any(len(merge) != 2 for merge in merges):
-        raise UnsupportedModel("tokenizer.ggml.merges: supported: two texts with a space between them")
     try:
         tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in IGNORE_MERGES))
     except Exception as error:  # the library raises nothing more precise
@@ -183,9 +166,9 @@ def tokenizer_json(metadata: Metadata) -> str:
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """The tokens that a chat template may name."""
-    config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        number = token_id(metadata, key)
+    config: dict[str, Any] = {}
+    for name in ("bos", "eos"):
+        number = token_id(metadata, name)
         if number is not None:
             config[f"{name}_token"] = metadata["tokenizer.ggml.tokens"][number]
     return config
@@ -217,23 +200,19 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
     directory = root / file.stem
     directory.mkdir()
     (directory / "model.gguf").symlink_to(file.absolute())
-    container = read(directory / "model.gguf")
-    metadata = container.metadata
     try:
-        n_files = entry(metadata, "split.count", int, is_optional=True)
-        if n_files not in (None, 1):
-            raise UnsupportedModel(
-                f"one of {n_files} files of a model; llama-gguf-split --merge makes one file"
-            )
+        metadata, tensors = read(directory / "model.gguf")
+        config = config_json(metadata, tensors)
+        parse_config(config, {})
         texts = {
-            "config.json": json.dumps(config_json(container)),
+            "config.json": json.dumps(config),
             "generation_config.json": presets,
             "tokenizer.json": tokenizer_json(metadata),
             "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
             "chat_template.jinja": entry(metadata, "tokenizer.chat_template", str),
         }
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{file}: {error}") from None
+    except (OSError, ValueError, KeyError) as error:  # also text that is not UTF-8, and an empty file
+        raise UnsupportedModel(f"{file} is not a GGUF file that is supported: {error}") from None
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
     return directory
@@ -262,9 +241,9 @@ OUTER_TENSORS = {
 }
 
 
-def map_tensors(file: Path) -> dict[str, NDArray[Any] | Blocks]:
+def map_tensors(file: Path) -> Tensors:
     """Return all tensors by Hugging Face's names, as views of the file."""
-    tensors = read(file).tensors
+    _, tensors = read(file)
     read.cache_clear()  # its lists of strings are large, and no longer needed
     return {hugging_face_name(name): tensor for name, tensor in tensors.items()}
 

@@ -14,10 +14,15 @@ Rules of this file:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+Number = Annotated[float, Meta(ge=1e-12, le=1e12)]
+Theta = Annotated[float, Meta(ge=2, le=1e12)]
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Freq = NDArray[np.float64]  # radians per position for each pair of a head. (head_dim/2,)
 
 
@@ -28,16 +33,16 @@ class Rope:
     Those that its type does not use keep these defaults.
     """
 
-    rope_theta: float
+    rope_theta: Theta
     rope_type: str = "default"  # a key of ROPE_TYPES
-    original_max_position_embeddings: int = 0  # llama3, yarn: the context as first trained
-    factor: float = 1.0  # linear, llama3, yarn: how much longer it has become
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
+    original_max_position_embeddings: Size = 0  # llama3, yarn: the context as first trained
+    factor: Number = 1.0  # linear, llama3, yarn: how much longer it has become
+    low_freq_factor: Number = 1.0  # llama3
+    high_freq_factor: Number = 4.0  # llama3
+    beta_fast: Number = 32.0  # yarn
+    beta_slow: Number = 1.0  # yarn
     truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
-    attention_factor: float | None = None  # yarn: on cos and sin, so on q and k; None: by the factor
+    attention_factor: Number | None = None  # yarn: on cos and sin, so on q and k; None: by the factor
 
 
 def rope_table(rope: Rope, head_dim: int, n: int) -> NDArray[np.complex64]:
@@ -49,15 +54,6 @@ def rope_table(rope: Rope, head_dim: int, n: int) -> NDArray[np.complex64]:
     table.real = np.cos(angles) * magnitude
     table.imag = np.sin(angles) * magnitude
     return table
-
-
-def unscaled(rope: Rope, freq: Freq) -> tuple[Freq, float]:
-    return freq, 1.0
-
-
-def linear(rope: Rope, freq: Freq) -> tuple[Freq, float]:
-    """Linear interpolation, https://arxiv.org/abs/2306.15595."""
-    return freq / rope.factor, 1.0
 
 
 def llama3(rope: Rope, freq: Freq) -> tuple[Freq, float]:
@@ -77,16 +73,13 @@ def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
     https://github.com/jquesnelle/yarn/blob/master/scaled_rope/LlamaYaRNScaledRotaryEmbedding.py
     """
     n_pairs = len(freq)
-
-    def pair_that_turns(times: float) -> float:  # theta^(-pair / n_pairs) solved for the pair
-        return (
-            n_pairs
-            * math.log(rope.original_max_position_embeddings / (times * 2 * math.pi))
-            / math.log(rope.rope_theta)
-        )
-
-    low = pair_that_turns(rope.beta_fast)
-    high = pair_that_turns(rope.beta_slow)
+    # theta^(-pair / n_pairs) * original = times * 2 * pi, solved for the pair
+    low, high = (
+        n_pairs
+        * math.log(rope.original_max_position_embeddings / (times * 2 * math.pi))
+        / math.log(rope.rope_theta)
+        for times in (rope.beta_fast, rope.beta_slow)
+    )
     if rope.truncate:
         low = math.floor(low)
         high = math.ceil(high)
@@ -107,8 +100,8 @@ def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
 
 # rope_type
 ROPE_TYPES: dict[str, Callable[[Rope, Freq], tuple[Freq, float]]] = {
-    "default": unscaled,
-    "linear": linear,
+    "default": lambda rope, freq: (freq, 1.0),
+    "linear": lambda rope, freq: (freq / rope.factor, 1.0),  # https://arxiv.org/abs/2306.15595
     "llama3": llama3,
     "yarn": yarn,
 }

@@ -21,18 +21,19 @@ Rules of this file:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from checkpoint import gguf_file
 from checkpoint.blocks import FLOATS, Blocks, decoded
-from checkpoint.config import Config, Experts, FieldCheck, UnsupportedModel, check_fields, read_json
+from checkpoint.config import Config, Experts, UnsupportedModel, read_json
 
 Array = NDArray[np.float32]
 Tensor = NDArray[Any] | Blocks  # float32, float16, bfloat16 as uint16, or uint8; in a GGUF file also blocks
@@ -54,19 +55,15 @@ class Mxfp4(NamedTuple):
     blocks: NDArray[np.uint8]  # (n_experts, n_out, n_in/32, 16)
     scales: NDArray[np.uint8]  # (n_experts, n_out, n_in/32) the exponent of 2, plus 127
 
-    @property
-    def nbytes(self) -> int:
-        return self.blocks.nbytes + self.scales.nbytes
-
 
 def gguf_bytes(w: Mxfp4) -> NDArray[np.uint8]:
     """Return blocks as in GGUF: the scale, then 16 bytes, in whose lower halves lie the first 16 numbers."""
     data = np.empty((*w.scales.shape, 17), np.uint8)
     data[..., 0] = w.scales
-    for expert, blocks in enumerate(w.blocks):
-        pairs = np.stack([blocks & 15, blocks >> 4], axis=-1)  # (n_out, n_in/32, 16, 2)
-        first, second = np.split(pairs.reshape(*blocks.shape[:-1], 32), 2, axis=-1)
-        data[expert, :, :, 1:] = first | second << 4
+    for expert, blocks in zip(data, w.blocks, strict=True):
+        first, second = blocks[..., :8], blocks[..., 8:]  # 16 numbers each
+        expert[..., 1::2] = first & 15 | second << 4
+        expert[..., 2::2] = first >> 4 | second & 240
     return data
 
 
@@ -111,10 +108,12 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Of all arrays and matrices, those of experts too; one that is embedding and head counts once."""
-        values = {id(value): value for part in (self, *self.layers) for value in vars(part).values()}
-        del values[id(self.layers)]
-        arrays = [value if isinstance(value, list) else [value] for value in values.values()]
-        return sum(getattr(array, "nbytes", 0) for array in chain(*arrays))
+        total = -self.head.nbytes if self.head is self.embed else 0
+        for part in (self, *self.layers):
+            for value in vars(part).values():
+                arrays = value if isinstance(value, list) else [value]
+                total += sum(getattr(array, "nbytes", 0) for array in arrays)
+        return total
 
 
 class Part(NamedTuple):
@@ -205,8 +204,8 @@ def single_experts(c: Config, experts: Experts) -> list[Part]:
     size = experts.hidden_dim
     parts = [Part("router", f"{router}.weight", (experts.n, c.dim))]
     for i in range(experts.n):
-        parts.append(Part("w_gate_up", f"{prefix}.{i}.{gate}.weight", (size, c.dim), expert=True))
-        parts.append(Part("w_gate_up", f"{prefix}.{i}.{up}.weight", (size, c.dim), expert=True))
+        for name in (gate, up):
+            parts.append(Part("w_gate_up", f"{prefix}.{i}.{name}.weight", (size, c.dim), expert=True))
         parts.append(Part("w_down", f"{prefix}.{i}.{down}.weight", (c.dim, size), expert=True))
     return parts
 
@@ -291,13 +290,12 @@ def check_tensors(tensors: Tensors, config: Config) -> None:
     parts = {part.name: part for part in all_parts(config)}
     for name, part in parts.items():
         if name not in tensors:
-            missing = f"tensor {name} {part.shape} is missing"
-            raise UnsupportedModel(f"{missing}; the files hold {len(tensors)} tensors")
+            raise UnsupportedModel(f"tensor {name} {part.shape} is missing, of {len(parts)} tensors")
         tensor = tensors[name]
-        if tensor.shape != part.shape:
-            raise UnsupportedModel(f"tensor {name} is {tensor.shape}; config.json says {part.shape}")
-        if (tensor.dtype == np.uint8) != part.is_mxfp4:
-            raise UnsupportedModel(f"tensor {name} is {tensor.dtype}: MXFP4 has bytes, alone")
+        has_bytes = tensor.dtype == np.uint8
+        if tensor.shape != part.shape or has_bytes != part.is_mxfp4:
+            expected = f"{part.shape}, of bytes if it is MXFP4"
+            raise UnsupportedModel(f"tensor {name} is {tensor.shape} of {tensor.dtype}; expected {expected}")
     embed: Any = tensors["model.embed_tokens.weight"]
     for name in sorted(tensors.keys() - parts):
         extra: Any = tensors[name]
@@ -343,10 +341,13 @@ def bfloat16(w: NDArray[Any] | list[Blocks]) -> NDArray[np.uint16]:
 
 DTYPES = FLOATS | {"U8": np.dtype("u1")}  # bytes: MXFP4
 
-FILE_NAMES = FieldCheck(
-    "an object from the names of tensors to the names of files beside it",
-    lambda v: type(v) is dict and all(type(name) is str and name == Path(name).name for name in v.values()),
-)
+FileName = Annotated[str, Meta(pattern=r"^[\w.-]+\Z")]  # beside the index, not elsewhere
+
+
+class Shards(msgspec.Struct):
+    """model.safetensors.index.json"""
+
+    weight_map: dict[str, FileName]  # by the names of tensors
 
 
 def map_tensors(directory: Path) -> Tensors:
@@ -356,9 +357,7 @@ def map_tensors(directory: Path) -> Tensors:
     shards = ["model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        fields = read_json(index)
-        check_fields(fields, {"weight_map": FILE_NAMES}, index)
-        shards = sorted({*fields["weight_map"].values()})
+        shards = sorted({*read_json(index, Shards).weight_map.values()})
     tensors: Tensors = {}
     for shard in shards:
         tensors |= map_file(directory / shard)
@@ -374,16 +373,16 @@ def map_file(path: Path) -> Tensors:
     try:
         with safe_open(path, "numpy") as file:
             data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-            start = 8 + int.from_bytes(data[:8].tobytes(), "little")  # after the header and its length
+            start = 8 + int.from_bytes(data[:8], "little")  # after the header and its length
             for name in file.offset_keys():
                 header = file.get_slice(name)
-                if header.get_dtype() not in DTYPES:
-                    supported = ", ".join(DTYPES)
-                    raise UnsupportedModel(f"tensor {name} is {header.get_dtype()}; supported: {supported}")
-                dtype, shape = DTYPES[header.get_dtype()], header.get_shape()
+                kind, shape = header.get_dtype(), header.get_shape()
+                if kind not in DTYPES:
+                    raise ValueError(f"tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
+                dtype = DTYPES[kind]
                 end = start + math.prod(shape) * dtype.itemsize
                 tensors[name] = data[start:end].view(dtype).reshape(shape)
                 start = end
-    except (SafetensorError, OSError, UnsupportedModel) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise UnsupportedModel(f"{path} is not a safetensors file that can be read: {error}") from None
     return tensors
