@@ -222,7 +222,7 @@ class Api:
             conversation = [*chain, *own]
             if purpose == "compact":
                 conversation.append(items.TRIGGER)
-            row = await visit.call(items.new_row, request, values, conversation, bool(recall))
+            row = await visit.call(items.new_row, request, values, conversation)
         model = self._spoken_name(request.model)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)

@@ -119,7 +119,7 @@ class Grammars:
     @property
     def n_waiting(self) -> int:
         """Checks that wait for a turn; requests that wait for the check of another are not counted."""
-        return self._turns.waiting.total()
+        return self._turns.n_waiting
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
         """Compile it once; raises BadGrammar if it cannot be followed, BadInput if there is no time for it.

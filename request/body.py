@@ -17,13 +17,15 @@ Rules of this file:
 """
 
 import asyncio
+import re
 import sys
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -36,62 +38,45 @@ SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many 
 FEW_BYTES = 4 * 1024  # all that is made of a body in the event loop takes 1 ms, as a rule, and 5 at worst
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
 MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
-MAX_RATIO = 100  # bytes unpacked for one that came: text has 3 to 20, so that more is not text
-SMALL_BYTES = 2**16  # what a body may unpack to whatever its ratio
 MAX_BODY_S = 30  # from its first byte to its last, if it is small
 BODY_BYTES_A_S = 256 * 1024  # at least, after those: five times as many come over 200 ms, there and back
 
-SQUARE = bytes.maketrans(b"{}", b"[]")
-NOT_BRACKETS = bytes({*range(256)} - {*b"[]{}"})
-
-GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS  # zlib.decompressobj(): whichever of the two the header shows
+GZIP = 16 + zlib.MAX_WBITS  # zlib.decompressobj()
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
 
 
 # --- what comes ---------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def arriving(visit: Visit) -> AsyncIterator[Callable[[int], Awaitable[None]]]:
-    """Yield what is to be awaited with the number of bytes that have come, before more are read.
-
-    Raises BadInput if they are late or have no room.
-    """
-    began_at = asyncio.get_running_loop().time()
-    try:
-        async with asyncio.timeout(MAX_BODY_S) as timeout:
-
-            async def note(n_bytes: int) -> None:
-                timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
-                if n_bytes > SMALL_BODY_BYTES:
-                    visit.hold(visit.rooms.bytes, n_bytes)
-                    await visit.until_next_part()
-
-            yield note
-    except TimeoutError as error:
-        expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes that came"
-        raise BadInput(f"Expected all of it {expected}.", None, "request_timeout") from error
-
-
 async def receive(http: HttpRequest, visit: Visit) -> AbstractAsyncContextManager[Any]:
     """Wait for the body of a request, which then takes a stream; return parsed() of it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in READERS:
-        raise unknown_encoding(encoding)
-    max_bytes = visit.rooms.max_body_bytes
-    expected = f"Expected a body of at most {max_bytes} bytes, see --max-body."
-    too_large = BadInput(expected, None, "body_too_large")
-    if int(http.headers.get("content-length", 0)) > max_bytes:
-        raise too_large
+        message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
+        raise BadInput(message, None, "unsupported_content_encoding")
     content = bytearray()
-    async with arriving(visit) as note:
-        async for chunk in http.stream():
-            content += chunk
-            if len(content) > max_bytes:
-                raise too_large
-            await note(len(content))
+    began_at = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(MAX_BODY_S) as timeout:
+            async for chunk in http.stream():
+                content += chunk
+                n_bytes = len(content)
+                if n_bytes > visit.rooms.max_body_bytes:
+                    raise too_large(visit)
+                timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
+                if n_bytes > SMALL_BODY_BYTES:
+                    visit.hold(visit.rooms.bytes, n_bytes)
+                    await visit.until_next_part()
+    except TimeoutError as error:
+        expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes that came"
+        raise BadInput(f"Expected all of it {expected}.", None, "request_timeout") from error
     visit.enter()
     return parsed(bytes(content), visit, encoding)
+
+
+def too_large(visit: Visit) -> BadInput:
+    message = f"Expected a body of at most {visit.rooms.max_body_bytes} bytes, also unpacked, see --max-body."
+    return BadInput(message, None, "body_too_large")
 
 
 # --- parsing ------------------------------------------------------------------------------------------------
@@ -100,15 +85,14 @@ async def receive(http: HttpRequest, visit: Visit) -> AbstractAsyncContextManage
 @asynccontextmanager
 async def parsed(content: bytes, visit: Visit, encoding: str = "identity") -> AsyncIterator[Any]:
     """Yield the JSON value of a body. Leave when there is a Request: rule 3. Raises BadInput."""
-    rooms = visit.rooms
     if len(content) <= SMALL_BODY_BYTES and encoding == "identity":
         visit.is_small = len(content) <= FEW_BYTES
         yield parse(content)
         return
-    async with rooms.parsing.turn(visit.owner):
+    async with visit.rooms.parsing.turn(visit.owner):
         began_at = time.thread_time()
         try:
-            value = parse(unpacked(content, encoding, rooms.max_body_bytes))
+            value = parse(unpacked(content, encoding, visit))
         finally:
             await asyncio.sleep(time.thread_time() - began_at)
         yield value
@@ -121,7 +105,7 @@ def parse(json_text: bytes) -> Any:
         raise too_many_values()
     try:
         value = sse.loads(json_text)  # UTF-8, not the UTF-16 which json takes: RFC 8259, section 8.1
-        if nests_deeper(outside, MAX_DEPTH):
+        if nesting(outside) > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     except ValueError as error:
         raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
@@ -144,12 +128,10 @@ def n_values(outside: bytes) -> int:
     return 1 + sum(map(outside.count, (b",", b"[", b"{")))
 
 
-def nests_deeper(outside: bytes, max_depth: int) -> bool:
-    """True if lists and objects nest deeper than so, and others had better not recurse into them."""
-    brackets = outside.translate(SQUARE, NOT_BRACKETS)
-    for _ in range(max_depth):
-        brackets = brackets.replace(b"[]", b"")  # of all that are left, the innermost
-    return bool(brackets)
+def nesting(outside: bytes) -> int:
+    """Return how deep lists and objects nest in a JSON text, of what stands outside its strings."""
+    brackets = re.findall(rb"[][{}]", outside)
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def too_many_values() -> BadInput:
@@ -160,43 +142,27 @@ def too_many_values() -> BadInput:
 # --- encodings ----------------------------------------------------------------------------------------------
 
 
-try:
-    ZSTD: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-except ImportError:
-    ZSTD = None
-ZLIB_READER = partial(zlib.decompressobj, GZIP_OR_ZLIB)
 # Each has decompress(), eof and unused_data.
-READERS: dict[str, Any] = {
-    "identity": None,
-    "gzip": ZLIB_READER,
-    "x-gzip": ZLIB_READER,
-    "deflate": ZLIB_READER,
-}
-if ZSTD:  # Codex compresses its bodies so
-    ZSTD_OPTIONS = {ZSTD.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
-    READERS["zstd"] = partial(ZSTD.ZstdDecompressor, options=ZSTD_OPTIONS)
+READERS: dict[str, Any] = {"identity": None, "gzip": partial(zlib.decompressobj, GZIP)}
+with suppress(ImportError):  # Codex compresses its bodies so
+    zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+    window = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
+    READERS["zstd"] = partial(zstd.ZstdDecompressor, options=window)
+ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
 
 
-def unknown_encoding(encoding: str) -> BadInput:
-    message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'."
-    if encoding == "zstd":
-        message += " For that the server needs a package: pip install backports.zstd"
-    return BadInput(message, None, "unsupported_content_encoding")
-
-
-def unpacked(content: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return what a body unpacks to, which is bounded like any other, and by what came; raises BadInput."""
+def unpacked(content: bytes, encoding: str, visit: Visit) -> bytes:
+    """Return what a body unpacks to, which is bounded and held like any other; raises BadInput."""
     if encoding == "identity":
         return content
-    limit = min(max_bytes, max(SMALL_BYTES, len(content) * MAX_RATIO))
     reader = READERS[encoding]()
     try:
-        json_text: bytes = reader.decompress(content, limit + 1)
+        json_text: bytes = reader.decompress(content, visit.rooms.max_body_bytes + 1)
     except Exception as error:  # anything that a reader raises, it raises over these bytes
         raise BadInput(f"Could not unpack the body: {error}", None, "invalid_json") from error
-    if len(json_text) > limit:
-        message = f"Expected at most {limit} bytes when unpacked: {MAX_RATIO} for each that came."
-        raise BadInput(message, None, "body_too_large")
+    if len(json_text) > visit.rooms.max_body_bytes:
+        raise too_large(visit)
     if not reader.eof or reader.unused_data:
         raise BadInput("Could not unpack the body: expected one whole stream.", None, "invalid_json")
+    visit.hold(visit.rooms.bytes, len(json_text))
     return json_text

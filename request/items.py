@@ -21,7 +21,6 @@ Rules of this file:
    mean nothing are kept as they came, and count.
 """
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from request.validation import text
 from store import TERMINAL, Row
 
 Item = dict[str, Any]
+Resolved = tuple[list[Item], list[Item]]  # the chain that a request continues, its own items
 Find = Callable[[str], Awaitable[Row | None]]  # id of a response -> the response, None if there is none
 SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of it and the request's owner
 
@@ -58,29 +58,56 @@ TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items b
 
 
 async def resolve(
-    input: list[Item] | None,
+    input: list[Item],
     previous_response_id: str | None,
     find: Find,
     sealer_of: SealerOf,
-    call: Callable[..., Awaitable[Any]] = asyncio.to_thread,
-) -> tuple[list[Item], list[Item]]:
+    call: Callable[..., Awaitable[Resolved]],
+) -> Resolved:
     """Return the chain that a request continues, and its own items, with nothing left to look up.
 
-    `call` is Visit.call(), which may call without a thread.
-    Raises BadInput. A chain alone that its last answer has made too large can still be compacted.
+    `call` is Visit.call(), which may call without a thread. Each response is looked up once. Raises BadInput.
+    A chain alone that its last answer has made too large can still be compacted.
     """
-    chain: list[Item] = []
+    previous = None
     if previous_response_id is not None:
         previous = await find(previous_response_id)
         if previous is None:
             message = f"Previous response with id '{previous_response_id}' not found."
             raise BadInput(message, "previous_response_id", "previous_response_not_found")
-        chain = await asyncio.to_thread(_continued, previous, sealer_of)
-    own = input or []
-    if len(chain) + len(own) > MAX_ITEMS:
+    response_ids = {response_id_of(str(item.get("id"))) for item in input if is_reference(item)}
+    if len(response_ids) > MAX_REFERENCED:
+        raise _too_long(f"references to {MAX_REFERENCED} responses")
+    referenced = [await find(response_id) for response_id in response_ids]
+    return await call(_resolved, previous, input, referenced, sealer_of)
+
+
+def _resolved(
+    previous: Row | None, input: list[Item], referenced: list[Row | None], sealer_of: SealerOf
+) -> Resolved:
+    """Return the chain, and the input in its long form with what its items stand for in their places."""
+    chain = _continued(previous, sealer_of) if previous else []
+    if len(chain) + len(input) > MAX_ITEMS:
         raise _too_long(f"{MAX_ITEMS} items")
-    said = await _referenced(own, find)
-    return chain, await call(_resolved, chain, own, said, sealer_of)
+    said = {item["id"]: item for row in referenced if row for item in row.response["output"]}
+    size = sum(map(n_bytes, chain))
+    ids = {item["id"] for item in chain}
+    resolved = []
+    for i, item in enumerate(input):
+        path = f"input[{i}]"
+        if is_reference(item):
+            item_id = text(item.get("id"), f"{path}.id")
+            if item_id not in said:
+                raise BadInput(f"Item with id '{item_id}' not found.", f"{path}.id", "item_not_found")
+            item = said[item_id]
+        item = _long_form(_opened(item, path, sealer_of), ids)
+        if is_trigger(item) and i < len(input) - 1:
+            raise BadInput("The 'compaction_trigger' item must be the final input item.", path)
+        size += n_bytes(item)
+        if size > MAX_CONVERSATION_BYTES:
+            raise _too_long(f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)")
+        resolved.append(item)
+    return chain, resolved
 
 
 def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
@@ -105,49 +132,6 @@ def is_reference(item: Item) -> bool:
 
 def is_trigger(item: Item) -> bool:
     return item.get("type") == TRIGGER["type"]
-
-
-async def _referenced(input: Sequence[Item], find: Find) -> dict[str, Item]:
-    """Return the items that references stand for, by id: each response is looked up once."""
-    said: dict[str, Item] = {}
-    response_ids: set[str] = set()
-    for i, item in enumerate(input):
-        if not is_reference(item):
-            continue
-        path = f"input[{i}].id"
-        item_id = text(item.get("id"), path)
-        response_id = response_id_of(item_id)
-        if response_id not in response_ids:
-            response_ids.add(response_id)
-            if len(response_ids) > MAX_REFERENCED:
-                raise _too_long(f"references to {MAX_REFERENCED} responses")
-            if row := await find(response_id):
-                response = await asyncio.to_thread(sse.loads, row.response_json)
-                said |= {item["id"]: item for item in response["output"]}
-        if item_id not in said:
-            raise BadInput(f"Item with id '{item_id}' not found.", path, "item_not_found")
-    return said
-
-
-def _resolved(
-    chain: Sequence[Item], input: Sequence[Item], said: Mapping[str, Item], sealer_of: SealerOf
-) -> list[Item]:
-    """Return the input in its long form, with what its items stand for in their places; raises BadInput."""
-    size = sum(map(n_bytes, chain))
-    ids = {item["id"] for item in chain}
-    resolved = []
-    for i, item in enumerate(input):
-        path = f"input[{i}]"
-        if is_reference(item):
-            item = said[item["id"]]
-        item = _long_form(_opened(item, path, sealer_of), ids)
-        if is_trigger(item) and i < len(input) - 1:
-            raise BadInput("The 'compaction_trigger' item must be the final input item.", path)
-        size += n_bytes(item)
-        if size > MAX_CONVERSATION_BYTES:
-            raise _too_long(f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)")
-        resolved.append(item)
-    return resolved
 
 
 def n_bytes(item: Item) -> int:
@@ -210,9 +194,9 @@ def _long_form(item: Item, ids: set[str]) -> Item:
 
     What is not an item, or not a part, is left for messages.py to refuse.
     """
-    long: Item = {"type": "message", "status": "completed"}
-    long |= {name: member for name, member in item.items() if member is not None}
-    kind = str(long["type"])
+    given = {name: member for name, member in item.items() if member is not None}
+    long: Item = {"type": "message", "status": "completed"} | given
+    kind = long["type"]
     if kind not in ITEM_TYPES:
         return item
     if not isinstance(item.get("id"), str) or item["id"] in ids:
@@ -222,8 +206,8 @@ def _long_form(item: Item, ids: set[str]) -> Item:
         long = {"summary": [], "content": []} | long
     content = long.get("content")
     if isinstance(content, str):
-        role_or_kind = str(long.get("role", kind))
-        content = [{"type": TEXT_TYPES.get(role_or_kind, "input_text"), "text": content}]
+        part_type = TEXT_TYPES.get(str(long.get("role", kind)), "input_text")
+        content = [{"type": part_type, "text": content}]
     if isinstance(content, list):
         long["content"] = [_long_part(part) for part in content]
     return long
@@ -244,22 +228,13 @@ def retained(conversation: Sequence[Item]) -> list[Item]:
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-def new_row(
-    request: Request, values: Mapping[str, Any], conversation: Sequence[Item], is_remembered: bool = False
-) -> Row:
+def new_row(request: Request, values: Mapping[str, Any], conversation: Sequence[Item]) -> Row:
     """Return the row of a response that is about to start; `values` are those that read_responses() has read.
 
-    Its texts are empty if no request can ever read it again: a response that is neither kept, nor run in the
-    background, nor remembered by the connection that it is made for. The items are encoded one by one, so
-    that another thread can get Python's lock between two of them.
+    It can be run again with what the client has set, as the response object repeats it. The items are encoded
+    one by one, so that another thread can get Python's lock between two of them.
     """
-    request_json = ""
-    items_json = ""
-    if request.store or request.background or is_remembered:
-        # It can be run again with what the client has set, as the response object repeats it.
-        names = sorted(request.explicit - {"input"})
-        request_json = sse.dumps({name: request.echo.get(name, values[name]) for name in names})
-        items_json = "[" + ",".join(map(sse.dumps, conversation)) + "]"
+    names = sorted(request.explicit - {"input"})
     return Row(
         id=new_id("resp"),
         born_at=time.time(),
@@ -267,8 +242,8 @@ def new_row(
         kept=request.store,
         background=request.background,
         streamed=request.stream,
-        request_json=request_json,
-        items_json=items_json,
+        request_json=sse.dumps({name: request.echo.get(name, values[name]) for name in names}),
+        items_json="[" + ",".join(map(sse.dumps, conversation)) + "]",
         owner=request.owner,
     )
 

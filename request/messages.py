@@ -12,37 +12,34 @@ https://huggingface.co/docs/transformers/chat_templating
 
 Rules of this file:
 1. One assembler for both APIs: the reasoning, text and calls of one turn of the assistant are one message.
-2. Instructions and the system and developer messages right after them are one system message; later ones
-   stay where they are.
+2. Instructions and the system and developer messages right after them are one system message. Later ones
+   stay where they are, and are one message if they follow each other.
 3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
-4. Each result follows its call, once, in the order of the calls. Each call of a function has its result,
-   unless it could not be run: a limit cut it, or its arguments are not an object.
+4. The results of a turn follow it, once, in the order of its calls, whenever they have come. Each call of a
+   function has its result, unless it could not be run: a limit cut it, or its arguments are not an object.
 5. The arguments of a call are an object, as Llama's, Mistral's and Qwen3-Coder's templates want it. Those
    that are not a JSON object are the one member of one: https://github.com/vllm-project/vllm/issues/43995
 6. Each call has an id of ours, which Mistral's template takes: nine letters and digits. Some clients begin
    again at "call_0" in each turn.
 """
 
-from bisect import bisect
 from contextlib import suppress
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import sse
 from request.body import MAX_VALUES, n_values, outside_strings, too_many_values
 from request.ids import PREFIXES
 from request.refusals import BadInput, missing, no_images
 from request.tool_items import (
-    ARGUMENTS,
     CALL_IDS,
     IMAGE_MEMBERS,
     IMAGE_TEXT,
+    NOT_TOLD,
     RESULT_SUFFIXES,
-    RESULTS,
     SUFFIX,
     TOOL_ITEMS,
 )
-from request.tools import CLIENT_TOOLS, DeclaredTool, as_json, flat, qualified_name, read_tool
+from request.tools import CLIENT_TOOLS, DeclaredTool, as_json, called_name, flat, read_tool
 from request.validation import Object, Place, list_of, one_of, place, text, text_or_array
 
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
@@ -53,14 +50,6 @@ Message = Object  # role, content (a string); reasoning_content, tool_calls; too
 # --- the assembler ------------------------------------------------------------------------------------------
 
 
-class OpenCall(NamedTuple):
-    """A call whose result has not come."""
-
-    id: str  # ours: rule 6
-    name: str  # a result has only the call's id, and templates want the name too
-    needs_result: bool
-
-
 class Conversation:
     """The messages so far, as a chat template takes them; texts that become one are joined at the end."""
 
@@ -68,16 +57,16 @@ class Conversation:
         self._messages: list[Message] = []
         self._n_calls = 0
         self._n_argument_values = 0  # in all calls: each is held as an object
-        self._open_calls: dict[str, OpenCall] = {}  # by the client's id, which a later turn may use again
-        self._first_result = 0  # where the newest results begin in the messages
+        # By the client's id, which a later turn may use again: the message of the result without its content,
+        # and whether the result must come.
+        self._open_calls: dict[str, tuple[Message, bool]] = {}
 
     def _turn(self, role: str) -> Message:
         """Return the message that a role continues, or begins.
 
-        A turn of the assistant is one message, and so is what the system says at the beginning.
+        A turn of the assistant is one message, and so is what the system says at one place (rules 1 and 2).
         """
-        can_continue = role == "assistant" or (role == "system" and len(self._messages) == 1)
-        if not can_continue or not self._messages or self._messages[-1]["role"] != role:
+        if role == "user" or not self._messages or self._messages[-1]["role"] != role:
             self._messages.append({"role": role, "content": []})
         return self._messages[-1]
 
@@ -100,38 +89,42 @@ class Conversation:
         self._n_calls += 1
         call = {"id": own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
-        self._open_calls[call_id] = OpenCall(own_id, name, needs_result)
+        result = {"role": "tool", "tool_call_id": own_id, "name": name}
+        self._open_calls[call_id] = result, needs_result
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
-        """Put the result after those of earlier calls: many templates show neither its id nor its name.
-
-        Raise BadInput at `path`, where call_id stands, unless a call waits for this result.
-        """
+        """Raise BadInput at `path`, where call_id stands, unless a call waits for this result."""
         if call_id not in self._open_calls:
             raise BadInput(f"No tool call found for function call output with call_id {call_id}.", path)
-        call = self._open_calls.pop(call_id)
-        if self._messages[-1]["role"] != "tool":
-            self._first_result = len(self._messages)
-        place = bisect(self._messages, call.id, self._first_result, key=itemgetter("tool_call_id"))
-        result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": [text]}
-        self._messages.insert(place, result)
+        result, _ = self._open_calls.pop(call_id)
+        self._messages.append(result | {"content": [text]})
 
     def close(self, path: str) -> list[Message]:
-        """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result."""
+        """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result.
+
+        Results follow their turn in the order of its calls: many templates show neither an id nor a name.
+        """
         if not self._messages:
             raise missing(path)
-        for call_id, call in self._open_calls.items():
-            if call.needs_result:
+        for call_id, (_, needs_result) in self._open_calls.items():
+            if needs_result:
                 raise BadInput(f"No tool output found for function call {call_id}.", path)
         for message in self._messages:
             for name in message.keys() & {"content", "reasoning_content"}:
                 message[name] = paragraphs(*message[name])
-        return self._messages
+        results = {message.get("tool_call_id"): [message] for message in self._messages}
+        ordered = []
+        for message in self._messages:
+            if message["role"] != "tool":
+                ordered.append(message)
+            for call in message.get("tool_calls", []):
+                ordered += results.get(call["id"], [])
+        return ordered
 
 
 def paragraphs(*texts: str) -> str:
     """Join what becomes one message."""
-    return "\n\n".join(text for text in texts if text)
+    return "\n\n".join(filter(None, texts))
 
 
 # --- content and calls, the same in both APIs ---------------------------------------------------------------
@@ -158,7 +151,7 @@ def content_text(content: Any, path: str) -> str:
         return str(content)
     lines = []
     for part in objects(content, path):
-        if part.need("type", text) in IMAGES:
+        if part.members.get("type") in IMAGES:
             raise no_images(f"{part.path}.type")
         member = PART_TEXTS[part.need("type", one_of(*PART_TEXTS))]
         lines.append(part.need(member, text))
@@ -171,12 +164,13 @@ def add_message(conversation: Conversation, message: Place) -> None:
 
 
 def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) -> None:
-    name = qualified_name(call.get("namespace", text, ""), call.need("name", text))
+    name = called_name(call)
     if type_ == "custom":
         written = as_json({"input": call.need("input", text)})
     else:
         written = call.need("arguments", text)
-    conversation.add_call(call_id, name, written, is_cut=call.members.get("status") == "incomplete")
+    is_cut = call.members.get("status") == "incomplete"
+    conversation.add_call(call_id, name, written, is_cut)
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
@@ -209,25 +203,18 @@ def add_item(conversation: Conversation, item: Place) -> None:
 
 
 def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
-    """Add an item of another tool as a call of a function, as its result, or as both (tool_items.py)."""
+    """Add an item of another tool as a call of a function, or as the result of one (tool_items.py)."""
     image_member = IMAGE_MEMBERS.get(type_, "")
     if item.members.get(image_member) not in (None, IMAGE_TEXT):
         raise no_images(f"{item.path}.{image_member}")
     function = SUFFIX.split(type_)[0]
-    is_result = type_.endswith(RESULT_SUFFIXES)
-    call_id = item.get(CALL_IDS.get(type_, "call_id"), text, function)
-    given = {name: value for name, value in item.members.items() if value is not None}
-    if not is_result:
-        arguments: Object = {}
-        for name in filter(given.__contains__, ARGUMENTS):
-            arguments |= given[name] if isinstance(given[name], dict) else {name: given[name]}
-        conversation.add_call(call_id, function, as_json(arguments), is_cut=True)
-    results = [given[name] for name in RESULTS if name in given]
-    if is_result and not results:
-        results = [given.get("status", "completed")]
-    if results:
-        lines = [result if isinstance(result, str) else as_json(result) for result in results]
-        conversation.add_result(call_id, "\n".join(lines), f"{item.path}.call_id")
+    id_member = CALL_IDS.get(type_, "call_id")
+    call_id = item.get(id_member, text, function)
+    told = as_json({name: value for name, value in item.members.items() if name not in NOT_TOLD})
+    if type_.endswith(RESULT_SUFFIXES):
+        conversation.add_result(call_id, told, f"{item.path}.{id_member}")
+    else:
+        conversation.add_call(call_id, function, told, is_cut=True)  # what has run elsewhere has no result
 
 
 Items = list[Object]
@@ -282,25 +269,16 @@ def add_assistant(conversation: Conversation, message: Place) -> None:
 # --- prompts that are too long ------------------------------------------------------------------------------
 
 
-def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """Return the system message at the beginning, or nothing, and all the others."""
-    n_system = int(messages[0]["role"] == "system")
-    return messages[:n_system], messages[n_system:]
-
-
 def turn_starts(messages: list[Message]) -> list[int]:
-    """Return where the conversation may begin, after its system message: at 0, at its second turn, ..."""
-    _, turns = split_system(messages)
-    return [0, *(i for i, message in enumerate(turns) if i and message["role"] == "user")]
+    """Return where the conversation may begin: at 0, and at each message of the user."""
+    return [i for i, message in enumerate(messages) if i == 0 or message["role"] == "user"]
 
 
 def without_old_turns(messages: list[Message], start: int) -> list[Message]:
     """Return the messages from one of turn_starts() on; the system message at the beginning stays.
 
-    A result goes with its call, even if a user has spoken between them:
+    A result goes with its call, which it follows:
     https://platform.openai.com/docs/api-reference/responses/create (truncation)
     """
-    system, turns = split_system(messages)
-    kept = turns[start:]
-    ids = {call["id"] for message in kept for call in message.get("tool_calls", [])}
-    return system + [message for message in kept if message.get("tool_call_id") in {None} | ids]
+    system = [message for message in messages[: min(start, 1)] if message["role"] == "system"]
+    return system + messages[start:]

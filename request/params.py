@@ -22,7 +22,7 @@ Rules of this file:
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -175,33 +175,13 @@ stream_options = members(include_usage=boolean)
 NOT_HERE = "It is not built here."
 
 # fmt: off
-#   refused in both APIs, each     refused(why, values that ask for nothing)
-REFUSED: dict[str, Check] = {
-    **dict.fromkeys(NOT_BUILT,      refused(NOT_HERE, False, "", [])),
-    **dict.fromkeys(NOT_TURNED_OFF, refused(NOT_HERE, True)),
-}
-#   refused in chat completions
-NOT_BUILT_IN_CHAT = REFUSED | {
-    "modalities":                  refused("This server takes and gives text.", ["text"]),
-    "functions":                   refused("Use 'tools'."),
-    "function_call":               refused("Use 'tool_choice'."),
-}
-#   in chat completions            in the Responses API
+#   in chat completions       in the Responses API
 MOVED = {
-    "messages":                    "input",
-    "max_tokens":                  "max_output_tokens",
-    "max_completion_tokens":       "max_output_tokens",
-    "response_format":             "text.format",
-    "reasoning_effort":            "reasoning.effort",
-}
-#   refused in the Responses API
-REFUSED_IN_RESPONSES = REFUSED | {
-    "conversation":                refused("There are none here; send their items as input."),
-    "n":                           refused("A response is one answer; ask for each.", 1),
-    "logprobs":                    refused("Use 'include' and 'top_logprobs'.", False),
-} | {
-    name: refused(f"In the Responses API, this parameter has moved to '{new}'.")
-    for name, new in MOVED.items()
+    "messages":               "input",
+    "max_tokens":             "max_output_tokens",
+    "max_completion_tokens":  "max_output_tokens",
+    "response_format":        "text.format",
+    "reasoning_effort":       "reasoning.effort",
 }
 
 # How a token is chosen: fields of sampling.Sampling.
@@ -236,10 +216,12 @@ COMMON = SAMPLING | {
     "prompt_cache_retention": Parameter(hint),
     "service_tier":           Parameter(hint),
     "user":                   Parameter(hint),
+    **dict.fromkeys(NOT_BUILT,      Parameter(refused(NOT_HERE, False, "", []))),
+    **dict.fromkeys(NOT_TURNED_OFF, Parameter(refused(NOT_HERE, True))),
 }
 
 RESPONSES = COMMON | {
-    "input":                  Parameter(input_items),
+    "input":                  Parameter(input_items,                     []),
     "generate":               Parameter(boolean,                         True),
     "prompt_cache_options":   Parameter(members(prewarm=boolean),        {}),
     "instructions":           Parameter(text,                            None,       True),
@@ -252,7 +234,11 @@ RESPONSES = COMMON | {
     "reasoning":              Parameter(reasoning,                       {}),
     "text":                   Parameter(text_options,                    {}),
     "truncation":             Parameter(one_of("auto", "disabled"),      "disabled", True),
-} | {name: Parameter(check) for name, check in REFUSED_IN_RESPONSES.items()}
+    "conversation":           Parameter(refused("There are none here; send their items as input.")),
+    "n":                      Parameter(refused("A response is one answer; ask for each.", 1), 1),
+    "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
+    **{old: Parameter(refused(f"In the Responses API it is '{new}'.")) for old, new in MOVED.items()},
+}
 
 CHAT = COMMON | {
     "messages":               Parameter(items),
@@ -262,7 +248,10 @@ CHAT = COMMON | {
     "logprobs":               Parameter(boolean,                         False),
     "response_format":        Parameter(text_format,                     {}),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
-} | {name: Parameter(check) for name, check in NOT_BUILT_IN_CHAT.items()}
+    "modalities":             Parameter(refused("This server takes and gives text.", ["text"])),
+    "functions":              Parameter(refused("Use 'tools'.")),
+    "function_call":          Parameter(refused("Use 'tool_choice'.")),
+}
 # fmt: on
 
 
@@ -324,7 +313,6 @@ def responses_request(
         "owner": owner,
         "messages": conversation,
         "echo": echo,
-        "n": 1,
         # To warm the cache up, one token is chosen with the last row of the prompt; no client is told of it.
         "max_tokens": values["max_output_tokens"] if generate else 1,
         "logprobs": LOGPROBS in values["include"],
@@ -350,22 +338,23 @@ def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
 
 def request(values: Object, brought: Sequence[DeclaredTool] = ()) -> Request:
     """Return the Request of parameters that have chat's names, and of the tools that items have brought."""
-    declared = [tool for entry in values["tools"] for tool in entry.tools]
-    tools = {tool.qualified_name: tool for tool in declared}
-    if len(tools) < len(declared):
-        raise wrong_value("tools", "every name once", [tool.qualified_name for tool in declared])
-    for entry in brought:
+    names = [tool.qualified_name for entry in values["tools"] for tool in entry.tools]
+    if len({*names}) < len(names):
+        raise wrong_value("tools", "every name once", names)
+    entries = [*values["tools"], *brought]
+    tools: dict[str, Tool] = {}
+    for entry in entries:
         for tool in entry.tools:
             tools.setdefault(tool.qualified_name, tool)
     choice = tool_choice(tools, values["tool_choice"])
     must = structured_output(
         tools, choice, values["response_format"], values["schema_path"], values["parallel_tool_calls"]
     )
-    not_offered = [entry.echo["type"] for entry in (*values["tools"], *brought) if not entry.tools]
+    not_offered = [entry.echo["type"] for entry in entries if not entry.tools]
     not_run = [*dict.fromkeys(values["not_run"] + not_offered)][:MAX_NOT_RUN]
     effort = values["reasoning_effort"]
     thinking = {}  # what the chat templates of reasoning models take
-    if effort is not None:
+    if effort:
         thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
     meant = {
         # As much of each name as a header may repeat: printable ASCII without quotes.
@@ -380,4 +369,4 @@ def request(values: Object, brought: Sequence[DeclaredTool] = ()) -> Request:
         "template_kwargs": thinking | values["chat_template_kwargs"],
     }
     known = values | meant
-    return Request(**{field.name: known[field.name] for field in fields(Request) if field.name in known})
+    return Request(**{name: known[name] for name in Request.__annotations__.keys() & known})

@@ -46,9 +46,7 @@ ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error message; of a large one no more is written than what is shown."""
-    if isinstance(value, str):
-        value = value[:MAX_SHOWN]
+    """Return a value for an error message; of a large list or object no more is written than is shown."""
     text = ""
     for piece in ENCODER.iterencode(value):
         text += piece[: MAX_SHOWN + 1]

@@ -84,19 +84,19 @@ class Turns:
     """
 
     def __init__(self, n_places: int) -> None:
-        self.waiting = Counter[str]()  # how many wait, by owner
+        self.n_waiting = 0
         self._places = asyncio.Semaphore(n_places)
         # By owner: held by the one that waits for a place. A lock that no one holds or awaits is forgotten.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        self.waiting[owner] += 1
+        self.n_waiting += 1
         try:
             async with self._locks.setdefault(owner, asyncio.Lock()):
                 await self._places.acquire()
         finally:
-            self.waiting[owner] -= 1
+            self.n_waiting -= 1
         try:
             yield
         finally:
@@ -118,7 +118,7 @@ class Threads(Turns):
 
     async def until_idle(self) -> None:
         """Wait until all calls have begun, also those that are made meanwhile."""
-        while self.waiting.total():
+        while self.n_waiting:
             await asyncio.sleep(0.01)
 
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.sandbox
 
-from request.messages import Message, paragraphs, split_system
+from request.messages import Message, paragraphs
 from request.refusals import BadInput
 from request.special_tokens import without_marks
 from request.tools import as_json
@@ -56,12 +56,14 @@ To call a function, write its name and arguments as one JSON object within <tool
 
 def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
     """Put the tools into the system message, calls into the assistant's text, results into the user's."""
-    told, turns = split_system(messages)
     if tools:
         signatures = TOOLS.format("\n".join(map(as_json, tools)))
-        instructions = [message["content"] for message in told]
-        told = [{"role": "system", "content": paragraphs(*instructions, signatures)}]
-    for message in turns:
+        n_system = int(messages[0]["role"] == "system")
+        instructions = [message["content"] for message in messages[:n_system]]
+        system = {"role": "system", "content": paragraphs(*instructions, signatures)}
+        messages = [system, *messages[n_system:]]
+    told: list[Message] = []
+    for message in messages:
         role = message["role"]
         lines = [message["content"]] if message["content"] else []
         if role == "tool":
@@ -71,9 +73,8 @@ def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
                 lines.insert(0, told.pop()["content"])
         for call in message.get("tool_calls", []):
             lines += ["<tool_call>", as_json(call["function"]), "</tool_call>"]
-        text = {"role": role, "content": "\n".join(lines)}
-        if "reasoning_content" in message:
-            text["reasoning_content"] = message["reasoning_content"]
+        text = message | {"role": role, "content": "\n".join(lines)}
+        text.pop("tool_calls", None)
         told.append(text)
     return told
 
@@ -97,19 +98,16 @@ def system_as_text(messages: list[Message]) -> list[Message]:
 
 def one_call_a_message(messages: list[Message]) -> list[Message]:
     """Split a turn into a message for its text and one for each call, each followed by the call's result."""
-    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    results = {message["tool_call_id"]: [message] for message in messages if message["role"] == "tool"}
     split: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls", [])
         if calls and message["content"]:
             split.append({"role": "assistant", "content": message["content"]})
         for call in calls:
-            turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-            if call is calls[0] and "reasoning_content" in message:  # which led to the first call
-                turn["reasoning_content"] = message["reasoning_content"]
-            split.append(turn)
-            if call["id"] in results:
-                split.append(results[call["id"]])
+            split.append(message | {"content": "", "tool_calls": [call]})
+            split += results.get(call["id"], [])
+            message = {"role": "assistant"}  # the reasoning has led to the first call
         if not calls and message["role"] != "tool":
             split.append(message)
     return split

@@ -1,8 +1,8 @@
 """Tool items: calls that have item types of their own, and their results, told as calls of functions.
 
-    shell_call {call_id: "c", action: {commands: [...]}}     a call "c" of shell with {"commands": [...]}
-    shell_call_output {call_id: "c", output: [...]}          its result [...]
-    mcp_call {name: "x", arguments: "{}", output: "y"}       a call and its result: it has run elsewhere
+    shell_call {call_id: "c", action: {commands: [...]}}     a call "c" of shell with {"action": {...}}
+    shell_call_output {call_id: "c", output: [...]}          its result {"output": [...]}
+    mcp_call {name: "x", arguments: "{}", output: "y"}       a call of mcp with all three
 
 Agents send back what other models have called, of tools that this server does not have. No model here was
 trained on those items, but each was trained on calls of functions; so they are told as those, by
@@ -13,7 +13,7 @@ https://github.com/caozhiyuan/copilot-api/issues/359
 
 Rules of this file:
 1. A new type is one name in TOOL_ITEMS, which also says what it is: `_output` and `_response` are results.
-2. The members that are named here are told, as they came; others mean nothing to a model.
+2. All members are told, as they came, but for types and ids (NOT_TOLD).
 3. Images are refused, by the name of their place, unless items.py has put a text there (IMAGE_TEXT).
 """
 
@@ -35,19 +35,7 @@ TOOL_ITEMS = (
 SUFFIX = re.compile("_call|_request|_output|_response")  # begins after the name of the tool
 RESULT_SUFFIXES = ("_output", "_response")
 
-# Members that are told. An object is the arguments, anything else is one of them; results are a line each.
-ARGUMENTS = (
-    "action",
-    "actions",
-    "operation",
-    "code",
-    "server_label",
-    "name",
-    "arguments",
-    "queries",
-    "revised_prompt",
-)
-RESULTS = ("output", "outputs", "result", "results", "tools", "error", "approve", "reason")
+NOT_TOLD = ("type", "id", "call_id", "approval_request_id")
 
 # fmt: off
 #   type of an item            its member that is the id of the call; in other types it is `call_id`

@@ -79,6 +79,11 @@ def qualified_name(namespace: str, name: str) -> str:
     return f"{namespace}__{name}"
 
 
+def called_name(call: Place) -> str:
+    """Return the qualified name in a call, or in a reference to a tool; raises BadInput."""
+    return qualified_name(call.get("namespace", text, ""), call.need("name", text))
+
+
 class Grammar(NamedTuple):
     """What the input of a custom tool must match."""
 
@@ -102,10 +107,10 @@ class Tool(NamedTuple):
     def qualified_name(self) -> str:
         return qualified_name(self.namespace, self.name)
 
-    def schema(self) -> Schema | None:
-        """Return the schema of the arguments as the model writes them, None if they may be anything."""
+    def schema(self) -> Schema:
+        """Return the schema of the arguments as the model writes them, {} if they may be anything."""
         if not self.custom:
-            return self.parameters
+            return self.parameters or {}
         input_schema = {"type": "string"}
         if self.grammar:
             accepted = f"A text that this {self.grammar.syntax} grammar accepts:\n"
@@ -120,8 +125,7 @@ class Tool(NamedTuple):
     def definition(self) -> Object:
         """Return the tool as chat templates take it: always a function, and one that has a description."""
         function: Object = {"name": self.qualified_name, "description": self.description or ""}
-        schema = self.schema()
-        if schema is not None:
+        if schema := self.schema():
             function["parameters"] = schema
         return {"type": "function", "function": function}
 
@@ -141,7 +145,6 @@ class DeclaredTool(NamedTuple):
     tools: list[Tool]  # what it lets the model call: a namespace several tools, any other type none
 
 
-NOT_ASYNC = "This server waits for the result of every call."
 # A function has all of these in the response object: zod schema of github.com/openresponses/openresponses.
 NOT_GIVEN = {"description": None, "parameters": None, "strict": False}
 
@@ -153,7 +156,7 @@ check_tool = members(
     strict=boolean,
     format=mapping,
     defer_loading=boolean,  # a hint: to load a tool later saves tokens, and changes no answer
-    **{"async": refused(NOT_ASYNC, False)},
+    **{"async": refused("This server waits for the result of every call.", False)},
 )
 
 
@@ -223,7 +226,7 @@ def _referred(by_name: ByName, value: Any, path: str) -> list[Tool]:
     type_ = given.need("type", text)
     if type_ not in CLIENT_TOOLS:
         return []
-    name = qualified_name(given.get("namespace", text, ""), given.need("name", text))
+    name = called_name(given)
     tool = by_name.get(name)
     if tool is None or tool.custom != (type_ == "custom"):
         raise wrong_value("tool_choice", "the type and name of one of 'tools'", name)
@@ -268,17 +271,15 @@ def structured_output(
     if format_.get("type") == "json_object":
         schema = {"type": "object"}
     # The calls that may come are all that a model could write.
-    is_any = len(choice.allowed) == len(tools) and not any(
-        tool.strict or tool.grammar for tool in choice.allowed
-    )
-    is_free = choice.calls == "none" or (choice.calls == "auto" and is_any)
+    held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.allowed]
+    is_free = choice.calls == "none" or (choice.calls == "auto" and not held)
     if schema is None and is_free:
         return None
     functions = []
     inputs = []
     for tool in choice.allowed:
         name = tool.qualified_name
-        arguments = {"type": "object"} | (tool.schema() or {})
+        arguments = {"type": "object"} | tool.schema()
         if arguments["type"] != "object":
             message = f"Invalid schema for '{name}': arguments are an object."
             raise BadInput(message, "tools", "invalid_json_schema")

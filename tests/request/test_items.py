@@ -58,7 +58,8 @@ def resolved(
         looked_up.append(response_id)
         return {KEPT: row}.get(response_id)
 
-    chain, own = asyncio.run(resolve(input, previous_response_id, find, partial(sealer, b"", "")))
+    sealer_of = partial(sealer, b"", "")
+    chain, own = asyncio.run(resolve(input, previous_response_id, find, sealer_of, asyncio.to_thread))
     return chain, own, looked_up
 
 
@@ -160,7 +161,7 @@ def test_a_chain_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved([asked], KEPT)[1] == [asked]
     assert str(items.MAX_CONVERSATION_BYTES) in too_long([asked | {"phase": "commentary"}], KEPT)
     monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", n_bytes_of_chain - 1)
-    assert resolved(None, KEPT)[0] == chain  # it can still be compacted
+    assert resolved([], KEPT)[0] == chain  # it can still be compacted
 
 
 @pytest.mark.bug("I06")
@@ -186,7 +187,7 @@ def test_references_name_so_many_responses() -> None:
         return ROW._replace(response_json=json.dumps(RESPONSE | {"output": said}))
 
     with pytest.raises(BadInput, match="too long"):
-        asyncio.run(resolve(references, None, find, partial(sealer, b"", "")))
+        asyncio.run(resolve(references, None, find, partial(sealer, b"", ""), asyncio.to_thread))
 
 
 # --- compactions --------------------------------------------------------------------------------------------

@@ -5,10 +5,13 @@ import json
 import select
 import sys
 import time
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Awaitable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request as HttpRequest
+from starlette.types import Message
 
 from helpers.faulty_server import SLOW
 from helpers.serving import TINY, Json, Server, http_bytes, http_frames, serve, until
@@ -30,34 +33,28 @@ HALF = http_bytes(RESPONSES, HI | {"input": "x" * 2 * SMALL_BODY_BYTES})[:-5]
 # --- a room -------------------------------------------------------------------------------------------------
 
 
-async def arrive(visit: Visit) -> None:
-    """Ten bytes come, and no more."""
-    async with body.arriving(visit) as note:
-        await note(10)
-        await asyncio.Event().wait()
+def arriving(visit: Visit, part: bytes, *waits_s: float) -> Awaitable[object]:
+    """Wait for a body of which this part comes after each of these times."""
+    left = list(waits_s)
+
+    async def receive() -> Message:
+        await asyncio.sleep(left.pop(0))
+        return {"type": "http.request", "body": part, "more_body": bool(left)}
+
+    return body.receive(HttpRequest({"type": "http", "headers": []}, receive), visit)
 
 
 def test_a_body_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "MAX_BODY_S", 0.01)
-
-    async def read() -> None:
-        with Rooms(2).visit("") as visit, pytest.raises(BadInput) as caught:
-            await arrive(visit)
-        assert STATUS[caught.value.code] == 408
-
-    asyncio.run(read())
-
-
-def test_a_body_that_comes_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: 64 MB, which --max-body may allow, take 50 s to a client that is 200 ms away, and got a 408."""
     monkeypatch.setattr(body, "MAX_BODY_S", 0.01)
-    monkeypatch.setattr(body, "BODY_BYTES_A_S", 1)
 
     async def read() -> None:
         with Rooms(2).visit("") as visit:
-            async with body.arriving(visit) as note:
-                await note(10)
-                await asyncio.sleep(0.05)
+            with pytest.raises(BadInput) as caught:
+                await arriving(visit, b"0123456789", 60)
+            assert STATUS[caught.value.code] == 408
+            monkeypatch.setattr(body, "BODY_BYTES_A_S", 1)  # so what comes at once has ten seconds more
+            await arriving(visit, b"0123456789", 0, 0.05)
 
     asyncio.run(read())
 
@@ -67,12 +64,10 @@ def test_bodies_of_one_owner_leave_room() -> None:
     rooms = Rooms(32, max_body_bytes=2**20, is_shared=True)
 
     async def run() -> None:
-        async with AsyncExitStack() as held:
+        with ExitStack() as held:
 
             async def upload(owner: str) -> None:
-                visit = held.enter_context(rooms.visit(owner))
-                note = await held.enter_async_context(body.arriving(visit))
-                await note(2**20)
+                await arriving(held.enter_context(rooms.visit(owner)), bytes(2**20), 0)
 
             await upload("y")
             for _ in range(7):
