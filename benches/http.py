@@ -26,6 +26,8 @@ import httpx2 as httpx
 from benches.harness import Case, Figures, number_option, prose, report
 
 RESPONSES = "/responses"
+SETTLE_S = 1.5  # threads of the server before may spin on, those of vLLM for 1.2 s
+N_LONG = 8  # streams of long prompts
 N_FIRST = 8  # tokens of an answer whose first text counts: a marker has no text
 STORY = "Write a long story about a lighthouse, its keeper and a storm."
 TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|delta)": ?"(?!")')  # that is not empty
@@ -35,6 +37,7 @@ N_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d+)')
 class Target(NamedTuple):
     url: str  # of the endpoint
     model: str
+    settle_s: float = 0  # before it is asked
 
 
 class Answer(NamedTuple):
@@ -83,6 +86,7 @@ async def ask(target: Target, prompt: str, n_new: int, **more: Any) -> Answer:
 
 def together(target: Target, n_streams: int, prompt: str, n_new: int, **more: Any) -> list[Answer]:
     """Return the answers to as many requests at once."""
+    time.sleep(target.settle_s)
 
     async def all_of() -> list[Answer]:
         return await asyncio.gather(*(ask(target, prompt, n_new, **more) for _ in range(n_streams)))
@@ -96,27 +100,32 @@ def first_text(target: Target, row: str, prompt: str) -> Figures:
     return {row: 1e3 * (min(answer.text_times) - answer.asked_at)}
 
 
-def rate(target: Target, n_streams: int, n_new: int) -> Figures:
+def rate(target: Target, n_streams: int, n_new: int, prompt: str = STORY) -> Figures:
     """Return what all streams together say in a second."""
-    answers = together(target, n_streams, STORY, n_new)
+    answers = together(target, n_streams, prompt, n_new)
     seconds = max(answer.ended_at for answer in answers) - min(answer.asked_at for answer in answers)
-    return {f"{n_streams} streams, tokens/s": sum(answer.n_tokens for answer in answers) / seconds}
+    row = f"{n_streams} streams{'' if prompt is STORY else ' after long prompts'}, tokens/s"
+    return {row: sum(answer.n_tokens for answer in answers) / seconds}
 
 
-def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, n_characters: int) -> Iterator[Case]:
+def cases(
+    urls: Mapping[str, str], streams: Sequence[int], n_new: int, n_characters: int, settle_s: float = 0
+) -> Iterator[Case]:
     targets: dict[str, Target] = {}
     for name, url in urls.items():
         models = httpx.get(f"{url.removesuffix(RESPONSES)}/models", trust_env=False).raise_for_status().json()
         path = "" if url.endswith(RESPONSES) else "/chat/completions"
-        targets[name] = Target(url + path, models["data"][0]["id"])
+        targets[name] = Target(url + path, models["data"][0]["id"], settle_s)
     yield targets, partial(first_text, row="a long prompt, first text, ms", prompt=prose(n_characters))
     yield targets, partial(first_text, row="a short prompt, first text, ms", prompt="Say hello.")
     for n in streams:
         yield targets, partial(rate, n_streams=n, n_new=n_new)
+    yield targets, partial(rate, n_streams=N_LONG, n_new=n_new, prompt=prose(n_characters))
 
 
 def run(args: argparse.Namespace) -> None:
-    found = cases({url: url for url in args.urls}, args.streams, args.new, args.characters)
+    urls = {url: url for url in args.urls}
+    found = cases(urls, args.streams, args.new, args.characters, SETTLE_S)
     report(args, "Servers over HTTP, greedy.", found)
 
 

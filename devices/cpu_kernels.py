@@ -153,14 +153,18 @@ def as_floats(row, y):
     y[len(row) :] = 0
 
 
-def as_bfloat16(row, y):
+@njit(inline="always")
+def bfloat16(number):
     """Round to bfloat16, ties to even; NaN stays."""
-    all_bits = row.view(np.uint32)
+    bits = np.float32(number).view(np.uint32)
+    up = np.uint32(0x7FFF) + ((bits >> SIXTEEN) & np.uint32(1))
+    is_number = (bits & np.uint32(NO_SIGN)) <= INFINITY
+    return np.uint16((bits + up) >> SIXTEEN) if is_number else NAN
+
+
+def as_bfloat16(row, y):
     for d in range(len(row)):
-        bits = all_bits[d]
-        up = np.uint32(0x7FFF) + ((bits >> SIXTEEN) & np.uint32(1))
-        is_number = (bits & np.uint32(NO_SIGN)) <= INFINITY
-        y[d] = np.uint16((bits + up) >> SIXTEEN) if is_number else NAN
+        y[d] = bfloat16(row[d])
     y[len(row) :] = 0
 
 
@@ -193,7 +197,8 @@ def as_blocks(row, y):
 FORMS = {types.float32: as_floats, types.uint16: as_bfloat16, types.int16: as_blocks}
 
 
-@overload(store_row, jit_options={"error_model": "numpy"})
+# Inlined: its calls took a fifth of the time of attention.
+@overload(store_row, jit_options={"error_model": "numpy", "forceinline": True})
 def _store_row(row, y):
     return FORMS[y.dtype]
 
@@ -286,11 +291,9 @@ def value_panels(page):
 @kernel
 def write_cache(key, value, offset, keys, values):
     """Put the key and the value of one head in their place of a page."""
-    numbers = np.empty(values.shape[0] * WIDTH, np.uint16)
-    store_row(key, numbers)
-    keys[offset // WIDTH, :, offset % WIDTH] = numbers.reshape(-1, 2)
-    store_row(value, numbers)
-    values[:, offset // 2, :, offset % 2] = numbers.reshape(-1, WIDTH)
+    for d in range(len(key)):
+        keys[offset // WIDTH, d // 2, offset % WIDTH, d % 2] = bfloat16(key[d])
+        values[d // WIDTH, offset // 2, d % WIDTH, offset % 2] = bfloat16(value[d])
 
 
 @kernel
