@@ -48,7 +48,7 @@ from devices.cpu_kernels import (
     store_rows,
 )
 from devices.microkernel import WIDTH
-from devices.panels import pack
+from devices.panels import Panels, pack
 from model import PAGE, Array, Batch, Ints, NumpyOps, Span, forward
 
 log = logging.getLogger("cpu")
@@ -66,14 +66,10 @@ def load_tbb() -> None:
                 ctypes.CDLL(str(file.locate()))
 
 
-def usable_threads() -> int:
-    """As many as BLAS may use, so that one option limits both."""
-    blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
-    n_threads: int = min(max(blas, default=1), numba_config.NUMBA_NUM_THREADS)
-    return n_threads
-
-
 # --- the ops ------------------------------------------------------------------------------------------------
+
+
+NOTHING = np.empty((0, 0), np.float32)
 
 
 class FastOps(NumpyOps):
@@ -87,18 +83,21 @@ class FastOps(NumpyOps):
     ) -> None:
         super().__init__(config, weights, max_seq_len, n_pages, max_batch)
         c = config
-        shape = (n_pages, c.n_layers, 2, c.n_kv_heads, PAGE * padded(c.head_dim))
-        self._kv: Any = np.empty(shape, np.uint16)
+        numbers = np.empty(n_pages * self.page_bytes(c) // 2, np.uint16)
+        self._kv: Any = numbers.reshape(n_pages, c.n_layers, 2, c.n_kv_heads, -1)
         self._turns: Array = self._rope.view(np.float32)  # (max_seq_len, head_dim)
         self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
-        self._n_threads = usable_threads()
+        # As many threads as BLAS may use, so that one option limits both
+        blas = [lib["num_threads"] for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
+        self._n_threads = min(max(blas, default=1), numba_config.NUMBA_NUM_THREADS)
         load_tbb()
         self.get_ready()
         self.about = f"Numba, {self._n_threads} threads, {weights.nbytes / 1e6:.0f} MB of weights"
 
     @staticmethod
     def page_bytes(config: Config) -> int:
-        return 2 * config.n_layers * 2 * PAGE * config.n_kv_heads * padded(config.head_dim)
+        width = -(-config.head_dim // WIDTH) * WIDTH  # of a key or a value: whole tiles
+        return 2 * config.n_layers * 2 * PAGE * config.n_kv_heads * width
 
     @staticmethod
     def pack_as(weights: str) -> list[Packer]:
@@ -120,12 +119,11 @@ class FastOps(NumpyOps):
             log.warning("one thread: %s", " ".join(str(error).split()))
             self._n_threads = 1
         self._small = SMALL
-        log.info("the kernels are ready")
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
         if self._n_threads > 1:
             numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
-        self._blocks = AttentionBlocks(batch, self._n_threads)
+        self._page_tables, self._blocks = attention_blocks(batch, self._n_threads)
         x: Array = weights.embed.take(batch.token_ids)
         return x
 
@@ -134,7 +132,7 @@ class FastOps(NumpyOps):
         return self._product(normed, layer.wqkv, layer.bqkv)
 
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
-        self._product(self._stored(y, layer.wo.inputs(len(y))), layer.wo, layer.bo, x)
+        self._product(self._stored(y, layer.wo), layer.wo, layer.bo, x)
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> NDArray[Any]:
         """The hidden layer in the form that `down` multiplies."""
@@ -168,21 +166,21 @@ class FastOps(NumpyOps):
         rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
         return self._normed(rows, w, np.empty_like(rows)).reshape(x.shape)
 
-    def _stored(self, x: Array, rows: NDArray[Any]) -> NDArray[Any]:
-        """x, written to rows in the form that they have."""
+    def _stored(self, x: Array, w: Panels, of_bfloat16: Any = None) -> NDArray[Any]:
+        """x in the form that a product with w takes."""
+        rows = w.inputs(len(x), of_bfloat16)
         self._run(store_rows, 4 * x.size, np.ascontiguousarray(x), rows)
         return rows
 
     def _linear(self, x: Array, w: Matrix, b: Array | None) -> Array:
         """The scores of a router: rounding x might choose other experts."""
-        return self._product(self._stored(x, w.inputs(len(x), np.float32)), w, b)
+        return self._product(self._stored(x, w, np.float32), w, b)
 
-    def _product(self, x: NDArray[Any], w: Matrix, b: Array | None, residual: Array | None = None) -> Array:
+    def _product(self, x: NDArray[Any], w: Matrix, b: Array | None, residual: Array = NOTHING) -> Array:
         """x W^T + b for rows in the form of w.inputs(); it is added to a residual, if there is one."""
         sums = np.empty((len(x), len(w.words) * WIDTH), np.float32)
-        into = NOTHING if residual is None else residual
-        self._run(product, sums.size * w.n_in, x, w.words, sums, into)
-        y = np.ascontiguousarray(sums[:, : w.n_out]) if residual is None else residual
+        self._run(product, sums.size * w.n_in, x, w.words, sums, residual)
+        y = residual if len(residual) else np.ascontiguousarray(sums[:, : w.n_out])
         if b is not None:
             y += b
         return y
@@ -191,8 +189,7 @@ class FastOps(NumpyOps):
         y = np.empty((len(x), w[0].n_out), np.float32)
         for e in np.unique(experts):  # what no row has chosen is not read
             rows = experts == e
-            some = x[rows]
-            y[rows] = self._product(self._stored(some, w[e].inputs(len(some))), w[e], None)
+            y[rows] = self._product(self._stored(x[rows], w[e]), w[e], None)
         if b is not None:
             y += b[experts]
         return y
@@ -205,41 +202,35 @@ class FastOps(NumpyOps):
             k = heads[:, c.n_heads : -c.n_kv_heads]
             q[...] = self._rms_norm(q, layer.q_norm)
             k[...] = self._rms_norm(k, layer.k_norm)
-        places = batch.pages, batch.positions
-        self._run(rotate_and_cache, 4 * qkv.size, heads, self._kv, i, *places, self._turns, c.rotary[i])
-        blocks = self._blocks  # of this batch: embed() has made them
+        arguments = self._kv, i, batch.pages, batch.positions, self._turns, c.rotary[i]
+        self._run(rotate_and_cache, 4 * qkv.size, heads, *arguments)
+        tables, blocks = self._page_tables, self._blocks  # of this batch: embed() has made them
         window = c.windows[i] or self.max_seq_len
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
         y = np.empty((len(qkv), c.n_heads, c.head_dim), np.float32)
-        arguments = self._kv, i, sinks, blocks.page_tables, batch.positions, blocks.rows, window
-        self._run(attention, 2 * y[0].size * blocks.n_keys, heads, *arguments, y)
+        n_keys = tables.shape[1] * PAGE  # seen by a row, at most
+        tasks = tables, batch.positions, blocks
+        self._run(attention, 2 * y.size * n_keys, heads, self._kv, i, sinks, *tasks, window, y)
         return y.reshape(len(y), -1)
 
 
-NOTHING = np.empty((0, 0), np.float32)
+def attention_blocks(batch: Batch, n_threads: int) -> tuple[Ints, Ints]:
+    """How the attention of a batch is cut into tasks, the same in all layers: ATTENTION_ROWS of a span.
 
-
-class AttentionBlocks:
-    """How the attention of a batch is cut into tasks, the same in all layers: ATTENTION_ROWS of a span."""
-
-    def __init__(self, batch: Batch, n_threads: int) -> None:
-        self.n_keys = int(batch.positions.sum()) + len(batch.positions)  # seen by all rows, without a window
-        longest = max(len(span.pages) for span in batch.spans)
-        self.page_tables: Ints = np.zeros((len(batch.spans), longest), np.int64)  # filled up with 0
-        rows: list[tuple[int, int, int]] = []
-        first_row = 0
-        for number, span in enumerate(batch.spans):
-            self.page_tables[number, : len(span.pages)] = span.pages
-            end_row = first_row + span.end - span.start
-            for first in range(first_row, end_row, ATTENTION_ROWS):
-                rows.append((first, min(first + ATTENTION_ROWS, end_row), number))
-            first_row = end_row
-        dealt: list[tuple[int, int, int]] = []  # each thread takes blocks that follow one another
-        for thread in range(n_threads):  # a later block of a prompt sees more keys, so all get some of these
-            dealt += rows[thread::n_threads]
-        self.rows: Ints = np.array(dealt, np.int64)  # (n_blocks, 3): first row, end of the rows, page table
-
-
-def padded(head_dim: int) -> int:
-    """Numbers of a value in the KV cache: whole tiles."""
-    return -(-head_dim // WIDTH) * WIDTH
+    Return the page tables (n_spans, max_pages), filled up with 0, and the blocks (n_blocks, 3): first row,
+    end of the rows, page table.
+    """
+    longest = max(len(span.pages) for span in batch.spans)
+    page_tables: Ints = np.zeros((len(batch.spans), longest), np.int64)
+    blocks: list[tuple[int, int, int]] = []
+    first_row = 0
+    for number, span in enumerate(batch.spans):
+        page_tables[number, : len(span.pages)] = span.pages
+        end_row = first_row + span.end - span.start
+        for first in range(first_row, end_row, ATTENTION_ROWS):
+            blocks.append((first, min(first + ATTENTION_ROWS, end_row), number))
+        first_row = end_row
+    dealt: list[tuple[int, int, int]] = []  # each thread takes blocks that follow one another
+    for thread in range(n_threads):  # a later block of a prompt sees more keys, so all get some of these
+        dealt += blocks[thread::n_threads]
+    return page_tables, np.array(dealt, np.int64)

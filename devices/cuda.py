@@ -43,22 +43,15 @@ from devices.kernels import (
     Kernels,
     Shape,
     check_sizes,
-    group_size,
-    head_pad,
-    mask_words,
+    model_constants,
     open_driver,
-    part_width,
-    qkv_dim,
     shape_for,
-    split_keys,
 )
 from devices.steps import (
     DeviceStep,
-    Expected,
     HostMemory,
     StepMemory,
     bucket,
-    buckets,
     decoding_rows,
     is_prompt,
     n_bytes,
@@ -78,18 +71,16 @@ log = logging.getLogger("gpu")
 # ---- weights -----------------------------------------------------------------------------------------------
 
 
-def on_device(weights: Weights, upload: Callable[[Any], DeviceArray]) -> Weights:
-    """The same weights as device arrays; a tied head stays the same array as the embedding."""
+def on_device(weights: Weights, upload: Callable[[Any], Any]) -> Weights:
+    """The same weights, each array uploaded."""
     layers: list[Layer] = []
     for layer in weights.layers:
-        layers.append(Layer(**{name: upload(a) for name, a in vars(layer).items() if a is not None}))
-    embed = upload(weights.embed)
-    head = embed if weights.head is weights.embed else upload(weights.head)
-    return Weights(embed, layers, upload(weights.norm), head)
+        layers.append(Layer(**{name: upload(array) for name, array in vars(layer).items()}))
+    return Weights(upload(weights.embed), layers, upload(weights.norm), upload(weights.head))
 
 
 def upload(cp: Any, array: Any) -> Any:
-    """An array of the host in bfloat16 on the device; MXFP4, and what lies there already, as it is."""
+    """An array of the host in bfloat16 on the device; None, and what lies there already, as it is."""
     if isinstance(array, Mxfp4):
         return Mxfp4(*(copy(cp, part) for part in array))
     if isinstance(array, list) or type(array) is np.ndarray:
@@ -122,33 +113,30 @@ def max_wanted(max_batch: int) -> int:
     return bucket(max(2 * max_batch, 32))
 
 
-def max_rows(max_batch: int) -> int:
-    """Rows of a step, at most."""
-    return 2 * CudaOps.chunk + max_wanted(max_batch)  # scheduler.MAX_CHUNKS, and what decodes
-
-
 def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """All that is allocated beside weights, KV cache and the numbers of steps: dtype and shape by name."""
-    c = config
-    n, wanted = max_rows(max_batch), max_wanted(max_batch)
+    c, of = config, model_constants(config)
+    wanted = max_wanted(max_batch)
+    n = 2 * CudaOps.chunk + wanted  # rows of a step, at most: scheduler.MAX_CHUNKS, and what decodes
     n_experts = n_chosen = expert_dim = 0
     if c.experts:
         n_experts, n_chosen, expert_dim = c.experts.n, c.experts.n_chosen, c.experts.hidden_dim
     pairs = n * n_chosen  # a row and an expert that it has chosen
-    parts = min(MAX_PARTS, wanted * bucket(-(-max_seq_len // split_keys(c))))
+    tiles = -(-of["GROUP"] // QUERIES)  # that a row by itself needs for each key head
+    parts = min(MAX_PARTS, wanted * bucket(-(-max_seq_len // of["SPLIT_KEYS"])))
     # fmt: off
     return {
         "x":           ("f4", (n, c.dim)),  # the residual stream
         "normed":      ("u2", (n, c.dim)),  # x normed, for more than NORMED_ROWS rows
-        "qkv":         ("f4", (n, qkv_dim(c))),  # n_heads queries, n_kv_heads keys, n_kv_heads values
+        "qkv":         ("f4", (n, of["QKV_DIM"])),  # n_heads queries, n_kv_heads keys, n_kv_heads values
         "y":           ("u2", (n, c.n_heads * c.head_dim)),  # what attention gives
         "h":           ("u2", (n, c.hidden_dim)),  # the hidden layer of the MLP
-        "part":        ("f4", (parts, c.n_heads, part_width(c))),  # what splits of attention leave
-        "n_done":      ("i4", (wanted * tiles_a_row(c), c.n_kv_heads)),  # splits in `part`; 0 after `attend`
+        "part":        ("f4", (parts, c.n_heads, of["PART_WIDTH"])),  # what splits of attention leave
+        "n_done":      ("i4", (wanted * tiles, c.n_kv_heads)),  # splits in `part`; 0 after `attend`
         "raw":         ("f4", (wanted, c.vocab_size)),  # logits
         "best":        ("u8", (wanted,)),  # rank_of() the likeliest token (kernels.cu); 0 after `pick`
         "logits":      ("f4", (wanted, c.vocab_size)),  # after penalties, bias and mask, if there are any
-        "masks":       ("u4", (wanted, mask_words(c))),  # a bit a token, 1: structured output allows it
+        "masks":       ("u4", (wanted, of["MASK_WORDS"])),  # a bit a token, 1: structured output allows it
         # token, -1: the logits are not finite; its logprob; the MAX_TOP likeliest; their logprobs (float)
         "choices":     ("i4", (wanted, CHOICE_WIDTH)),
         "rope":        ("c8", (max_seq_len, c.head_dim // 2)),  # cos, sin of a pair of neighbours
@@ -170,16 +158,9 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
     # fmt: on
 
 
-def tiles_a_row(config: Config) -> int:
-    """Tiles of queries that a row by itself needs for each key head."""
-    return -(-group_size(config) // QUERIES)
-
-
-def room(config: Config, max_seq_len: int, max_batch: int, cp: Any = None) -> int:
+def room(config: Config, max_seq_len: int, max_batch: int) -> int:
     """Return the bytes that are left for pages, a tenth of the device apart; raises MemoryError."""
-    if cp is None:
-        cp = importlib.import_module("cupy")
-    free, total = cp.cuda.Device().mem_info
+    free, total = importlib.import_module("cupy").cuda.Device().mem_info
     shapes = buffer_shapes(config, max_seq_len, max_batch).values()
     needed = n_weight_bytes(config) + sum(n_bytes(*shape) for shape in shapes)
     left = int(free - total // 10 - needed)
@@ -220,7 +201,6 @@ class DecodingStep(NamedTuple):
     rows: list[tuple[int, int, int]]  # of each: slot, position, splits that there are places for
     memory: StepMemory
     batch: DeviceStep
-    expected: Expected
 
 
 class CudaOps:
@@ -236,8 +216,7 @@ class CudaOps:
     ) -> None:
         """`weights` may lie on the device already. `cp`: the module cupy, or a stand-in for it."""
         check_sizes(config)
-        if cp is None:
-            cp = importlib.import_module("cupy")
+        cp = cp or importlib.import_module("cupy")
         self._cp = cp
         self.config = config
         self.max_seq_len = max_seq_len
@@ -245,10 +224,9 @@ class CudaOps:
         self.max_batch = max_batch
         self.about = f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"
         self.max_wanted = max_wanted(max_batch)
-        self._max_rows = max_rows(max_batch)
-        self._split_keys = split_keys(config)
+        self._constants = model_constants(config)
         self._uses_graphs = True
-        self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep.sizes; None: it cannot be captured
+        self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[2:]; None: it cannot be captured
         # What the device has of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
         self._decoding: DecodingStep | None = None  # the step launched last, if the next may be like it
@@ -268,7 +246,7 @@ class CudaOps:
 
     @staticmethod
     def page_bytes(config: Config) -> int:
-        return 2 * 2 * config.n_layers * config.n_kv_heads * PAGE * head_pad(config)
+        return 2 * 2 * config.n_layers * config.n_kv_heads * PAGE * int(model_constants(config)["HEAD_PAD"])
 
     # --- memory ---------------------------------------------------------------------------------------------
 
@@ -282,12 +260,13 @@ class CudaOps:
         # The KV cache. A page has (PAGE, head_pad) keys, as NumpyOps has them, but (head_pad, PAGE) values:
         # the product with them wants those of neighbouring tokens together (kernels.cu). What pads a head is
         # 0 and stays so.
-        pool = self.n_pages, c.n_kv_heads, PAGE * head_pad(c)
+        pool = self.n_pages, c.n_kv_heads, PAGE * self._constants["HEAD_PAD"]
         self._keys = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
         self._values = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
-        layouts = {n: step_layout(n, n, n) for n in buckets(self.max_wanted)}  # steps of decoding
-        rows = self._max_rows
-        layouts[ANY_SIZE] = step_layout(rows, self.max_wanted, rows * tiles_a_row(c))
+        buckets = [1 << i for i in range(self.max_wanted.bit_length())]
+        layouts = {n: step_layout(n, n, n) for n in buckets}  # steps of decoding
+        rows = len(self._buffers["x"])
+        layouts[ANY_SIZE] = step_layout(rows, self.max_wanted, rows * -(-self._constants["GROUP"] // QUERIES))
         self._memory = {}
         for n, layout in layouts.items():
             numbers = cp.zeros(layout.itemsize, np.uint8)
@@ -300,11 +279,9 @@ class CudaOps:
         """Begin a step. `contexts` has one for each wanted row, in the order of the rows."""
         with self._stream:
             host, batch = self._next_step(spans) or self._upload_step(spans, contexts)
-            if batch.comes_again:
-                self._replay(batch)
-            else:
-                self._compute(batch)
-            self._download_choices(host)
+            host.expected = batch.expected
+            self._run_step(batch)
+            self._download_choices(host, batch.n_wanted)
         return host
 
     def read(self, step: HostMemory) -> list[list[Choice]]:
@@ -322,12 +299,11 @@ class CudaOps:
         if self._decoding is None or any(span.token_ids is not None for span in spans):
             return None
         step = self._decoding
-        rows = decoding_rows(spans, self._split_keys)
+        rows = decoding_rows(spans, self._constants["SPLIT_KEYS"])
         if rows != [(slot, position + 1, n) for slot, position, n in step.rows]:
             return None
         self._decoding = step._replace(rows=rows)
         host = self._free_host_memory(step.memory)
-        host.expected = step.expected
         for span in spans:
             if len(span.pages) > len(self._page_tables[span.slot]):  # the same sequence's, so it only grows
                 self._upload_page_table(span, host)
@@ -342,14 +318,12 @@ class CudaOps:
         chunks and nothing else, as most steps of a long prompt are, comes again as it is.
         """
         n = sum(map(n_rows, spans))
-        if n > self._max_rows or len(contexts) > self.max_wanted:
-            raise ValueError(f"{n} rows, {len(contexts)} wanted: at most {self._max_rows}, {self.max_wanted}")
+        split_keys = self._constants["SPLIT_KEYS"]
         max_parts = len(self._buffers["part"])
-        tiles = step_tiles(spans, group_size(self.config), self._split_keys, max_parts)
-        n_split = len(tiles.split)
-        is_decode = not tiles.whole and n_split == len(spans)
+        split, whole, n_splits = step_tiles(spans, self._constants["GROUP"], split_keys, max_parts)
+        is_decode = not whole and len(split) == len(spans)
         is_of_whole_chunks = all(is_prompt(span) and n_rows(span) == self.chunk for span in spans)
-        sizes = n, len(contexts), n_split
+        sizes = n, len(contexts), len(split)
         if is_decode:
             sizes = (bucket(n),) * 3
         memory = self._memory[bucket(n) if is_decode else ANY_SIZE]
@@ -357,17 +331,16 @@ class CudaOps:
         self._upload_slots(spans, contexts, host)
         is_plain = not any(sampling_flags(context.sampling) for context in contexts)
         advances = is_decode and n == len(contexts) == len(spans) and is_plain
-        host.fill(row_fields(spans))
-        host.fill(pick_fields(spans, contexts, advances))
-        host.fill({"tiles": tiles.split + tiles.whole})
-        host.expected = Expected.of(spans, contexts)
+        fields = row_fields(spans) | pick_fields(spans, contexts, advances)
+        host.fill(fields | {"tiles": split + whole})
+        n_choices = [span.n_wanted for span in spans]
+        expected = n_choices, [context.sampling.n_top_logprobs for context in contexts]
         memory.numbers.set(host.numbers, self._stream)
         comes_again = is_decode or is_of_whole_chunks
-        batch = DeviceStep(memory.views, *sizes, len(tiles.whole), tiles.n_splits, is_decode, comes_again)
+        batch = DeviceStep(memory.views, expected, *sizes, len(whole), n_splits, is_decode, comes_again)
         self._decoding = None
         if advances:
-            rows = decoding_rows(spans, self._split_keys)
-            self._decoding = DecodingStep(rows, memory, batch, host.expected)
+            self._decoding = DecodingStep(decoding_rows(spans, split_keys), memory, batch)
         return host, batch
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
@@ -375,9 +348,8 @@ class CudaOps:
             return memory.free.pop()
         return HostMemory(self._cp, memory, self._buffers["page_tables"].shape)
 
-    def _download_choices(self, host: HostMemory) -> None:
+    def _download_choices(self, host: HostMemory, n_wanted: int) -> None:
         """Copy the choices to the host, as soon as they are made."""
-        n_wanted = len(host.expected.n_top)
         if n_wanted:
             choices = self._buffers["choices"][:n_wanted]
             choices.get(self._stream, out=host.choices[:n_wanted], blocking=False)
@@ -388,37 +360,34 @@ class CudaOps:
         wait for the steps in flight.
         """
         if self._page_tables[span.slot] != span.pages:
-            page_table = list(span.pages)
-            self._page_tables[span.slot] = page_table
-            row = host.page_tables[span.slot, : len(page_table)]
-            row[:] = page_table
-            self._buffers["page_tables"][span.slot, : len(page_table)].set(row, self._stream)
+            self._page_tables[span.slot] = list(span.pages)
+            place = span.slot, slice(len(span.pages))
+            host.page_tables[place] = span.pages
+            self._buffers["page_tables"][place].set(host.page_tables[place], self._stream)
 
     def _upload_slots(self, spans: Sequence[Span], contexts: Sequence[Context], host: HostMemory) -> None:
         """What slots keep from step to step, if the device does not have it yet."""
         first = 0
         for span in spans:
-            slot = span.slot
             self._upload_page_table(span, host)
             if span.n_wanted:
-                context = contexts[first]
+                self._upload_context(span, contexts[first])
                 first += span.n_wanted
-                self._upload_context(slot, context, span.n_wanted)
-        masks = [context.mask for context in contexts]
-        if any(mask is not None for mask in masks):
-            self._upload_masks(masks)
+        if any(context.mask is not None for context in contexts):
+            self._upload_masks(contexts)
 
-    def _upload_masks(self, masks: Sequence[NDArray[np.bool_] | None]) -> None:
-        """The masks of the wanted rows, (vocab_size,) each, as MASK_WORDS words of 32 bits."""
-        padding = 32 * mask_words(self.config) - self.config.vocab_size
-        everything = np.ones(self.config.vocab_size, bool)
-        allowed = np.array([everything if mask is None else mask for mask in masks])
-        bits = np.packbits(np.pad(allowed, ((0, 0), (0, padding))), 1, "little")
-        self._buffers["masks"][: len(masks)].set(bits.view(np.uint32), self._stream)
+    def _upload_masks(self, contexts: Sequence[Context]) -> None:
+        """The masks of the wanted rows that have one, (vocab_size,) each, as MASK_WORDS words of 32 bits."""
+        allowed = np.zeros((len(contexts), 32 * self._constants["MASK_WORDS"]), bool)
+        for row, context in zip(allowed, contexts, strict=True):
+            if context.mask is not None:
+                row[: len(context.mask)] = context.mask
+        words = np.packbits(allowed, 1, "little").view(np.uint32)
+        self._buffers["masks"][: len(words)].set(words, self._stream)
 
-    def _upload_context(self, slot: int, context: Context, n_wanted: int) -> None:
-        """Biases and counts of a slot, for the first of its wanted rows."""
-        s = context.sampling
+    def _upload_context(self, span: Span, context: Context) -> None:
+        """Biases and counts of a span's slot, for the first of its wanted rows."""
+        s, slot = context.sampling, span.slot
         flags = sampling_flags(s)
         if flags & BIASED and self._biased[slot] is not s.logit_bias:
             biases = np.zeros(self.config.vocab_size, np.float32)
@@ -433,23 +402,24 @@ class CudaOps:
                 self._buffers["history"][: len(tokens)].set(tokens, self._stream)
                 numbers = {"slot": slot, "n_prompt": len(context.prompt), "n": len(tokens)}
                 self._kernels.launch("count", (1,), self._buffers | numbers)
-            if n_wanted == 1:  # `pick` counts what it chooses, if it is the only one
+            if span.n_wanted == 1:  # `pick` counts what it chooses, if it is the only one
                 self._counted[slot] = (context.output, context.n_output + 1)
 
-    def _replay(self, batch: DeviceStep) -> None:
-        """A step of sizes that come again: as a CUDA graph, once one of them has gone by."""
-        graph = self._graphs.get(batch.sizes)
+    def _run_step(self, batch: DeviceStep) -> None:
+        """Compute a step; if its sizes come again, as a CUDA graph, once one of them has gone by."""
+        sizes = batch[2:]  # a graph of one step serves for every other with the same
+        graph = self._graphs.get(sizes)
         if graph:
             graph.launch(self._stream)
             return
         self._compute(batch)
-        if self._uses_graphs and batch.sizes not in self._graphs:
+        if batch.comes_again and self._uses_graphs and sizes not in self._graphs:
             # Everything is loaded now: a capture must not do that.
             try:
-                self._graphs[batch.sizes] = self._capture(partial(self._compute, batch))
+                self._graphs[sizes] = self._capture(partial(self._compute, batch))
             except Exception as error:
                 log.warning("no graph of %d rows: %s", batch.n_rows, error)
-                self._graphs[batch.sizes] = None
+                self._graphs[sizes] = None
 
     def _capture(self, work: Callable[[], None]) -> Any:
         """The CUDA graph of what `work` launches."""
@@ -488,7 +458,7 @@ class CudaOps:
             self._launch("write_kv", (batch.n_rows, n_kv_heads), batch, **arguments)
         if n_split:
             grid = batch.n_splits, n_kv_heads, n_split
-            self._launch("attend", grid, batch, **arguments, writes=int(batch.is_decode))
+            self._launch("attend", grid, batch, **arguments, writes=batch.is_decode)
         if n_whole:
             tiles = batch.views["tiles"][n_split:]
             self._launch("attend_prompt", (n_whole, n_kv_heads), batch, **arguments, tiles=tiles)
@@ -500,7 +470,7 @@ class CudaOps:
             "values": self._values[i],
             "max_pages": self._buffers["page_tables"].shape[1],
             "window": self.config.windows[i] or 0,
-            "rotary": int(self.config.rotary[i]),
+            "rotary": self.config.rotary[i],
         }
 
     def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
@@ -538,7 +508,7 @@ class CudaOps:
         if batch.n_wanted:
             wanted = batch._replace(n_rows=batch.n_wanted)
             self._norm(wanted, weights.norm, batch.views["wanted"])
-            self._product("logits", len(weights.head), wanted, {"head": weights.head, "norm": weights.norm})
+            self._product("logits", len(weights.head), wanted, vars(weights))
         return self._buffers["raw"]
 
     def pick(self, logits: DeviceArray, batch: DeviceStep) -> None:

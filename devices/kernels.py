@@ -82,28 +82,28 @@ ANY_SHAPE = ONE_TILE  # the kernels that are not products are compiled with it a
 assert all(shape is ONE_TILE or shape.min_rows > NORMED_ROWS for shape in SHAPES)
 
 
-def constants(config: Config, shape: Shape) -> dict[str, int | str]:
-    """All that the .cu files are compiled with."""
+def model_constants(config: Config) -> dict[str, Any]:
+    """The numbers that follow from a model, by their names in the .cu files."""
     c = config
-    found = SHARED | {
+    head_pad = -(-c.head_dim // 32) * 32
+    attend_threads = 64 if head_pad > 128 else 128  # as many as the shared memory of a block allows
+    found: dict[str, Any] = {
         "DIM": c.dim,
         "HIDDEN_DIM": c.hidden_dim,
         "N_HEADS": c.n_heads,
         "N_KV_HEADS": c.n_kv_heads,
-        "GROUP": group_size(c),
+        "GROUP": c.n_heads // c.n_kv_heads,  # query heads that share a key head (grouped-query attention)
         "HEAD_DIM": c.head_dim,
-        "HEAD_PAD": head_pad(c),
-        "QKV_DIM": qkv_dim(c),
+        "HEAD_PAD": head_pad,  # numbers of a key in its page: whole steps of the tensor cores
+        "QKV_DIM": (c.n_heads + 2 * c.n_kv_heads) * c.head_dim,
         "VOCAB_SIZE": c.vocab_size,
-        "MASK_WORDS": mask_words(c),
+        "MASK_WORDS": -(-c.vocab_size // 32),  # of 32 bits, that hold a bit for each token
         "NORM_EPS": f"{c.norm_eps!r}f",
-        "ATTEND_THREADS": attend_threads(c),
-        "SPLIT_KEYS": split_keys(c),
-        "PART_WIDTH": part_width(c),
-        "BLOCK_ROWS": shape.rows,
-        "BLOCK_COLUMNS": shape.columns,
-        "PAIR_COLUMNS": shape.pair_columns,
-        "LOGITS_COLUMNS": shape.logits_columns,
+        "ATTEND_THREADS": attend_threads,
+        # Keys of one split of the attention to a sequence (flash-decoding): each warp of a block takes 32.
+        "SPLIT_KEYS": attend_threads,
+        # What a split leaves of a query head: its weighted values, its greatest score, its sum of weights.
+        "PART_WIDTH": c.head_dim + 2,
     }
     if c.experts:  # kernels.cu has no kernels of experts for a model without
         found |= {
@@ -119,40 +119,15 @@ def constants(config: Config, shape: Shape) -> dict[str, int | str]:
     return found
 
 
-def group_size(config: Config) -> int:
-    """Query heads that share a key head (grouped-query attention)."""
-    return config.n_heads // config.n_kv_heads
-
-
-def head_pad(config: Config) -> int:
-    """Numbers of a key in its page: whole steps of the tensor cores."""
-    return -(-config.head_dim // 32) * 32
-
-
-def qkv_dim(config: Config) -> int:
-    return (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-
-
-def mask_words(config: Config) -> int:
-    """Words of 32 bits that hold a bit for each token."""
-    return -(-config.vocab_size // 32)
-
-
-def attend_threads(config: Config) -> int:
-    """As many as the shared memory of a block of attention allows."""
-    if head_pad(config) > 128:
-        return 64
-    return 128
-
-
-def split_keys(config: Config) -> int:
-    """Keys of one split of the attention to a sequence (flash-decoding): each warp of a block takes 32."""
-    return attend_threads(config)
-
-
-def part_width(config: Config) -> int:
-    """What a split leaves of a query head: its weighted values, its greatest score, its sum of weights."""
-    return config.head_dim + 2
+def constants(config: Config, shape: Shape) -> dict[str, Any]:
+    """All that the .cu files are compiled with."""
+    of_shape = {
+        "BLOCK_ROWS": shape.rows,
+        "BLOCK_COLUMNS": shape.columns,
+        "PAIR_COLUMNS": shape.pair_columns,
+        "LOGITS_COLUMNS": shape.logits_columns,
+    }
+    return SHARED | model_constants(config) | of_shape
 
 
 def shape_for(n_rows: int, n_columns: int, enough_blocks: int) -> Shape:
@@ -214,9 +189,7 @@ def include_paths() -> list[str]:
         path = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory("cudart")
     except ImportError:
         return []
-    if not path:
-        return []
-    return [path]
+    return [path] if path else []
 
 
 def read_code(path: Path) -> str:
@@ -230,13 +203,8 @@ class Parameter(NamedTuple):
     is_array: bool
 
 
-class Signature(NamedTuple):
-    threads: str  # of a block: the first word of __launch_bounds__, a constant's name or a number
-    parameters: list[Parameter]
-
-
 KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\((\w+)[^)]*\)\s+(\w+)\(([^)]*)\)')
-PARAMETER = re.compile(r"\s*(?:const )?(\w+) (\*?)(\w+)\s*")
+PARAMETER = re.compile(r"(\w+) (\*?)(\w+)(?:,|$)")  # `const` may stand before it
 
 #  type in a .cu file   in an array or as a number
 DTYPES = {
@@ -252,17 +220,18 @@ DTYPES = {
 }
 
 
-def signatures(code: str) -> dict[str, Signature]:
-    """Block and parameters of each kernel in the code."""
+def signatures(code: str) -> dict[str, tuple[str, list[Parameter]]]:
+    """The kernels of the code, by name: threads of a block and parameters.
 
-    def parse(text: str) -> Parameter:
-        kind, star, name = PARAMETER.fullmatch(text).groups()  # type: ignore[union-attr]
-        return Parameter(name, np.dtype(DTYPES[kind]), star == "*")
-
-    return {
-        name: Signature(threads, [parse(text) for text in parameters.split(",")])
-        for threads, name, parameters in KERNEL.findall(code)
-    }
+    The threads are the first word of __launch_bounds__, a constant's name or a number.
+    """
+    found = {}
+    for threads, kernel, parameters in KERNEL.findall(code):
+        parsed: list[Parameter] = []
+        for kind, star, name in PARAMETER.findall(parameters):
+            parsed.append(Parameter(name, np.dtype(DTYPES[kind]), star == "*"))
+        found[kernel] = threads, parsed
+    return found
 
 
 # --- launches -----------------------------------------------------------------------------------------------
@@ -311,11 +280,15 @@ class Kernels:
 
         An array for each array, None for one that the model does not have, a number for each number.
         """
-        function = self._function(name, shape)
-        signature = self._signatures[name]
-        block = (int(self._constants.get(signature.threads, signature.threads)),)
+        key = name, shape
+        if key not in self._functions:
+            self._functions[key] = self._modules[shape].get_function(name)
+        function = self._functions[key]
+        threads, parameters = self._signatures[name]
+        grid = (*grid, 1, 1)[:3]
+        block = int(self._constants.get(threads, threads)), 1, 1
         values: list[Any] = []
-        for parameter in signature.parameters:
+        for parameter in parameters:
             argument = arguments[parameter.name]
             if not parameter.is_array:
                 argument = parameter.dtype.type(argument)
@@ -325,11 +298,6 @@ class Kernels:
         else:
             self._launch_early(name, function.kernel.ptr, grid, block, values)
 
-    def _function(self, name: str, shape: Shape) -> Any:
-        if (name, shape) not in self._functions:
-            self._functions[name, shape] = self._modules[shape].get_function(name)
-        return self._functions[name, shape]
-
     def _launch_early(
         self, name: str, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
     ) -> None:
@@ -337,9 +305,8 @@ class Kernels:
         attribute = ctypes.create_string_buffer(
             struct.pack(LAUNCH_ATTRIBUTE, PROGRAMMATIC_STREAM_SERIALIZATION, 1)
         )
-        sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3]
         stream = self._cp.cuda.get_current_stream().ptr
-        config = struct.pack(LAUNCH_CONFIG, *sizes, 0, stream, ctypes.addressof(attribute), 1)
+        config = struct.pack(LAUNCH_CONFIG, *grid, *block, 0, stream, ctypes.addressof(attribute), 1)
         arguments = []  # each in memory that the driver copies it from
         for value in values:
             if not isinstance(value, np.generic):

@@ -38,6 +38,7 @@ Not here: which threads compute what, how weights become panels, how x is rounde
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import llvmlite.binding
@@ -72,7 +73,7 @@ SCALES = ir.VectorType(ir.IntType(8), LANES)  # of one byte each
 SIXTEENS = ir.VectorType(ir.IntType(16), LANES)
 
 Value = Any  # of LLVM
-Sums = list[list[Value]]  # (rows, VECTORS)
+Variables = list[list[Value]]  # (rows, VECTORS) pointers to sums, which LLVM keeps in registers
 
 llvmlite.binding.initialize_native_asmparser()  # for the instructions that are written as such
 codegen: Any = cpu_target.target_context.codegen()
@@ -126,11 +127,10 @@ def prefetch(b, address, n_bytes: int) -> None:
 
     A processor looks ahead by itself, but not beyond a page of 4 KB, and begins anew in the next one.
     """
-    byte = ir.IntType(8).as_pointer()
-    to_read, all_levels, data = (ir.Constant(INT, number) for number in (0, 2, 1))
+    how = [ir.Constant(INT, number) for number in (0, 2, 1)]  # to read; into all levels; data
     for offset in range(0, n_bytes, CACHE_LINE):
-        place = b.inttoptr(moved(b, address, offset), byte)
-        call(b, "llvm.prefetch.p0", ir.VoidType(), place, to_read, all_levels, data)
+        [place] = places_of(b, moved(b, address, offset), ir.IntType(8), 1)
+        call(b, "llvm.prefetch.p0", ir.VoidType(), place, *how)
 
 
 # --- products -----------------------------------------------------------------------------------------------
@@ -166,11 +166,11 @@ def vnni_dot(b, x, w, total):
 
 def portable_dot(b, x, w, total):
     """The same, by instructions that every processor has."""
-    sixteen = repeated(INTS, 16)
-    x, w = b.bitcast(x, INTS), b.bitcast(w, INTS)
-    first = b.mul(b.ashr(b.shl(x, sixteen), sixteen), b.ashr(b.shl(w, sixteen), sixteen))
-    second = b.mul(b.ashr(x, sixteen), b.ashr(w, sixteen))
-    return b.add(total, b.add(first, second))
+    pairs = b.bitcast(x, INTS), b.bitcast(w, INTS)
+    for n_bits in (16, 0):  # which push the first of a pair, then the second, to the upper half
+        numbers = [b.ashr(b.shl(pair, repeated(INTS, n_bits)), repeated(INTS, 16)) for pair in pairs]
+        total = b.add(total, b.mul(*numbers))
+    return total
 
 
 DOT = vnni_dot if HAS_VNNI else portable_dot
@@ -283,8 +283,8 @@ def read_mxfp4(b, w) -> Block:
 
 
 class Format(NamedTuple):
-    read: Callable[[Any, Value], Block]  # from the address of a block
-    dot: Callable[[Any, Value, Value, Value], Value]
+    read: Callable[..., Block]  # from the address of a block
+    dot: Callable[..., Value]  # one of the products above
     n_bytes: int  # of a block that is fetched ahead; 0: it is not, for most such blocks are in a cache
     x_words: int  # of 32 bits, that a row of x has for the block
 
@@ -314,30 +314,36 @@ def format_of(w, x) -> Format:
 
 
 # --- a block of the product ---------------------------------------------------------------------------------
-# x has the address of the block in each row. -> the new sums
+# x has the address of the block in each row.
 
 
-def add_products(b, x: Sequence[Value], inputs: Inputs, dot, sums: Sums) -> Sums:
+def add(b, dot, x, w, variable) -> None:
+    b.store(dot(b, x, w, b.load(variable)), variable)
+
+
+def add_products(b, x: Sequence[Value], inputs: Inputs, dot, sums: Variables) -> None:
     for i, ws in inputs:
-        for r, address in enumerate(x):
+        for address, row in zip(x, sums, strict=True):
             numbers = load_float(b, address, 4 * i)
-            sums[r] = [dot(b, numbers, w, total) for w, total in zip(ws, sums[r], strict=True)]
-    return sums
+            for w, variable in zip(ws, row, strict=True):
+                add(b, dot, numbers, w, variable)
 
 
-def add_scaled(b, x: Sequence[Value], w: Block, dot, sums: Sums) -> Sums:
-    zeros = [[repeated(INTS, 0)] * VECTORS for _ in x]
+def add_block(b, x: Sequence[Value], w: Block, dot, sums: Variables) -> None:
+    if not w.scales:
+        add_products(b, x, w.inputs, dot, sums)
+        return
     numbers = [moved(b, address, 4 * X_HEADER) for address in x]
-    dots = add_products(b, numbers, w.inputs, dot, zeros)
-    for r, address in enumerate(x):
+    dots = [[cgutils.alloca_once_value(b, repeated(INTS, 0)) for _ in row] for row in sums]
+    add_products(b, numbers, w.inputs, dot, dots)
+    for address, row, dots_of_row in zip(x, sums, dots, strict=True):
         scale_of_x = load_float(b, address, 0)
         sum_of_x = load_float(b, address, 4)
-        for v, minimum in enumerate(w.minima):
-            sums[r][v] = fma(b, sum_of_x, minimum, sums[r][v])
-        for v, scale in enumerate(w.scales):
-            total = b.sitofp(dots[r][v], FLOATS)
-            sums[r][v] = fma(b, total, b.fmul(scale_of_x, scale), sums[r][v])
-    return sums
+        for variable, minimum in zip(row, w.minima, strict=False):  # not all formats have minima
+            add(b, fma, sum_of_x, minimum, variable)
+        for variable, scale, integers in zip(row, w.scales, dots_of_row, strict=True):
+            total = b.sitofp(b.load(integers), FLOATS)
+            add(b, fma, total, b.fmul(scale_of_x, scale), variable)
 
 
 # --- the tile -----------------------------------------------------------------------------------------------
@@ -367,30 +373,19 @@ def add_tile(typing, n_rows, x, w, y, adds, ahead):
         rows = [ir.Constant(LONG, r) for r in range(n_rows.literal_value)]
         x_rows = [x_row(r) for r in rows]
         places = [places_of(b, y_row(r), FLOATS, VECTORS) for r in rows]
-        variables = []  # of the loop; LLVM keeps them in registers
+        sums: Variables = []
         for row in places:
             before = [b.select(adds, b.load(place, align=4), repeated(FLOATS, 0)) for place in row]
-            variables.append([cgutils.alloca_once_value(b, value) for value in before])
+            sums.append([cgutils.alloca_once_value(b, value) for value in before])
 
         with cgutils.for_range(b, n_blocks, intp=LONG) as loop:
             w_block = w_row(loop.index)
             prefetch(b, b.add(w_block, ahead), form.n_bytes)
             x_block = b.mul(loop.index, ir.Constant(LONG, 4 * form.x_words))
             x_blocks = [b.add(row, x_block) for row in x_rows]
-            sums = [[b.load(variable) for variable in row] for row in variables]
-            block = form.read(b, w_block)
-            if block.scales:
-                sums = add_scaled(b, x_blocks, block, form.dot, sums)
-            else:
-                sums = add_products(b, x_blocks, block.inputs, form.dot, sums)
-            store(b, sums, variables)
-        store(b, [[b.load(variable) for variable in row] for row in variables], places)
+            add_block(b, x_blocks, form.read(b, w_block), form.dot, sums)
+        for variable, place in zip(chain(*sums), chain(*places), strict=True):
+            b.store(b.load(variable), place, align=4)
         return context.get_dummy_value()
 
     return signature, generate
-
-
-def store(b, sums: Sums, places: list[list[Value]]) -> None:
-    for values, pointers in zip(sums, places, strict=True):
-        for value, pointer in zip(values, pointers, strict=True):
-            b.store(value, pointer, align=4)

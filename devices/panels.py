@@ -71,10 +71,9 @@ class Panels:
         """Some rows of the matrix, (len(rows), n_in) float32."""
         panel, lane = rows // WIDTH, rows % WIDTH
         if self.is_quantized:
-            n_bytes = self.words.itemsize // WIDTH
-            data = np.empty((len(rows), self.words.shape[1], n_bytes), np.uint8)
-            for begin, end, units in sections(self.words):
-                data[:, :, begin:end] = units[panel, :, :, lane].view(np.uint8)
+            data = np.empty((len(rows), self.words.shape[1], self.words.itemsize // WIDTH), np.uint8)
+            for units, panels in sections(self.format, data, self.words):
+                units[...] = panels[panel, :, :, lane]
             return decoded(Blocks(self.format, data))
         values = self.words[panel, :, lane].reshape(len(rows), -1)[:, : self.n_in]
         if self.format == "F16":
@@ -83,18 +82,18 @@ class Panels:
         return x
 
 
-def sections(words: NDArray[Any]) -> Iterator[tuple[int, int, NDArray[Any]]]:
-    """The bytes begin:end of all blocks, as (n_panels, n_blocks, units of these bytes, WIDTH).
+def sections(name: str, data: Any, words: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """The units of blocks in two parts, (n_out, n_blocks, units) and (n_panels, n_blocks, units, WIDTH).
 
-    A unit is two bytes; but the scale of MXFP4, which comes first, is a single byte.
+    data (n_out, n_blocks, bytes of a block) uint8. A unit is two bytes; but the scale of MXFP4, which comes
+    first, is a single byte.
     """
-    n_bytes = words.itemsize // WIDTH
-    n_single = int(words.dtype.names == ("MXFP4",))
-    in_bytes = words.view(np.uint8).reshape(*words.shape, -1)
-    for begin, end, dtype in [(0, n_single, "u1"), (n_single, n_bytes, "u2")]:
-        if begin < end:
-            units = in_bytes[:, :, begin * WIDTH : end * WIDTH].view(dtype)
-            yield begin, end, units.reshape(*words.shape, -1, WIDTH)
+    n_single = int(name == "MXFP4")
+    n_pairs = data.shape[2] // 2
+    of_one = np.dtype([("single", "u1", (n_single,)), ("pairs", "u2", (n_pairs,))])
+    of_panel = np.dtype([("single", "u1", (n_single, WIDTH)), ("pairs", "u2", (n_pairs, WIDTH))])
+    for part in ("single", "pairs"):
+        yield data.view(of_one)[..., 0][part], words.view(of_panel)[part]
 
 
 class Arena:
@@ -158,8 +157,8 @@ def pack_blocks(w: Blocks) -> Panels:
     n_out, n_blocks, block_bytes = w.data.shape
     record = np.dtype([(w.format, np.uint8, (WIDTH * block_bytes,))])
     words = arena.zeros(record, math.ceil(n_out / WIDTH), n_blocks)
-    for begin, end, units in sections(words):
-        fill(units, w.data[:, :, begin:end].view(units.dtype))
+    for units, panels in sections(w.format, w.data, words):
+        fill(panels, units)
     return Panels(n_out, w.n_in, w.format, words)
 
 

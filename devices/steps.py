@@ -78,9 +78,12 @@ def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 def pinned(cp: Any, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
     """Pinned memory of the host: the device reads and writes it while the host does something else."""
-    size = n_bytes(dtype, shape)
-    memory = np.frombuffer(cp.cuda.alloc_pinned_memory(size), np.uint8, size)
-    return memory.view(np.dtype(dtype)).reshape(shape)
+    memory = cp.cuda.alloc_pinned_memory(n_bytes(dtype, shape))
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
+
+
+# How the choices of a step are shared out: how many each span has, and n_top_logprobs of each
+Expected = tuple[list[int], list[int | None]]
 
 
 class HostMemory:
@@ -93,7 +96,7 @@ class HostMemory:
         self.views = views(memory.layout, self.numbers)
         self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # what `pick` writes
         self.arrived = cp.cuda.Event(disable_timing=True)
-        self.expected = Expected([], [])
+        self.expected: Expected = [], []
 
     def fill(self, fields: Mapping[str, Any]) -> None:
         """Write the values of fields, row after row, and padding after them."""
@@ -109,29 +112,16 @@ class HostMemory:
         choices = list(map(Choice, self.choices[: len(n_top), 0].tolist()))
         for i, n in enumerate(n_top):
             if n is not None:
-                choices[i] = self._with_logprobs(self.choices[i], n)
+                row = self.choices[i]
+                logprobs = row.view(np.float32)
+                top_ids = row[2 : 2 + n].tolist()
+                top_logprobs = logprobs[2 + MAX_TOP : 2 + MAX_TOP + n].tolist()
+                top = tuple(zip(top_ids, top_logprobs, strict=True))
+                choices[i] = Choice(int(row[0]), float(logprobs[1]), top)
         first = 0
         for n_of_span in n_choices:
             yield choices[first : first + n_of_span]
             first += n_of_span
-
-    def _with_logprobs(self, row: NDArray[np.int32], n: int) -> Choice:
-        logprobs = row.view(np.float32)
-        top_ids = row[2 : 2 + n].tolist()
-        top_logprobs = logprobs[2 + MAX_TOP : 2 + MAX_TOP + n].tolist()
-        return Choice(int(row[0]), float(logprobs[1]), tuple(zip(top_ids, top_logprobs, strict=True)))
-
-
-class Expected(NamedTuple):
-    """How the choices of a step are shared out to spans."""
-
-    n_choices: list[int]  # of each span
-    n_top: list[int | None]  # n_top_logprobs of each wanted row
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], contexts: Sequence[Context]) -> "Expected":
-        n_top = [context.sampling.n_top_logprobs for context in contexts]
-        return cls([span.n_wanted for span in spans], n_top)
 
 
 class StepMemory(NamedTuple):
@@ -148,11 +138,6 @@ def bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def buckets(n: int) -> list[int]:
-    """1, 2, 4, ... up to bucket(n)."""
-    return [1 << i for i in range(bucket(n).bit_length())]
-
-
 # ---- a step ------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +145,7 @@ class DeviceStep(NamedTuple):
     """The sizes of a step; the numbers themselves lie in `views`."""
 
     views: dict[str, DeviceArray]
+    expected: Expected
     n_rows: int
     n_wanted: int
     n_split_tiles: int  # the first tiles, whose splits are shared out to blocks
@@ -167,11 +153,6 @@ class DeviceStep(NamedTuple):
     n_splits: int  # of the longest sequence among the former
     is_decode: bool  # is each span one tile of the former? Then `attend` writes the keys on the way
     comes_again: bool  # one of the few sizes that steps have again and again: worth a CUDA graph
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """A CUDA graph of one step serves for every other with the same."""
-        return self[1:]
 
 
 def n_rows(span: Span) -> int:
@@ -196,12 +177,8 @@ def row_fields(spans: Sequence[Span]) -> dict[str, list[int]]:
     return {"tokens": tokens, "slots": slots, "positions": positions}
 
 
-class StepTiles(NamedTuple):
-    """The tiles of a step (kernels.cu): each has QUERIES queries of a span to one key head."""
-
-    split: list[tuple[int, ...]]  # with split attention, TILE_WIDTH numbers each
-    whole: list[tuple[int, ...]]  # those that a block takes as a whole
-    n_splits: int  # of the longest sequence among the split ones, as n_splits() rounds it
+# Of a step (kernels.cu): each has QUERIES queries of a span to one key head. TILE_WIDTH numbers each
+Tiles = list[tuple[int, ...]]
 
 
 def n_splits(span: Span, split_keys: int) -> int:
@@ -214,9 +191,15 @@ def decoding_rows(spans: Sequence[Span], split_keys: int) -> list[tuple[int, int
     return [(span.slot, span.start, n_splits(span, split_keys)) for span in spans]
 
 
-def step_tiles(spans: Sequence[Span], group_size: int, split_keys: int, max_parts: int) -> StepTiles:
-    """Tiles of prefill chunks are many, and taken as a whole; so are others for which `part` has no room."""
-    split, whole = list[tuple[int, ...]](), list[tuple[int, ...]]()
+def step_tiles(
+    spans: Sequence[Span], group_size: int, split_keys: int, max_parts: int
+) -> tuple[Tiles, Tiles, int]:
+    """Return the tiles with split attention, those that a block takes as a whole, and a number of splits.
+
+    Tiles of prefill chunks are many, and taken as a whole; so are others for which `part` has no room. The
+    number is that of the longest sequence among the split ones, as n_splits() rounds it.
+    """
+    split, whole = Tiles(), Tiles()
     first_row = n_parts = 0
     most_splits = 1
     for span in spans:
@@ -230,7 +213,7 @@ def step_tiles(spans: Sequence[Span], group_size: int, split_keys: int, max_part
         for first_query in range(0, size * group_size, QUERIES):
             tiles.append((first_row, span.start, size, first_query, span.slot, first_part))
         first_row += size
-    return StepTiles(split, whole, most_splits)
+    return split, whole, most_splits
 
 
 def sampling_flags(s: Sampling) -> int:
@@ -266,7 +249,7 @@ def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bo
                 flags |= ADVANCES
             if context.mask is not None:
                 flags |= MASKED
-            n_top = -1 if s.n_top_logprobs is None else min(s.n_top_logprobs, MAX_TOP)
+            n_top = -1 if s.n_top_logprobs is None else s.n_top_logprobs
             sharpness = 0.0  # greedy
             if s.temperature:
                 sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x

@@ -338,14 +338,16 @@ def test_a_gpu_that_is_missing_is_named() -> None:
     assert loading.ops_of("auto") == loading.ops_of("cpu") == loading.cpu_ops()
 
 
-def test_room_is_what_weights_and_buffers_leave() -> None:
+def test_room_is_what_weights_and_buffers_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cp = model_of(VARIED[0]), Emulator(memory=10**8)
-    left = cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH, cp)
+    monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", cp))
+    left = cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH)
     n_pages = left // CudaOps.page_bytes(model.config)
     CudaOps(model.config, model.weights, MAX_SEQ_LEN, n_pages, MAX_BATCH, cp)
     assert 0 <= cp.free < cp.total // 8
+    monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", Emulator(memory=10**4)))
     with pytest.raises(MemoryError, match=r"has 0\.00 GB left; .* lower --max-batch or"):
-        cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH, Emulator(memory=10**4))
+        cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH)
 
 
 def test_a_matrix_goes_to_the_device_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

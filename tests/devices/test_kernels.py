@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from devices.kernels import SHAPES, qkv_dim, shape_for
+from devices.kernels import SHAPES, model_constants, shape_for
 from helpers import emulator
 from helpers.device_ops import (
     CONFIGS,
@@ -65,7 +65,7 @@ ATTENDS = ["grouped", "sinks", "many-heads", "large-head"]
 
 def test_each_shape_is_taken() -> None:
     c = CONFIGS["grouped"]
-    columns = qkv_dim(c), c.dim, 2 * c.hidden_dim
+    columns = model_constants(c)["QKV_DIM"], c.dim, 2 * c.hidden_dim
     assert {shape_for(n, n_columns, enough) for n, enough, _ in ROWS for n_columns in columns} == {*SHAPES}
 
 

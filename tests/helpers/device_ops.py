@@ -206,7 +206,7 @@ class Both:
     def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
         """A batch of rows for the ops that look at no page."""
         views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
-        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False, False)
+        return DeviceStep(views, ([], []), n_rows, len(wanted), 0, 0, 1, False, False)
 
     def put(self, name: str, values: Array) -> Any:
         """Values in the first rows of a buffer."""
@@ -317,7 +317,8 @@ def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> lis
             host, batch = m.cuda._upload_step([Span(slot, [0], [0], 0, 1)], [context])
             m.put("best", np.array([best(row)], np.uint64))
             m.cuda.pick(m.put("raw", row[None]), batch)
-            m.cuda._download_choices(host)
+            host.expected = batch.expected
+            m.cuda._download_choices(host, 1)
         [[choice]] = m.cuda.read(host)
         picked.append(choice)
     return picked
@@ -351,7 +352,7 @@ def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
         for i in range(3)
     ]
     assert all(0 <= choice.token_id < 33 for step in steps for [choice] in m.cuda.read(step))
-    all_rows = m.cuda._max_rows  # to the end of the buffers
+    all_rows = len(m.cuda._buffers["x"])  # to the end of the buffers
     m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
     m.got("qkv", all_rows)
     several = [Span(slot, [8 + slot], [1] * 6, 0, 0) for slot in range(3)]

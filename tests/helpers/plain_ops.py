@@ -28,7 +28,7 @@ class PlainOps(CudaOps):
     def _allocate(self, weights: Weights) -> None:
         super()._allocate(weights)
         experts = self.config.experts
-        shape = self._max_rows, 2 * self.config.hidden_dim
+        shape = len(self._buffers["x"]), 2 * self.config.hidden_dim
         self._buffers["gate_up"] = self._cp.zeros(shape, np.dtype("f4"))
         if experts:
             shape = len(self._buffers["experts"]), 2 * experts.hidden_dim
