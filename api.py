@@ -10,7 +10,7 @@ A response is the fold of its events. All of them go to one event log, and the c
     GET ...?stream=true                 from any event on, as it grows      EventStream(log, after=...)
 
 A new endpoint is one row of endpoints() and a handler, which returns a Response. It reads a body with
-read_request() and refuses with BadInput: middleware.py makes status and error body of that.
+receive() and refuses with BadInput: middleware.py makes status and error body of that.
 
 Authority: https://platform.openai.com/docs/api-reference/responses and .../chat; where that is silent, the
 behaviour that Azure/azure-sdk-for-net has probed, api-behaviour-contract.md (B1 to B37).
@@ -31,35 +31,34 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.websockets import WebSocket
 
 import completions
-import responses
 import sse
 from background import Job, Registry, Run, Said
 from channels import Accepted, Emit, Finish, Output, Usage
-from choices import run_choice
-from event_log import Entry, EventLog
+from event_log import EventLog
 from gateway.remote import RemoteWorker
 from request import items, params, query
 from request.body import receive
 from request.ids import item_ids, new_completion_id, new_id
 from request.refusals import BadInput, unsupported
 from request.room import Visit
+from request.tool_calls import Restorer
+from responses import Builder
+from service import metrics
 from service.logs import Rarely
-from service.metrics import Metrics
 from service.steps import Steps
 from service.websocket import Connection, Recall
-from store import TERMINAL, Damaged, Row
+from store import TERMINAL, Row
 from streaming import SSE_HEADERS, EventStream, JsonAnswer, json_response, while_connected
 from worker import ALIAS, LocalWorker, Prompt, Worker
 
 log = logging.getLogger("api")
-T = TypeVar("T")
 
 # fmt: off
 #  status        why such a response cannot be cancelled; to cancel one a second time is not an error
@@ -73,7 +72,6 @@ CANNOT_CANCEL = {
 
 
 Handler = Callable[[HttpRequest, Visit], Awaitable[Response]]  # its visit holds what it takes
-Endpoint = tuple[str, str, Handler]  # method, path, handler
 Purpose = Literal["respond", "count", "compact"]
 # The JSON of a body. While it is open, a large body holds its place in the queue of parses.
 Parsing = AbstractAsyncContextManager[Any]
@@ -86,10 +84,6 @@ class Begun(NamedTuple):
     prompt: Prompt
     conversation: list[items.Item]  # the chain that it continues, then its own input
     headers: dict[str, str]  # of the answer: rule 5
-
-
-def encode_chunk(_: int, chunk: completions.Chunk) -> Entry:
-    return Entry(sse.encode(sse.dumps(chunk)))
 
 
 @dataclass(eq=False)
@@ -114,11 +108,12 @@ class Api:
         self._started_at = int(time.time())
         model = self.local.names[0] if self.local else "upstream"
         registry = self.registry
-        self.metrics = Metrics(model, self._counts, registry.live, lambda: registry.ended)
+        self.metrics = metrics.Metrics(model, self._counts, registry.live, lambda: registry.ended)
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[tuple[str, str, Handler]]:
+        debug = [("GET", "/debug/steps", self.read_steps)] if self.steps else []
         # fmt: off
-        endpoints: list[Endpoint] = [
+        return [
             # method   path                             handler
             ("POST",   "/v1/responses",                  self.create_response),
             ("POST",   "/v1/responses/input_tokens",     self.count_input_tokens),
@@ -132,26 +127,24 @@ class Api:
             ("GET",    "/v1/models/{id:path}",           self.get_model),
             ("GET",    "/health",                        self.health),
             ("GET",    "/health/live",                   self.alive),
+            *debug,
         ]
-        if self.steps:
-            endpoints.append(("GET", "/debug/steps", self.read_steps))
         # fmt: on
-        return endpoints
 
     # --- Responses: making one ------------------------------------------------------------------------------
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
-        begun = await read_request(http, visit, self._begin)
-        job = begun.job
+        parsing = await receive(http, visit)
+        job, _, _, headers = await while_connected(self._begin(parsing, visit), http.receive)
         await self.registry.start(job)
         if job.row.streamed:
             task = None if job.row.background else job.task  # in the background it outlives this request
-            return EventStream(job.log, task, self._done, more_headers=begun.headers)
+            return EventStream(job.log, task, self._done, more_headers=headers)
         if not job.row.background:
             await while_connected(job.task, http.receive)
             if self.registry.stopping.is_set():
                 self._refuse_failed(job.log.events[-1]["response"]["error"])
-        return JsonAnswer(job.log.shown.response_json, headers=begun.headers)
+        return JsonAnswer(job.log.shown.response_json, headers=headers)
 
     async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
         visit.hold(visit.rooms.sockets, 1)
@@ -165,25 +158,24 @@ class Api:
         await connection.run(self.registry.stopping, self.websocket_max_age_s)
 
     async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
-        begun = await read_request(http, visit, partial(self._begin, purpose="count"))
+        parsing = await receive(http, visit)
+        begun = await while_connected(self._begin(parsing, visit, "count"), http.receive)
         n_tokens = await begun.prompt.count_tokens()
         return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
-        begun = await read_request(http, visit, partial(self._begin, purpose="compact"))
-        await self.registry.start(begun.job)
-        await while_connected(begun.job.task, http.receive)
-        response = begun.job.log.events[-1]["response"]
+        parsing = await receive(http, visit)
+        begin = self._begin(parsing, visit, "compact")
+        job, _, conversation, headers = await while_connected(begin, http.receive)
+        await self.registry.start(job)
+        await while_connected(job.task, http.receive)
+        response = job.log.events[-1]["response"]
         self._refuse_failed(response["error"])
-        compaction = {
-            "id": response["id"],
-            "object": "response.compaction",
-            "created_at": response["created_at"],
-            "output": [*items.retained(begun.conversation), *response["output"]],
-            "usage": response["usage"] or responses.usage_object(Usage(0, 0)),
-        }
-        return json_response(200, compaction, begun.headers)
+        compaction = {name: response[name] for name in ("id", "created_at", "usage")}
+        compaction["object"] = "response.compaction"
+        compaction["output"] = [*items.retained(conversation), *response["output"]]
+        return json_response(200, compaction, headers)
 
     async def _begin(
         self, parsing: Parsing, visit: Visit, purpose: Purpose = "respond", recall: Recall | None = None
@@ -227,10 +219,9 @@ class Api:
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
         builder = self._builder(row, head | request.echo, request.seal_reasoning)
         prompt = await self._prepare(request, conversation)
-        headers = self._warning(prompt.request) if prompt.request.not_run else {}
-        # A background response keeps only its row while it waits; _run_row() makes the prompt again.
+        # A background response keeps only its row while it waits: _run_row() makes the prompt again.
         run = partial(self._run_row, row) if row.background else partial(self._run, prompt)
-        return Begun(Job(row, builder, run), prompt, conversation, headers)
+        return Begun(Job(row, builder, run), prompt, conversation, self._warning(prompt.request))
 
     async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
         """Make the prompt. For a compaction, make the one that asks for a summary."""
@@ -239,18 +230,18 @@ class Api:
             request = await asyncio.to_thread(items.summary_request, request, conversation, worker.defaults)
         return await worker.prepare(request)
 
-    def _builder(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> responses.Builder:
+    def _builder(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> Builder:
         seal = items.sealer(self.secret, row.owner, "reasoning").dumps if seals_reasoning else None
-        return responses.Builder(head, item_ids(row.id), seal, self.reasoning_events)
+        return Builder(head, item_ids(row.id), seal, self.reasoning_events)
 
     async def _run(self, prompt: Prompt, emit: Callable[[Said], None]) -> None:
         """Emit what the model says of a prompt, or what is made of that."""
-        take: Emit = emit
-        if prompt.request.compacts:
-            take = items.unsaid(emit, items.sealer(self.secret, prompt.request.owner, "compaction").dumps)
-        elif not prompt.request.generate:
-            take = items.unsaid(emit)
-        await run_choice(prompt, 0, self.metrics, take)
+        request = prompt.request
+        seal = items.sealer(self.secret, request.owner, "compaction").dumps if request.compacts else None
+        if seal or not request.generate:
+            await self._run_choice(prompt, 0, items.unsaid(emit, seal))
+        else:
+            await self._run_choice(prompt, 0, emit)
 
     async def _run_row(self, row: Row, emit: Callable[[Said], None]) -> None:
         """Run a background response. What waits is its row of JSON text: the prompt is made of it again."""
@@ -259,27 +250,24 @@ class Api:
         request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
         await self._run(await self._prepare(request, body["input"]), emit)
 
-    async def recover(self) -> None:
-        """Run again, or end, the background responses that the last process left unfinished in the store."""
-
-        def revive(row: Row) -> tuple[responses.Builder, Run]:
-            seals_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
-            return self._builder(row, row.response, seals_reasoning), partial(self._run_row, row)
-
-        await self.registry.recover(revive)
+    def revive(self, row: Row) -> tuple[Builder, Run]:
+        """Return what runs a background response that the last process has left unfinished in the store."""
+        seals_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
+        return self._builder(row, row.response, seals_reasoning), partial(self._run_row, row)
 
     def _refuse_failed(self, error: Mapping[str, str] | None) -> None:
         """Raise BadInput if a whole answer has failed: while the server stops, a client may try elsewhere."""
         if error:
-            refusal = BadInput(error["message"], None, "server_error")
-            refusal.status = 503 if self.registry.stopping.is_set() else 500
-            raise refusal
+            code = "server_is_overloaded" if self.registry.stopping.is_set() else "server_error"
+            raise BadInput(error["message"], None, code)
 
     # --- Responses: retrieving, cancelling, deleting one ----------------------------------------------------
 
     async def get_response(self, http: HttpRequest, visit: Visit) -> Response:
         wants_stream = query.wants_stream(http.query_params)
-        row = await self._row(http, visit, wants_stream)
+        if wants_stream:
+            visit.enter()
+        row = await self._row(http, visit)
         if not wants_stream:
             return JsonAnswer(row.response_json)
         after = query.starting_after(http.query_params)
@@ -287,11 +275,7 @@ class Api:
             lacks = "stream" if row.background else "background"
             message = f"This response cannot be streamed because it was not created with {lacks}=true."
             raise BadInput(message, "stream")
-        try:
-            events = await self.registry.events(row)
-        except Damaged as error:
-            raise BadInput(f"This response can no longer be streamed: {error}.", "stream") from error
-        return EventStream(events, done=self._done, after=after)
+        return EventStream(await self.registry.events(row), done=self._done, after=after)
 
     async def cancel_response(self, http: HttpRequest, visit: Visit) -> Response:
         row = await self._row(http, visit)
@@ -314,10 +298,8 @@ class Api:
         row = await self._row(http, visit)
         return json_response(200, query.page(row.items, http.query_params))
 
-    async def _row(self, http: HttpRequest, visit: Visit, is_stream: bool = False) -> Row:
+    async def _row(self, http: HttpRequest, visit: Visit) -> Row:
         """Return the response that is asked for; raises BadInput, also if there is no room to load it."""
-        if is_stream:
-            visit.enter()
         id_ = http.path_params["id"]
         row = await self.registry.get(id_, visit.owner, visit.load)
         if row is None:
@@ -329,6 +311,8 @@ class Api:
 
         It is logged too, each name once a minute for each key.
         """
+        if not request.not_run:
+            return {}
         names = [name for name in request.not_run if self._is_news((request.owner, name))]
         if names:
             log.warning("accepted, and without any effect here: %s", ", ".join(names))
@@ -337,19 +321,20 @@ class Api:
     # --- chat completions -----------------------------------------------------------------------------------
 
     async def create_completion(self, http: HttpRequest, visit: Visit) -> Response:
-        prompt = await read_request(http, visit, self._begin_completion)
+        parsing = await receive(http, visit)
+        prompt = await while_connected(self._begin_completion(parsing, visit), http.receive)
         if isinstance(prompt, Response):  # that of an upstream
             return prompt
         request = prompt.request
-        headers = self._warning(request) if request.not_run else {}
-        event_log = EventLog(encode_chunk)
+        headers = self._warning(request)
+        event_log = EventLog()
         task = asyncio.create_task(self._fill_completion(event_log, prompt))
         if request.stream:
             return EventStream(event_log, task, sse.DONE, more_headers=headers)
         await while_connected(task, http.receive)
         self._refuse_failed(event_log.events[-1].get("error"))
-        completion = await asyncio.to_thread(completions.fold, event_log.events)
-        return JsonAnswer(await asyncio.to_thread(sse.dumps, completion), headers=headers)
+        json_text = await asyncio.to_thread(lambda: sse.dumps(completions.fold(event_log.events)))
+        return JsonAnswer(json_text, headers=headers)
 
     async def _begin_completion(self, parsing: Parsing, visit: Visit) -> Response | Prompt:
         """Refuse a body, or make its prompt; an upstream's answer is relayed. Raises BadInput."""
@@ -373,9 +358,8 @@ class Api:
             "created": int(time.time()),
             "model": self._spoken_name(request.model),
             "system_fingerprint": f"fp_{self._started_at:x}",  # of "the backend configuration": this start
+            "service_tier": params.SERVICE_TIER,
         }
-        if "service_tier" in request.explicit:  # "the response body will include the service_tier value"
-            head["service_tier"] = params.SERVICE_TIER
         chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
 
         def add(index: int, said: Accepted | Output | Finish) -> None:
@@ -385,8 +369,54 @@ class Api:
             event_log.extend(chunks.start())
             async with asyncio.TaskGroup() as group:
                 for index in range(request.n):
-                    group.create_task(run_choice(prompt, index, self.metrics, partial(add, index)))
+                    group.create_task(self._run_choice(prompt, index, partial(add, index)))
             event_log.extend(chunks.end())
+
+    # --- what a model says ----------------------------------------------------------------------------------
+
+    async def _run_choice(self, prompt: Prompt, choice: int, emit: Emit) -> None:
+        """Run one choice of a prompt, count and log it, and name its calls as the client does.
+
+        It emits one Finish, which is the last, but in two cases none: an exception before Accepted refuses
+        the request; and if the task is cancelled, the worker's Finish is only counted, and Registry._run()
+        ends the response.
+        """
+        watch = metrics.Run(self.metrics)
+        started_at = time.monotonic()
+        restorer = Restorer(prompt.request.called)
+        accepted = False
+        end = Finish("cancelled")  # if the task is cancelled before the worker has said another end
+
+        def emit_restored(said: Accepted | Output | Finish) -> None:
+            nonlocal accepted, end
+            if isinstance(said, Accepted):
+                accepted = True
+                emit(said)
+                return
+            if not isinstance(said, Finish):
+                watch.piece()
+            for one in restorer.feed(said):
+                if isinstance(one, Finish):
+                    end = one  # emitted when the run is over
+                else:
+                    emit(one)
+
+        try:
+            await prompt.run(emit_restored, choice)
+        except Exception as error:
+            message = f"{type(error).__name__} in the worker; the server's log has the details."
+            end = Finish("failed", message=message)
+            if not accepted:
+                raise
+            log.exception("the worker failed")
+        finally:
+            usage = end.usage or Usage(0, 0)
+            n_in, n_out = usage.input_tokens, usage.output_tokens
+            watch.end(end.reason, n_in, usage.cached_tokens, n_out)
+            log.info(
+                "%s: %d tokens in, %d out, %.2f s", end.reason, n_in, n_out, time.monotonic() - started_at
+            )
+        emit(end)
 
     # --- models, health -------------------------------------------------------------------------------------
 
@@ -400,12 +430,11 @@ class Api:
 
     async def health(self, http: HttpRequest, visit: Visit) -> Response:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""
-        counts: dict[str, int] = {}
+        is_ready = not self.registry.stopping.is_set() and any(worker.alive for worker in self._workers)
+        health: dict[str, Any] = {"status": "ok" if is_ready else "not ready"}
         if visit.has_key:  # what others do is shown to those with a key
-            counts = self._counts() | {"background": len(self.registry.jobs)}
-        if self.registry.stopping.is_set() or not any(worker.alive for worker in self._workers):
-            return json_response(503, {"status": "not ready"} | counts)
-        return json_response(200, {"status": "ok"} | counts)
+            health |= self._counts() | {"background": len(self.registry.jobs)}
+        return json_response(200 if is_ready else 503, health)
 
     async def read_steps(self, http: HttpRequest, visit: Visit) -> Response:
         assert self.steps
@@ -449,9 +478,3 @@ class Api:
     def _spoken_name(self, model: str) -> str:
         """Return the name by which a model answers: for the alias, that of the first model there is."""
         return next(iter(self._models()), model) if model == ALIAS else model
-
-
-async def read_request(http: HttpRequest, visit: Visit, read: Callable[[Parsing, Visit], Awaitable[T]]) -> T:
-    """Return what `read` makes of a body while its client waits; raises BadInput and ClientDisconnect."""
-    parsing = await receive(http, visit)
-    return await while_connected(read(parsing, visit), http.receive)

@@ -27,23 +27,23 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
 import sse
 from channels import Accepted, Compaction, Finish, Output
-from event_log import Entry, EventLog, Write, encode_event, newest_of
+from event_log import Entry, EventLog, encode_event, newest_of
 from request.refusals import BadInput
 from request.room import Room, Threads, Turns
 from responses import Builder
-from store import Damaged, Ended, Row, Store
+from store import Row, Store
 
 log = logging.getLogger("background")
 
 MAX_LIVE_BYTES = 128 * 2**20  # of background responses that have not ended
-MAX_LIVE = 264  # background responses that have not ended
-MAX_RUNNING = 8  # of those; the engine's other places are left to the foreground
+MIN_BYTES = MAX_LIVE_BYTES // 264  # that each of them takes beside its request, for its events
+MAX_RUNNING = 8  # background responses at once; the engine's other places are left to the foreground
 EVICTION_INTERVAL_S = 1
 
 
@@ -63,10 +63,8 @@ class Job:
     row: Row
     builder: Builder
     run: Run
-    log: EventLog = field(default_factory=partial(EventLog, encode_event))
-    # How a background response ends if its task is cancelled; None: it does not, the next process runs it.
-    if_stopped: Finish | None = None
-    finish: Finish | None = UNFINISHED  # its end when the run is over
+    log: EventLog = field(default_factory=EventLog)
+    finish: Finish | None = None  # how it ends when its task is over; None: the next process runs it
     n_bytes: int = 0  # of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
@@ -98,7 +96,6 @@ class Registry:
         # SQLite is asked one thing at a time, never in the event loop.
         self._threads = Threads(1, ThreadPoolExecutor(1, "store"))
         self._call = self._threads.call
-        self._eviction: asyncio.Task[None] | None = None
 
     # --- what a request asks for ----------------------------------------------------------------------------
 
@@ -109,23 +106,19 @@ class Registry:
         raises what refuses the request. In the background it is stored when this returns: it will end,
         whatever happens to this process. Raises BadInput.
         """
-        if job.row.background:
-            await self._queue(job)
-        await self._launch(job)
-
-    async def _queue(self, job: Job) -> None:
-        """Take room for a background job, and store its first events; raises BadInput."""
-        if self.stopping.is_set():
-            raise BadInput("The server is about to stop.", None, "server_is_overloaded")
         row = job.row
-        entries = [encode_event(number, event) for number, event in enumerate(job.builder.queue())]
-        n_bytes = max(MAX_LIVE_BYTES // MAX_LIVE, row.n_bytes + sum(len(entry.frame) for entry in entries))
-        self._room.add(row.owner, n_bytes)
-        if not await self._write(row, 0, entries):
-            self._room.add(row.owner, -n_bytes)
-            raise BadInput("The response could not be stored; try again later.", None, "server_is_overloaded")
-        job.log = EventLog(encode_event, partial(self._write, row), entries)
-        job.n_bytes = n_bytes
+        if row.background:
+            if self.stopping.is_set():
+                raise BadInput("The server is about to stop.", None, "server_is_overloaded")
+            job.n_bytes = row.n_bytes + MIN_BYTES
+            self._room.add(row.owner, job.n_bytes)
+            entries = [encode_event(number, event) for number, event in enumerate(job.builder.queue())]
+            if not await self._write(row, 0, entries):
+                self._room.add(row.owner, -job.n_bytes)
+                message = "The response could not be stored; try again later."
+                raise BadInput(message, None, "server_is_overloaded")
+            job.log = EventLog(partial(self._write, row), entries)
+        await self._launch(job)
 
     async def get(self, id: str, owner: str, hold: Callable[[int], object] = int) -> Row | None:
         """Return a response of this owner as it stands: for others it does not exist.
@@ -145,21 +138,16 @@ class Registry:
         return await self._call(row.owner, self._store.to_continue, row)
 
     async def events(self, row: Row) -> EventLog:
-        """Return the log of a background response; raises Damaged if its events are not there."""
+        """Return the log of a background response; raises BadInput if its events are not there."""
         if job := self.jobs.get(row.id):
             return job.log
-        with closing(await self._stored_log(row)) as event_log:
-            return event_log
-
-    async def _stored_log(self, row: Row, write: Write | None = None) -> EventLog:
-        """Return the log that an earlier process, or an ended job, has left in the store; raises Damaged."""
         frames = await self._call(row.owner, self._store.frames, row.id)
         if not frames:
-            raise Damaged("its events have expired")
+            raise BadInput("This response can no longer be streamed: its events have expired.", "stream")
         *before, last = frames
-        return EventLog(
-            encode_event, write, [*map(Entry, before), Entry(last, row.status, row.response_json)]
-        )
+        entries = [*map(Entry, before), Entry(last, row.status, row.response_json)]
+        with closing(EventLog(None, entries)) as event_log:
+            return event_log
 
     async def cancel(self, row: Row) -> None:
         """Stop a background response; when this returns it has ended, and the engine has been told."""
@@ -184,11 +172,10 @@ class Registry:
             try:
                 row = await self._call("", self._store.get, id_)
                 assert row, "it cannot be read"
-                log.info("%s was %s when the last process ended", id_, row.status)
-                event_log = await self._stored_log(row, partial(self._write, row))
+                entries = (await self.events(row)).entries
                 builder, run = revive(row)
-                builder.resume(json.loads(sse.data(entry.frame)) for entry in event_log.entries)
-                job = Job(row, builder, run, event_log)
+                builder.resume(json.loads(sse.data(entry.frame)) for entry in entries)
+                job = Job(row, builder, run, EventLog(partial(self._write, row), entries))
                 if row.status == "queued":
                     await self._launch(job)
                 else:
@@ -196,7 +183,16 @@ class Registry:
             except Exception:
                 log.exception("%s is damaged in the store, and deleted", id_)
                 await self._call("", self._store.delete, id_)
-        self._eviction = asyncio.create_task(self._evict())
+
+    async def evict(self) -> None:
+        """Delete what is over the store's limits, now and then, until the server stops."""
+        while True:
+            try:
+                while await self._call("", self._store.evict, time.time()):
+                    pass
+            except Exception as error:
+                log.error("the store could not be cut to its limits: %s", error)
+            await asyncio.sleep(EVICTION_INTERVAL_S)
 
     async def close(self, persistent: bool) -> None:
         """End what runs; what is queued in a persistent store waits there for the next process."""
@@ -210,8 +206,6 @@ class Registry:
 
     async def close_store(self) -> None:
         """Close the store after all that was asked of it."""
-        if self._eviction:
-            self._eviction.cancel()
         await self._threads.until_idle()
         await self._call("", self._store.close)
 
@@ -226,25 +220,30 @@ class Registry:
 
     async def _run(self, job: Job) -> None:
         """Run a job. Whatever happens, what has begun gets its terminal event, and the log ends."""
+        row = job.row
         with closing(job.log):
             try:
-                # request/room.py limits how many there are of the others.
-                turn = self._turns.turn(job.row.owner) if job.row.background else nullcontext()
-                async with turn:
-                    if job.row.background and self.stopping.is_set():
-                        await asyncio.Event().wait()  # until close() cancels it
+                if row.background:
+                    async with self._turns.turn(row.owner):
+                        if self.stopping.is_set():
+                            await asyncio.Future()  # until close() cancels it
+                        await job.run(job.emit)
+                else:  # request/room.py limits how many there are of these
                     await job.run(job.emit)
+                job.finish = job.finish or UNFINISHED
             except asyncio.CancelledError:
                 # It ends here. If the task kept the error, its traceback would hold frames, they the job, and
                 # the job the task: this circle, with the whole request, would stay until a collection.
-                job.finish = job.if_stopped if job.row.background else CANCELLED
+                if not row.background:
+                    job.finish = CANCELLED
             except Exception as error:
                 if not job.log.status:  # no event yet: the error becomes the answer to the request
                     raise
+                job.finish = UNFINISHED
                 if isinstance(error, BadInput):
                     job.finish = Finish("failed", None, error.message, error.late_code)
                 else:
-                    log.exception("the run of %s failed", job.row.id)
+                    log.exception("the run of %s failed", row.id)
             finally:
                 if job.finish and job.log.status and not job.log.ended:
                     await self._end(job, job.finish)
@@ -268,7 +267,7 @@ class Registry:
     def _stop(self, job: Job, finish: Finish | None) -> None:
         """Cancel a job that has not ended; the first to stop it decides how it ends."""
         if not (job.log.ended or job.task.cancelling()):
-            job.if_stopped = finish
+            job.finish = finish
             job.task.cancel()
 
     def _forget(self, id: str) -> None:
@@ -286,21 +285,9 @@ class Registry:
         frames = [entry.frame for entry in entries] if row.background else []
         try:
             await self._call(row.owner, self._store.write, newest, first_number, frames)
-        except Ended:
-            log.exception("%s has ended in the store before its end", row.id)
         except Exception as error:  # a full disk fails every write: a line is enough
             log.error("%s could not be stored: %s", row.id, error)
             return False
         if newest.ended_at:
             self._forget(row.id)
         return True
-
-    async def _evict(self) -> None:
-        """Delete what is over the store's limits, now and then."""
-        while True:
-            try:
-                while await self._call("", self._store.evict, time.time()):
-                    pass
-            except Exception as error:
-                log.error("the store could not be cut to its limits: %s", error)
-            await asyncio.sleep(EVICTION_INTERVAL_S)

@@ -15,7 +15,8 @@ Rules of this file:
 5. Reasoning has two names, DeepSeek's `reasoning_content` and OpenRouter's `reasoning`: same text in both.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +49,14 @@ class Chunks:
     named_call: bool = False
 
     def __post_init__(self) -> None:
-        self._n_calls = [0] * self.n  # by choice: how many calls it has made so far
-        self._newest = [CALL_MEMBERS[False]] * self.n  # by choice: the row of its newest call
+        # By choice: the rows of the calls that it has made so far.
+        self._calls: list[list[tuple[str, str]]] = [[] for _ in range(self.n)]
         self._usages: list[Usage] = []  # of the choices that have ended
         self._failed = False  # a choice has failed: no choice says anything after the error
 
     def start(self) -> list[Chunk]:
         """Return the role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
-        return [self._chunk(i, {"role": "assistant", "content": ""}) for i in range(self.n)]
+        return [self._chunk(i, {"delta": {"role": "assistant", "content": ""}}) for i in range(self.n)]
 
     def feed(self, index: int, said: Accepted | Output | Finish) -> list[Chunk]:
         """Return what one choice says. If it has failed, that is the end of the whole request."""
@@ -63,8 +64,8 @@ class Chunks:
             return []
         delta: Chunk = {}
         call: Chunk = {}
-        logprobs: tuple[TokenLogprob, ...] = ()
-        finish_reason: str | None = None
+        members: Chunk = {}  # more of the choice than its delta
+        calls = self._calls[index]
         match said:
             case Accepted() | Close():
                 return []
@@ -74,23 +75,25 @@ class Chunks:
                 delta = {"refusal": text}
             case Delta(_, text, logprobs):
                 delta = {"content": text}
+                members["logprobs"] = _logprobs(logprobs)
             case Call(name, is_custom):
-                self._n_calls[index] += 1
-                type_, member = self._newest[index] = CALL_MEMBERS[is_custom]
+                type_, member = CALL_MEMBERS[is_custom]
+                calls.append((type_, member))
                 call = {"id": self.new_id("call"), "type": type_, type_: {"name": name, member: ""}}
             case Arguments(text):
-                type_, member = self._newest[index]
+                type_, member = calls[-1]
                 call = {type_: {member: text}}
             case Finish("failed" | "cancelled"):
                 self._failed = True
                 return [error_body(500, said.message, code=said.code)]
-            case Finish(finish_reason, usage):
+            case Finish(reason, usage):
                 self._usages.append(usage or Usage(0, 0))
-                if finish_reason == "stop" and self._n_calls[index] and not self.named_call:
-                    finish_reason = "tool_calls"
+                members["finish_reason"] = reason
+                if reason == "stop" and calls and not self.named_call:
+                    members["finish_reason"] = "tool_calls"
         if call:
-            delta = {"tool_calls": [{"index": self._n_calls[index] - 1, **call}]}
-        return [self._chunk(index, delta, finish_reason, logprobs)]
+            delta = {"tool_calls": [{"index": len(calls) - 1, **call}]}
+        return [self._chunk(index, {"delta": delta, **members})]
 
     def end(self) -> list[Chunk]:
         """Return the end of the request: its usage, summed over the choices, which share one prompt."""
@@ -98,16 +101,8 @@ class Chunks:
             return []
         return [self.head | {"object": OBJECT, "choices": [], "usage": _usage(self._usages)}]
 
-    def _chunk(
-        self,
-        index: int,
-        delta: Chunk,
-        finish_reason: str | None = None,
-        logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> Chunk:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        if logprobs:
-            choice["logprobs"] = {"content": [_logprob(p) for p in logprobs], "refusal": None}
+    def _chunk(self, index: int, members: Chunk) -> Chunk:
+        choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None} | members
         chunk = self.head | {"object": OBJECT, "choices": [choice]}
         if self.include_usage:
             chunk["usage"] = None
@@ -120,73 +115,51 @@ TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "name", "argume
 NUMBERED = ("choices", "tool_calls")  # lists whose elements say by their `index` which of them grows
 
 
-class Pieces(list[str]):
-    """A text that still grows: to join each piece at once would copy all before it each time."""
-
-
-class Elements(dict[int, Chunk]):
-    """A list that still grows, by index."""
-
-
 def fold(chunks: Iterable[Chunk]) -> Chunk:
     """Return the chat.completion object that a stream amounts to; the error object, if it ends in one."""
-    members: Chunk = {}
+    said: list[Chunk] = [{}]
     for chunk in chunks:
         if "error" in chunk:
             return dict(chunk)
-        grow(members, chunk | {"object": "chat.completion"})
-    completion: Chunk = whole(members)
+        said.append(chunk | {"object": "chat.completion"})
+    completion: Chunk = grown("", said)
     choices = [ended(choice) for choice in completion.pop("choices", ())]
     return completion | {"choices": choices}
 
 
-def grow(members: dict[Any, Any], more: Mapping[Any, Any]) -> None:
-    """Add to an object what a chunk says of it.
+def grown(name: str, said: Iterable[Any]) -> Any:
+    """Return what all that was said of a member amounts to.
 
     One rule holds for all members, also for those that only another server knows: texts and lists grow, an
     object grows member by member, null changes nothing, and any other value replaces what was there.
     """
-    for name, value in more.items():
-        known = members.get(name)
-        match value:
-            case None:
-                members.setdefault(name, None)
-            case str() if name in TEXTS:
-                if not isinstance(known, Pieces):
-                    known = members[name] = Pieces()
-                known.append(value)
-            case dict():
-                if not isinstance(known, dict):
-                    known = members[name] = {}
-                grow(known, value)
-            case list() if name in NUMBERED and are_numbered(value):
-                if not isinstance(known, Elements):
-                    known = members[name] = Elements()
-                for element in value:
-                    grow(known.setdefault(element["index"], {}), element)
-            case list():
-                if type(known) is not list:
-                    known = members[name] = []
-                known += value
-            case _:
-                members[name] = value
+    values = [value for value in said if value is not None]
+    if not values:
+        return None
+    newest = values[-1]
+    values = [value for value in values if type(value) is type(newest)]
+    match newest:
+        case str() if name in TEXTS:
+            return "".join(values)
+        case dict():
+            members: dict[str, list[Any]] = {}
+            for member, value in itertools.chain(*map(dict.items, values)):
+                members.setdefault(member, []).append(value)
+            return {member: grown(member, known) for member, known in members.items()}
+        case list():
+            elements = [*itertools.chain(*values)]
+            if name not in NUMBERED or not are_numbered(elements):
+                return elements
+            by_index: dict[int, list[Chunk]] = {}
+            for element in elements:
+                by_index.setdefault(element["index"], []).append(element)
+            return [grown(name, by_index[index]) for index in sorted(by_index)]
+    return newest
 
 
 def are_numbered(elements: list[Any]) -> bool:
     """Return whether each element has its index; another server may send anything by this name."""
     return all(isinstance(element, dict) and type(element.get("index")) is int for element in elements)
-
-
-def whole(value: Any) -> Any:
-    """Return what has grown: its texts in one piece, its elements as a list."""
-    match value:
-        case Pieces():
-            return "".join(value)
-        case Elements():
-            return [whole(value[index]) for index in sorted(value)]
-        case dict():
-            return {name: whole(member) for name, member in value.items()}
-    return value
 
 
 def ended(choice: Chunk) -> Chunk:
@@ -202,10 +175,10 @@ def ended(choice: Chunk) -> Chunk:
 
 
 def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
-    n_prompt = max((usage.input_tokens for usage in usages), default=0)
+    n_prompt = max(usage.input_tokens for usage in usages)
     n_completion = sum(usage.output_tokens for usage in usages)
     # The least of them: what one choice finds in the prefix cache another choice may have computed.
-    n_cached = min((usage.cached_tokens for usage in usages), default=0)
+    n_cached = min(usage.cached_tokens for usage in usages)
     n_reasoning = sum(usage.reasoning_tokens for usage in usages)
     return {
         "prompt_tokens": n_prompt,
@@ -216,7 +189,12 @@ def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
     }
 
 
-def _logprob(p: TokenLogprob) -> sse.Encoded:
-    """Encode at once, since the whole answer repeats it."""
-    top_logprobs = [candidate.members() for candidate in p.top]
-    return sse.encoded(p.members() | {"top_logprobs": top_logprobs})
+def _logprobs(logprobs: Sequence[TokenLogprob]) -> Chunk | None:
+    """Encode each at once, since the whole answer repeats it."""
+    if not logprobs:
+        return None
+    content = []
+    for p in logprobs:
+        top_logprobs = [candidate.members() for candidate in p.top]
+        content.append(sse.encoded(p.members() | {"top_logprobs": top_logprobs}))
+    return {"content": content, "refusal": None}

@@ -6,12 +6,13 @@
 Authority: https://platform.openai.com/docs/guides/background for what a reader may ask for.
 
 Rules of this file:
-1. An event gets its number where it is appended, and nowhere else: 0, 1, 2, ... without a gap.
+1. An event gets its number when it is appended, and nowhere else: 0, 1, 2, ... without a gap. The chunks of
+   a completion have none.
 2. An event is encoded once, then and there, together with the response object in it. Readers, the store
    and GET share those bytes, and nothing can change them.
 3. Readers see an event that is to be stored once it is written, so a restart does not take back what they
    saw. One write takes all events that came during the last one: tokens do not wait for the disk. If a write
-   fails, its events are shown all the same, and it is tried again.
+   fails, its events are shown all the same, and it is tried again with those that came since.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ import sse
 from responses import Event
 from store import TERMINAL
 
-READ_BYTES = 64 * 1024  # of frames that a reader gets at once: what a connection takes before it pauses us
+MAX_FRAMES = 64  # that a reader gets at once
 RETRY_S = 5  # after a write that failed
 
 
@@ -34,13 +35,14 @@ class Entry(NamedTuple):
     response_json: str = ""
 
 
-Encode = Callable[[int, Event], Entry]  # the event gets its number
 # Takes the number of the first entry; returns whether all of them could be written.
 Write = Callable[[int, Sequence[Entry]], Awaitable[bool]]
 
 
 def encode_event(number: int, event: Event) -> Entry:
-    """Encode an event of the Responses API: rule 2. Raises ValueError for what JSON cannot say."""
+    """Encode an event, or a chunk of chat: rule 2. Raises ValueError for what JSON cannot say."""
+    if "type" not in event:
+        return Entry(sse.encode(sse.dumps(event)))
     numbered = {"type": event["type"], "sequence_number": number} | event
     status = response_json = ""
     if "response" in event:
@@ -59,19 +61,14 @@ class EventLog:
     """The events of one response, or the chunks of one completion.
 
     What is appended is shown to readers when it is written; without `write` at once. `stored` was written by
-    an earlier process. After a write that has failed, and is tried again:
-
-    entries    0 1 2 3 4 5 6 7 8
-    written    0 1 2 3              the next write takes 4 to 8
-    shown      0 1 2 3 4 5 6 7 8    until then no reader waits for the store
+    an earlier process.
     """
 
-    def __init__(self, encode: Encode, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
+    def __init__(self, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
         self.events: list[Event] = []  # appended by this process
         self.entries = [*stored]
         self.shown = newest_of(stored)  # has the newest response object that readers see
         self.status = self.shown.status  # of the newest response object, be it shown or not
-        self._encode = encode
         self._write = write
         self._n_shown = self._n_written = len(stored)
         self._writing: asyncio.Task[None] | None = None
@@ -85,36 +82,35 @@ class EventLog:
     def extend(self, events: Iterable[Event]) -> None:
         """Append events in their order, to be written and shown."""
         for event in events:
-            entry = self._encode(len(self.entries), event)
+            entry = encode_event(len(self.entries), event)
             self.events.append(event)
             self.entries.append(entry)
             self.status = entry.status or self.status
-            if self._write is None or self._n_shown > self._n_written:
-                self._show(len(self.entries))
+            if self._write is None:
+                self._show([entry])
             elif self._writing is None:
                 self._writing = asyncio.create_task(self._write_all(self._write))
 
     async def _write_all(self, write: Write) -> None:
         """Write until all entries are written: rule 3."""
         while unwritten := self.entries[self._n_written :]:
-            if await write(self._n_written, unwritten):
+            is_written = await write(self._n_written, unwritten)
+            self._show(self.entries[self._n_shown : self._n_written + len(unwritten)])
+            if is_written:
                 self._n_written += len(unwritten)
-                self._show(self._n_written)
             else:
-                self._show(len(self.entries))
                 await asyncio.sleep(RETRY_S)
         self._writing = None
 
     def close(self) -> None:
         """Nothing follows."""
         self._is_closed = True
-        self._show(self._n_shown)
+        self._show([])
 
-    def _show(self, n_entries: int) -> None:
-        """Show the first entries to readers, and wake those that wait."""
-        news = self.entries[self._n_shown : n_entries]
-        self._n_shown += len(news)
-        self.shown = newest_of([self.shown, *news])
+    def _show(self, entries: Sequence[Entry]) -> None:
+        """Show the next entries to readers, and wake those that wait."""
+        self._n_shown += len(entries)
+        self.shown = newest_of([self.shown, *entries])
         self._news.set()
         self._news.clear()
 
@@ -133,21 +129,14 @@ class EventLog:
             await self._news.wait()
 
     async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
-        """Yield the frames after number `after`: batches of those that are there, then those to come.
-
-        A batch ends with the frame that reaches READ_BYTES.
-        """
+        """Yield the frames after number `after`: batches of those that are there, then those to come."""
         position = after + 1
         while position < self._n_shown or not self._is_over:
-            frames: list[bytes] = []
-            n_bytes = 0
-            while position < self._n_shown and n_bytes < READ_BYTES:
-                frames.append(self.entries[position].frame)
-                n_bytes += len(frames[-1])
-                position += 1
-            if frames:
-                yield frames
+            entries = self.entries[position : min(position + MAX_FRAMES, self._n_shown)]
+            position += len(entries)
+            if entries:
+                yield [entry.frame for entry in entries]
             if position < self._n_shown:
                 await asyncio.sleep(0)  # others have their turn, however fast this reader is
-            elif not frames:
+            elif not entries:
                 await self._news.wait()

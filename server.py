@@ -96,6 +96,9 @@ def main() -> int:
     return 0
 
 
+# --- run and stop -------------------------------------------------------------------------------------------
+
+
 def tune_garbage_collector() -> None:
     """To be called at the end of the start.
 
@@ -124,9 +127,7 @@ async def serve(
     workers: list[Worker] = [worker for worker in (local, remote) if worker]
     is_shared = keys.n_owners > 1
     registry = Registry(store, is_shared)
-    steps = None
-    if local and args.debug_steps:
-        steps = Steps(local.engine, local.tokenizer.token_bytes)
+    steps = Steps(local.engine, local.tokenizer.token_bytes) if local and args.debug_steps else None
     api = Api(
         local,
         remote,
@@ -141,7 +142,7 @@ async def serve(
     )
     if remote:
         await remote.upstreams.start()
-    await api.recover()
+    await registry.recover(api.revive)
     rooms = Rooms(args.max_streams, args.max_body, is_shared)
     names = {name.lower() for name in ("localhost", args.host, *args.allowed_host)}
     app = make_app(api, keys, rooms, {*args.cors_origin}, names)
@@ -157,6 +158,7 @@ async def serve(
     tune_garbage_collector()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[listener]))
+        evicting = group.create_task(registry.evict())
         announce(keys, local, listener)
 
         await signals.acquire()
@@ -170,6 +172,7 @@ async def serve(
         await registry.close(persistent=args.store != IN_MEMORY)
         for worker in workers:
             await worker.close()  # what still runs, in the foreground, fails
+        evicting.cancel()
     await registry.close_store()
 
 
@@ -186,11 +189,7 @@ def announce(keys: Keys, local: LocalWorker | None, listener: socket.socket) -> 
     if keys.n_owners:
         headers += " -H 'Authorization: Bearer KEY'"
     lines.append(f"\ncurl {url}/v1/responses {headers} -d '{BODY}'\n\n")
-    try:
-        # What print() buffers, and cannot write, Python would try to write again at its exit.
-        os.write(sys.stdout.fileno(), "".join(lines).encode())
-    except OSError as error:  # a pipe whose reader has gone, a full disk
-        log.warning("the start could not be told on stdout: %s", error)
+    print("".join(lines), end="", flush=True)
 
 
 if __name__ == "__main__":

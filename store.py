@@ -16,14 +16,12 @@ Rules of this file:
    read it.
 6. A response object, which may be large, stays JSON text, as it came and as it goes. If SQL looks into it,
    SQLite parses, which does not hold Python's lock.
-7. A row may be damaged: one that cannot be read is logged, and is as good as absent wherever it is asked for.
 """
 
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,13 +68,6 @@ COLUMNS = "id, owner, born_at, ended_at, kept, background, streamed, request, it
 
 INSERT = f"INSERT INTO responses ({COLUMNS}, event_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
-# SQLite raises an error for a text that is not JSON, or not UTF-8: rule 7.
-GET = f"""
-SELECT {COLUMNS}, json_type(request) = 'object' AND json_type(items) = 'array'
-    AND json_type(response) = 'object' AND json_type(response, '$.output') = 'array'
-FROM responses WHERE id = ?
-"""
-
 # What another response begins with: no model reads logprobs, and they may be a hundred times the text.
 CONTINUED = """
 SELECT json_object('status', json_extract(:response, '$.status'), 'output', (
@@ -101,9 +92,6 @@ DELETE_EVENTS = (
 EXPIRED_EVENTS = "SELECT id FROM responses WHERE ended_at < ? AND event_bytes > 0"
 EXPIRED = "SELECT id FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)"
 
-# Whether there are too many: to find out which ones takes a hundred times as long.
-HELD = "SELECT COUNT(*), TOTAL(row_bytes + event_bytes) FROM responses WHERE ended_at IS NOT NULL"
-
 # `nth` and `held` count an owner's responses and their bytes, from its newest one on. Sorted by them, the
 # last ones are the oldest of the owners who hold most: `n` and `total` count over all, up to the limits.
 OVER_LIMIT = """
@@ -111,7 +99,10 @@ WITH terminal AS (
     SELECT id, ended_at, born_at, row_bytes + event_bytes AS size,
         ROW_NUMBER() OVER newest AS nth,
         SUM(row_bytes + event_bytes) OVER newest AS held
-    FROM responses WHERE ended_at IS NOT NULL
+    FROM responses WHERE ended_at IS NOT NULL AND (
+        -- Whether there are too many: to find out which ones takes a hundred times as long.
+        SELECT COUNT(*) > ?1 OR TOTAL(row_bytes + event_bytes) > ?2 FROM responses WHERE ended_at IS NOT NULL
+    )
     WINDOW newest AS (PARTITION BY owner ORDER BY ended_at DESC, born_at DESC, id)
 )
 SELECT id FROM (
@@ -119,16 +110,8 @@ SELECT id FROM (
         ROW_NUMBER() OVER (ORDER BY nth, ended_at DESC, born_at DESC, id) AS n,
         SUM(size) OVER (ORDER BY held, ended_at DESC, born_at DESC, id) AS total
     FROM terminal
-) WHERE n > ? OR total > ?
+) WHERE n > ?1 OR total > ?2
 """
-
-
-class Ended(Exception):
-    """The response is terminal, or deleted: nothing can be appended."""
-
-
-class Damaged(Exception):
-    """Not all that was stored is there."""
 
 
 class Row(NamedTuple):
@@ -188,15 +171,13 @@ class Store:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # SQLite gives its other files the same mode
             os.fchmod(file, 0o600)
             os.close(file)
-        self._db = sqlite3.connect(path, LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        self._db = sqlite3.connect(path, LOCK_TIMEOUT_S, check_same_thread=False)
         for setting in SETTINGS:
             self._db.execute(f"PRAGMA {setting}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
-            message = f"expected a new file, or one of version {VERSION}, got version {version}"
-            raise sqlite3.DatabaseError(
-                f"{message}: give another file, and this one to the release that made it"
-            )
+            advice = "give another file, and this one to the release that made it"
+            raise sqlite3.DatabaseError(f"expected version {VERSION}, got version {version}: {advice}")
         self._db.executescript(SCHEMA)
 
     def close(self) -> None:
@@ -208,50 +189,30 @@ class Store:
         """Store the events from `first_number` on and the state that they bring; the first ones make the row.
 
         In later calls `row` has the newest response object, "" if these events have brought none. A
-        response that was not run in the background comes at its end, without events. Raises Ended.
+        response that was not run in the background comes at its end, without events. To one that has ended,
+        or is deleted, nothing is added.
         """
         n_bytes = sum(map(len, frames))
         events = [(row.id, number, frame) for number, frame in enumerate(frames, first_number)]
-        with self._transaction():
+        with self._db:  # one transaction
             if first_number == 0:
                 self._db.execute(INSERT, (*row, n_bytes))
             else:
                 newer = (n_bytes, row.ended_at, row.status, row.response_json, row.id)
                 if not self._db.execute(UPDATE, newer).rowcount:
-                    raise Ended(f"expected a live response, got {row.id}, which has ended or is gone")
+                    return
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
 
     def delete(self, id: str) -> None:
-        self._db.execute(*DELETE, (id,))
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            # On a full disk SQLite may have rolled back itself: sqlite.org/lang_transaction.html
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
+        with self._db:
+            self._db.execute(*DELETE, (id,))
 
     # --- reading --------------------------------------------------------------------------------------------
 
     def get(self, id: str) -> Row | None:
-        """Return a response; None if there is none, or none that can be read."""
-        damage: object = "it is not what was stored"
-        try:
-            found = self._db.execute(GET, (id,)).fetchone()
-            if found is None:
-                return None
-            *columns, is_readable = found
-            if is_readable:
-                return Row(*columns)
-        except sqlite3.OperationalError as error:
-            damage = error
-        log.error("response %s is damaged in the store: %s", id, damage)
-        return None
+        """Return a response; None if there is none."""
+        found = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE id = ?", (id,)).fetchone()
+        return Row(*found) if found else None
 
     def size(self, id: str, owner: str) -> int:
         """Return the bytes that get() and frames() load; 0 if there is no such response."""
@@ -265,16 +226,14 @@ class Store:
         return row._replace(response_json=response_json)
 
     def frames(self, id: str) -> list[bytes]:
-        """Return all events of a response, in order; [] if they are no longer kept. Raises Damaged."""
+        """Return all events of a response, in order; [] if they are no longer kept, or one is missing."""
         size = "SELECT ifnull(SUM(event_bytes), 0) FROM responses WHERE id = ?"
         (n_expected,) = self._db.execute(size, (id,)).fetchone()
-        events = "SELECT number, frame FROM events WHERE response_id = ? ORDER BY number"
-        found = self._db.execute(events, (id,)).fetchall()
-        numbers = [number for number, _ in found]
-        frames = [frame for _, frame in found]
-        n_bytes = sum(map(len, frames))
-        if n_bytes != n_expected or numbers != [*range(len(frames))]:
-            raise Damaged("not all of its events are in the store")
+        events = "SELECT frame FROM events WHERE response_id = ? ORDER BY number"
+        frames = [frame for (frame,) in self._db.execute(events, (id,))]
+        if sum(map(len, frames)) != n_expected:
+            log.error("response %s is damaged in the store: not all of its events are there", id)
+            return []
         return frames
 
     def live(self) -> list[str]:
@@ -295,10 +254,9 @@ class Store:
         if not ids:
             delete = DELETE
             ids = self._ids(EXPIRED, now - limits.max_age_s, now - limits.events_age_s)
-        n_terminal, n_held = self._db.execute(HELD).fetchone()
-        if not ids and (n_terminal > limits.max_responses or n_held > limits.max_bytes):
+        if not ids:
             ids = self._ids(OVER_LIMIT, limits.max_responses, limits.max_bytes)
-        with self._transaction():
+        with self._db:
             for id_ in ids[:N_EVICTED]:
                 for statement in delete:
                     self._db.execute(statement, (id_,))

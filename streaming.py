@@ -13,7 +13,6 @@ Rules of this file:
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -32,8 +31,9 @@ T = TypeVar("T")
 
 PIECE_BYTES = 64 * 1024  # of a large answer: about what a connection takes before it pauses us
 
-# "every 15 seconds or so": html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
-KEEP_ALIVE_S = 15
+# A stream is silent for twice as long at most: "a comment line [...] every 15 seconds or so", says
+# html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
+KEEP_ALIVE_S = 7.5
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),  # open-metadata/OpenMetadata#29532
@@ -120,29 +120,22 @@ class EventStream(Response):
 async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     """Work for a client, for example send an answer; raises ClientDisconnect if it leaves before the end.
 
-    asyncio.timeout(None) is the switch: when the client leaves it expires, which cancels the work, and the
-    task that the work waits for.
+    Then the work is cancelled, and the task that it waits for.
     """
-    until_disconnect = asyncio.timeout(None)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        until_disconnect.reschedule(0)
 
+    working = asyncio.ensure_future(work)
     watching = asyncio.create_task(watch())
     try:
-        async with until_disconnect:
-            result = await work
-    except Exception as error:
-        if until_disconnect.expired():
-            raise ClientDisconnect from error
-        raise
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
     finally:
-        watching.cancel()
-    if until_disconnect.expired():  # the work has taken its cancellation for its end, and returned
-        raise ClientDisconnect
-    return result
+        await cancel(working, watching)
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -163,18 +156,20 @@ async def kept_alive(send: Send) -> AsyncIterator[Callable[[bytes], Awaitable[No
 
     Proxies close streams that are silent.
     """
-    written_at = time.monotonic()
+    is_silent = True
 
     async def write(frames: bytes) -> None:
-        nonlocal written_at
-        written_at = time.monotonic()
+        nonlocal is_silent
+        is_silent = False
         await send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def write_comments() -> None:
         """Write comments, one after another: the next one waits until the client has read the last."""
+        nonlocal is_silent
         while True:
-            await asyncio.sleep(written_at + KEEP_ALIVE_S - time.monotonic())
-            if time.monotonic() - written_at >= KEEP_ALIVE_S:
+            is_silent = True
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if is_silent:
                 await write(KEEP_ALIVE)
 
     comments = asyncio.create_task(write_comments())

@@ -10,7 +10,7 @@ Rules of this file:
    the turn of its grammar. run() may refuse too, before its Accepted.
 2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns. After
    Accepted it raises only if it, or emit(), has a bug. To stop it, cancel it: the engine drops the sequence,
-   and run() emits Finish("cancelled") before it lets the CancelledError out. choices.py counts that one and
+   and run() emits Finish("cancelled") before it lets the CancelledError out. api.py counts that one and
    does not pass it on.
 3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
 4. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
@@ -19,7 +19,7 @@ Rules of this file:
    them for a token, and the events that end an item repeat them.
 
 Not here: what the pieces mean (channels.py), which tokens come (engine.py), what keeps rule 2 if a worker has
-a bug (choices.py).
+a bug (api.py).
 """
 
 import asyncio

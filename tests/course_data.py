@@ -22,7 +22,7 @@ import sse
 from channels import Arguments, Call, Delta, Finish, Parser, Piece
 from checkpoint.config import read_config
 from dialects.families import DIALECTS
-from event_log import EventLog, encode_event
+from event_log import EventLog
 from gateway.answers import Answer, Asked
 from gateway.outputs import Outputs
 from model import PAGE, Batch, Span
@@ -268,13 +268,13 @@ def frames() -> Lines:
     except sse.Truncated as error:
         yield f"Parser.close() raises Truncated: {error}"
     yield ""
-    yield f"sse.encode('one\\ntwo', 'note') -> {sse.encode('one' + chr(10) + 'two', 'note')!r}"
+    yield f"sse.encode('[]', 'note') -> {sse.encode('[]', 'note')!r}"
 
 
 async def log_lines() -> list[str]:
     """Chapter 9: one log, three readers."""
     builder = Builder({"id": "resp_0"}, lambda prefix: f"{prefix}_0")
-    log = EventLog(encode_event)
+    log = EventLog()
     seen: dict[str, list[int]] = {"from the start": [], "starting_after=3": [], "came late": []}
 
     async def follow(reader: str, after: int) -> None:

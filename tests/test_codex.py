@@ -150,11 +150,6 @@ def test_any_of_its_tools_can_be_called(server: Server, index: int) -> None:
     assert call.get("input", call.get("arguments")).startswith("*** Begin Patch\n*** " if index == 1 else "{")
 
 
-def test_a_hosted_tool_cannot_be_forced(server: Server) -> None:
-    reply = server.post("/v1/responses", BODY | {"tool_choice": {"type": "web_search"}})
-    assert (reply.status, reply.json["error"]["code"]) == (400, "unsupported_parameter")
-
-
 # --- what newer versions send -------------------------------------------------------------------------------
 
 SPAWN = namespace("collaboration", function("spawn", AGENT, defer_loading=True))

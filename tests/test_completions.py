@@ -63,13 +63,18 @@ def test_a_choice_has_one_role_and_one_end(choices: list[Choice]) -> None:
         assert all(part["finish_reason"] is None for part in own[:-1])
 
 
+@pytest.mark.bug("G02")
 @given(some_choices)
 def test_the_whole_is_what_was_said(choices: list[Choice]) -> None:
-    """By kind: a completion does not keep the order of text and calls."""
+    """By kind: a completion does not keep the order of text and calls. A call ends it, but for a length."""
     body = fold(chunks_of(choices))
     for found, choice in zip(body["choices"], choices, strict=True):
         outputs = [output for output in choice if not isinstance(output, Finish)]
         message = found["message"]
+        finish = choice[-1]
+        assert isinstance(finish, Finish)
+        called = any(isinstance(output, Call) for output in outputs) and finish.reason == "stop"
+        assert found["finish_reason"] == ("tool_calls" if called else finish.reason)
         calls = [item for item in laws.items(outputs) if item[0] in ("call", "custom")]
         deltas = [output for output in outputs if isinstance(output, Delta)]
         visible = [delta for delta in deltas if delta.channel in ("commentary", "final")]
@@ -89,18 +94,6 @@ def members_of(call: dict[str, Any]) -> list[str]:
     if call["type"] == "custom":
         return ["custom", call["custom"]["name"], call["custom"]["input"]]
     return ["call", call["function"]["name"], call["function"]["arguments"]]
-
-
-@pytest.mark.bug("G02")
-@given(some_choices)
-def test_a_call_ends_a_choice_in_tool_calls_but_for_length(choices: list[Choice]) -> None:
-    """G02: wherever in the choice it was."""
-    for found, choice in zip(fold(chunks_of(choices))["choices"], choices, strict=True):
-        *outputs, finish = choice
-        assert isinstance(finish, Finish)
-        called = any(isinstance(output, Call) for output in outputs)
-        expected = "tool_calls" if called and finish.reason == "stop" else finish.reason
-        assert found["finish_reason"] == expected
 
 
 @given(some_choices)

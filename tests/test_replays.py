@@ -42,7 +42,7 @@ import sse
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
 from dialects.structured_output import answer_grammar
-from event_log import EventLog, encode_event
+from event_log import EventLog
 from gateway import answers, metering, relay
 from gateway.outputs import Outputs
 from helpers import clients, laws, scripted
@@ -233,7 +233,7 @@ def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options
 
 def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
     """The frames of a log. A chunk is a list of events; one that cannot be written says so."""
-    log = EventLog(encode_event)
+    log = EventLog()
     for event in itertools.chain(*chunks):
         try:
             log.extend([event | {"text": "\ud800"} if "text" in event else event])
@@ -443,60 +443,3 @@ def test_replay(path: Path) -> None:
         check_was(load(path))
     else:
         check(load(path))
-
-
-# --- The runner itself can fail -----------------------------------------------------------------------------
-
-GOOD = r"""
-title  = "a rule"
-went_wrong = "what happened"
-source = "https://example.org/1"
-result = "valid"
-input  = ["data: a\n\n"]
-was    = []
-expect = [["message", "a", ""]]
-"""
-# fmt: off
-WRONG = [
-    # in GOOD      instead                         what it breaks: a rule, or an expectation
-    ('= []',       '= [["message", "a", ""]]',     "was to differ from expect"),
-    ('source',     'sauce',                        "the keys"),
-    ('https://',   'seen in ',                     "a source"),
-    ('input ',     'inputs',                       "no keys but"),
-    ('was',        'input_percent = []\nwas',      "input or input_percent"),
-    ('"valid"',    '"fine"',                       "a result that is known"),
-    ('"valid"',    '"invalid"',                    "an invalid input to raise"),
-    ('""]]',       '""], "raises Truncated"]',     "a valid input not to"),
-    ('"valid"',    '"disputed"',                   "a note on who differs"),
-    ('"a"',        '"b"',                          "as it came"),
-    ('""]]',       '""], ["message", "a", ""]]',   "as it came"),
-    ('a\\n\\n"]',  'a\\n\\n", "data: b\\n\\n"]',  "as it came"),
-    ('a\\n\\n"]',  'a\\n\\ndata"]',                "as it came"),
-]
-# fmt: on
-
-
-def load_text(folder: Path, text: str, name: str = "sse-words.toml") -> Replay:
-    (folder / name).write_text(text, encoding="utf-8")
-    return load(folder / name)
-
-
-def test_a_good_replay_passes(tmp_path: Path) -> None:
-    check(load_text(tmp_path, GOOD))
-    for name in ("words-sse.toml", "sse-words.json"):
-        with pytest.raises(ValueError, match="expected <module>-<words>"):
-            load_text(tmp_path, GOOD, name)
-
-
-@pytest.mark.parametrize(("old", "new", "broken"), WRONG)
-def test_a_wrong_replay_fails(tmp_path: Path, old: str, new: str, broken: str) -> None:
-    with pytest.raises((ValueError, AssertionError), match=broken):
-        check(load_text(tmp_path, GOOD.replace(old, new, 1)))
-
-
-@pytest.mark.parametrize("how", ["as it came", "whole", "unit by unit", "cut at 1"])
-def test_every_feeding_is_judged(how: str) -> None:
-    chunks = ["ab", "c"]
-    bad = dict(feedings(chunks))[how]
-    with pytest.raises(AssertionError, match=how):
-        check(Replay(lambda fed: iter([fed == bad]), chunks, [False], [True]))

@@ -163,17 +163,14 @@ def test_chat(server: Server, asked: str) -> None:
 
 
 def test_a_completion_has_what_openais_has(server: Server) -> None:
-    """The linter llm-comply warns of an id with an underscore and a message without `annotations`. The tier
-    is named if the request names one: platform.openai.com/docs/api-reference/chat/create.
-    """
-    plain, tiered = chat_body("text"), chat_body("text") | {"service_tier": "flex"}
-    whole = server.post(CHAT, plain).json
+    """The linter llm-comply warns of an id with an underscore and a message without `annotations`."""
+    body = chat_body("text") | {"service_tier": "flex"}
+    whole = server.post(CHAT, body).json
     assert whole["choices"][0]["message"].keys() == {"role", "content", "refusal", "annotations"}
     assert whole["choices"][0]["message"]["annotations"] == []
-    for body, tier in ((plain, None), (tiered, "default")):
-        for one in (server.post(CHAT, body).json, *events(server, CHAT, body)):
-            assert one["id"].startswith("chatcmpl-")
-            assert one.get("service_tier") == tier
+    for one in (whole, *events(server, CHAT, body)):
+        assert one["id"].startswith("chatcmpl-")
+        assert one["service_tier"] == "default"
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -192,22 +189,16 @@ def test_both_apis_say_the_same(server: Server, asked: str) -> None:
 
 
 def test_what_the_tiny_model_says(server: Server) -> None:
-    hello = server.post(CHAT, chat_body("text")).json["choices"][0]
-    assert (hello["message"]["content"], hello["finish_reason"]) == (HELLO, "stop")
-    call = server.post(CHAT, chat_body("thought, call")).json["choices"][0]
-    (called,) = call["message"]["tool_calls"]
-    assert called["function"] == {"name": "get_weather", "arguments": '{"city": "Tokyo"}'}
-    assert call["finish_reason"] == "tool_calls"
     stopped = server.post(RESPONSES, responses_body("stopped")).json
     assert stopped["output"][-1]["content"][0]["text"] == "Hello! How can I "
-
-
-def test_tool_result_is_read(server: Server) -> None:
+    choice = server.post(CHAT, chat_body("thought, call")).json["choices"][0]
+    (called,) = choice["message"]["tool_calls"]
+    assert called["function"] == {"name": "get_weather", "arguments": '{"city": "Tokyo"}'}
+    assert choice["finish_reason"] == "tool_calls"
     first = server.post(RESPONSES, responses_body("call")).json["output"]
     output = {"type": "function_call_output", "output": '{"temperature": 21, "condition": "sunny"}'}
     turns = [{"role": "user", "content": TOKYO}, *first, output | {"call_id": first[0]["call_id"]}]
     answer = server.post(RESPONSES, responses_body("call") | {"input": turns}).json
-    laws.check_body(answer)
     assert answer["output"][0]["content"][0]["text"] == "It is 21 degrees and sunny in Tokyo."
 
 
@@ -305,7 +296,6 @@ def test_a_stream_and_its_headers(server: Server, path: str, body: Json, shape: 
 # --- refusals -----------------------------------------------------------------------------------------------
 
 LONG_TEXT = "one two three four five six seven " * 400
-LONG = says(RESPONSES, LONG_TEXT)
 BANANA = {"type": "banana", "role": "banana", "content": ""}
 PREVIOUS = "previous_response_id"
 NAMED = {"type": "function", "name": "get_weather"}
@@ -321,6 +311,8 @@ REFUSED: list[tuple[str, str | None, str, Json]] = [
     (RESPONSES, "input[0].type",    "invalid_value",               {"input": [BANANA]}),
     (CHAT,      "messages[0].role", "invalid_value",               {"messages": [BANANA]}),
     (CHAT,      None,               "context_length_exceeded",     says(CHAT, LONG_TEXT)),
+    (RESPONSES, None,               "context_length_exceeded",     {"input": LONG_TEXT}),
+    (RESPONSES, "model",            "model_not_found",             {"model": "gpt-5"}),
     (RESPONSES, "temperature",      "invalid_value",               {"temperature": 2.1}),
     (RESPONSES, "conversation",     "unsupported_parameter",       {"conversation": "conv_1"}),
     (RESPONSES, PREVIOUS,           "previous_response_not_found", {PREVIOUS: "resp_1"}),
@@ -334,11 +326,8 @@ REFUSED: list[tuple[str, str | None, str, Json]] = [
 NO_JSON_OBJECTS = {
     "half":                ("invalid_json",  b'{"model": "tiny", "input":'),
     "a list":              ("invalid_type",  b"[]"),
-    "infinite by size":    ("invalid_json",  b'{"temperature": 1e999}'),
     "a long number":       ("invalid_json",  b'{"seed": %s}' % (b"9" * 641)),
-    "no UTF-8":            ("invalid_json",  b'{"model": "tiny", "input": "\xff"}'),
     "half a surrogate":    ("invalid_json",  rb'{"model": "tiny", "input": "a\ud83d"}'),
-    "nested too deep":     ("invalid_json",  b"[" * 1000),
 }
 
 ELSEWHERE = [
@@ -365,14 +354,22 @@ def check_refusal(reply: Reply, status: int, code: str, type_: str = "invalid_re
     return error
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.bug("F08")
 @pytest.mark.parametrize(("path", "param", "code", "change"), REFUSED)
-def test_refused(server: Server, path: str, param: str | None, code: str, change: Json, stream: bool) -> None:
-    """Before the first byte of a stream an error is as it is without one."""
+def test_refused(server: Server, path: str, param: str | None, code: str, change: Json) -> None:
+    """Before the first byte of a stream an error is as it is without one. In the background the request was
+    parsed after the 200, and failed then (mistral.rs at 9e92262): here every mode refuses alike, and nothing
+    is left of it.
+    """
+    n_steps = server.health()["steps"]
     good = responses_body("text") if path == RESPONSES else chat_body("text")
     status = 404 if code == "model_not_found" else 400
-    error = check_refusal(server.post(path, good | change | {"stream": stream}), status, code)
-    assert error["param"] == param
+    for stream in (False, True):
+        for more in [{}, {"background": True}][: 1 + (path == RESPONSES)]:
+            reply = server.post(path, good | {"stream": stream} | more | change)
+            assert check_refusal(reply, status, code)["param"] == param
+    health = server.health()
+    assert (health["steps"], health["waiting"], health["background"]) == (n_steps, 0, 0)
 
 
 @pytest.mark.parametrize("name", NO_JSON_OBJECTS)
@@ -471,37 +468,6 @@ def test_what_the_start_has_made_is_no_garbage() -> None:
         assert server.exit_status() == 0
         n_objects = int(server.log().rpartition(":")[2])
     assert n_objects > 100_000
-
-
-# --- memory -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[Server]:
-    with serve("--kv-memory", "3M", script=FAULTY) as started:
-        yield started
-
-
-def test_cached_tokens_are_in_the_usage(small: Server) -> None:
-    """The second turn begins as the first: whole pages of it are found, in the words of both APIs."""
-    text = "one two three " * 60
-    chat = says(CHAT, text) | {"model": "tiny", "max_tokens": 3}
-    first, second = (small.post(CHAT, chat).json["usage"] for _ in range(2))
-    n_cached = (first["prompt_tokens"] - 1) // 64 * 64
-    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert second["prompt_tokens_details"] == {"cached_tokens": n_cached}
-    third = small.post(RESPONSES, {"model": "tiny", "input": text, "max_output_tokens": 3}).json["usage"]
-    assert third["input_tokens_details"]["cached_tokens"] == n_cached > 0
-
-
-def test_what_never_fits_the_memory_is_refused(small: Server) -> None:
-    """24 pages of 64 tokens are less than the model's context; the message names both numbers."""
-    reply = small.post(RESPONSES, LONG | {"model": "tiny"})
-    message = check_refusal(reply, 400, "context_length_exceeded")["message"]
-    assert re.search(r"\b1536 tokens.* \d{4,}", message)
-    body = says(RESPONSES, "one two three " * 100) | {"model": "tiny", "logit_bias": {"2041": -100}}
-    answer = small.post(RESPONSES, body | {"max_output_tokens": 1500}).json
-    assert (answer["status"], answer["usage"]["total_tokens"]) == ("incomplete", 1536)
 
 
 # --- clients that leave -------------------------------------------------------------------------------------
@@ -609,7 +575,7 @@ def test_signal_ends_every_answer_properly() -> None:
             reply.begin()
             assert (reply.status, int(reply.headers["retry-after"]) > 0) == (503, True)
             error = json.loads(reply.read())["error"]
-            assert (error["message"], error["code"]) == (engine.CLOSING, "server_error")
+            assert (error["message"], error["code"]) == (engine.CLOSING, "server_is_overloaded")
         assert server.exit_status() == 0
         assert "Traceback" not in server.log()
 
@@ -695,26 +661,6 @@ def test_what_cannot_work_is_said_in_a_line(flags: str, complaint: str) -> None:
     assert "error: " in line
     assert complaint in line
     assert ended.stderr.startswith("usage: ") or ended.stderr.count("\n") == 1
-
-
-# A model in whose place a library calls Python back, and swallows what is raised there, as llvmlite does.
-SWALLOWS = """
-import runpy, signal
-from service import loading
-def load(*_):
-    try:
-        signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        pass
-loading.load = load
-runpy.run_path("server.py", run_name="__main__")
-"""
-
-
-def test_ctrl_c_ends_a_start() -> None:
-    """Bugs: one in twelve was lost, and the server started; in the event loop it left a traceback."""
-    ended = run("-c", SWALLOWS, "--model", str(TINY), "--port", "0")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
 
 
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:

@@ -86,19 +86,6 @@ def written_in(
     return written
 
 
-def test_silence_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that is silent gets comments, and every frame still once."""
-
-    async def script(write: Write) -> None:
-        await write(b"1")
-        await asyncio.sleep(0.05)
-        await write(b"2")
-
-    written = written_in(monkeypatch, 0.001, script)
-    assert [frames for frames in written if frames != KEEP_ALIVE] == [b"1", b"2"]
-    assert written[1] == KEEP_ALIVE
-
-
 def test_a_stream_that_is_not_silent_gets_no_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each write puts the next comment off."""
 

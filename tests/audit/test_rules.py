@@ -17,7 +17,6 @@ import audit.session  # noqa: F401 (it enters the rules)
 import completions
 import responses
 import sse
-from api import encode_chunk
 from audit import schema
 from audit import stream as streams
 from audit.rules import OF_STREAMS, RULES, NotApplicable
@@ -52,7 +51,7 @@ def chat_stream(finish: Finish = STOP) -> bytes:
     chunks = completions.Chunks(head, lambda prefix: f"{prefix}_{next(number)}", 2, include_usage=True)
     fed = [chunks.feed(0, output) for output in OUTPUTS]
     made = [chunks.start(), *fed, chunks.feed(0, finish), chunks.feed(1, finish), chunks.end()]
-    return b"".join(encode_chunk(0, chunk).frame for chunk in itertools.chain(*made)) + sse.DONE
+    return b"".join(encode_event(0, chunk).frame for chunk in itertools.chain(*made)) + sse.DONE
 
 
 def lint(stream: bytes) -> list[streams.Violation]:

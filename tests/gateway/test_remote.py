@@ -31,7 +31,6 @@ from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures 
     streaming,
     test_background_must_survive_disconnect,
     test_background_stream_unexpected_type,
-    test_chain_behind_one_that_was_cut,
     test_foreground_response_that_runs_is_its_clients_alone,
     test_previous_response,
     test_sdk_background,
@@ -53,7 +52,6 @@ from test_server import (  # noqa: F401
     test_sdk_is_told_of_a_cut,
     test_sdk_stream_of_chat,
     test_sdk_stream_of_responses,
-    test_tool_result_is_read,
     test_what_the_tiny_model_says,
     timeless,
 )

@@ -40,7 +40,7 @@ from channels import (
     TokenLogprob,
     Usage,
 )
-from event_log import EventLog, encode_event
+from event_log import EventLog
 
 Json = dict[str, Any]
 
@@ -97,7 +97,7 @@ finishes = st.builds(Finish, reasons, st.none() | usages, texts, st.just("server
 def on_the_wire(events: Iterable[Json]) -> list[Json]:
     """Events through the log and the SSE encoding and back, as a client gets them."""
     parser, got = sse.Parser(), []
-    log = EventLog(encode_event)
+    log = EventLog()
     log.extend(events)
     log.close()
     for frame in asyncio.run(read(log)):

@@ -152,9 +152,7 @@ def test_each_line_of_json_knows_its_request() -> None:
     for reply in (*replies, refused):
         own = [line for line in lines if line["request_id"] == reply.headers["x-request-id"]]
         assert [line["status"] for line in own if line["logger"] == "middleware"] == [reply.status]
-        assert ("choices" in [line["logger"] for line in own]) == (
-            reply is not refused
-        )  # in the background too
+        assert ("api" in [line["logger"] for line in own]) == (reply is not refused)  # in the background too
     (failed,) = [line for line in lines if "exception" in line]
     assert "FloatingPointError" in failed["exception"]
 
