@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -72,7 +72,6 @@ CANNOT_CANCEL = {
 
 
 Handler = Callable[[HttpRequest, Visit], Awaitable[Response]]  # its visit holds what it takes
-Purpose = Literal["respond", "count", "compact"]
 # The JSON of a body. While it is open, a large body holds its place in the queue of parses.
 Parsing = AbstractAsyncContextManager[Any]
 
@@ -178,10 +177,11 @@ class Api:
         return json_response(200, compaction, headers)
 
     async def _begin(
-        self, parsing: Parsing, visit: Visit, purpose: Purpose = "respond", recall: Recall | None = None
+        self, parsing: Parsing, visit: Visit, purpose: str = "respond", recall: Recall | None = None
     ) -> Begun:
         """Refuse a body, or make all that is needed to start its response; raises BadInput.
 
+        `purpose`: "respond", "count" (its tokens) or "compact".
         `recall` finds what a WebSocket remembers, and later this response. What the body continues or refers
         to is held by the visit before it is loaded. A large body leaves its place before the prompt waits,
         perhaps for the check of a grammar.
@@ -246,7 +246,7 @@ class Api:
     async def _run_row(self, row: Row, emit: Callable[[Said], None]) -> None:
         """Run a background response. What waits is its row of JSON text: the prompt is made of it again."""
         body = await asyncio.to_thread(items.body_of, row)
-        defaults = self._worker(params.model_name(body)).defaults
+        defaults = self._worker(body["model"]).defaults
         request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
         await self._run(await self._prepare(request, body["input"]), emit)
 

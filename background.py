@@ -250,19 +250,13 @@ class Registry:
 
     async def _end(self, job: Job, finish: Finish) -> None:
         """Append the last events. A foreground response that is kept is stored before the last: rule 1."""
-        try:
-            *others, last = job.builder.finish(finish, int(time.time()))
-            job.log.extend(others)
-            if job.row.kept and not job.row.background:
-                entry = encode_event(len(job.log.entries), last)
-                # It is stored even if the client leaves now.
-                last["response"]["store"] = await asyncio.shield(self._write(job.row, 0, [entry]))
-            job.log.extend([last])
-        except Exception:  # rule 3 holds in spite of a bug
-            log.exception("%s could not be ended as it should be", job.row.id)
-            error = {"code": UNFINISHED.code, "message": UNFINISHED.message}
-            response = json.loads(job.log.shown.response_json) | {"status": "failed", "error": error}
-            job.log.extend([{"type": "response.failed", "response": response}])
+        *others, last = job.builder.finish(finish, int(time.time()))
+        job.log.extend(others)
+        if job.row.kept and not job.row.background:
+            entry = encode_event(len(job.log.entries), last)
+            # It is stored even if the client leaves now.
+            last["response"]["store"] = await asyncio.shield(self._write(job.row, 0, [entry]))
+        job.log.extend([last])
 
     def _stop(self, job: Job, finish: Finish | None) -> None:
         """Cancel a job that has not ended; the first to stop it decides how it ends."""

@@ -4,12 +4,8 @@ The texts are shorter than Codex's, for the tiny model reads 2048 tokens; keys, 
 """
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,6 @@ import pytest
 import sse
 from helpers import clients, laws
 from helpers.serving import Json, Server, serve
-from helpers.upstream import DONE, USED, Exchange, delta, finish, head, upstream
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -246,49 +241,3 @@ def test_its_bodies_are_compressed(server: Server) -> None:
     packed = zstd.compress(json.dumps(BODY | CUT).encode(), 3)
     reply = server.post("/v1/responses", packed, Content_Encoding="zstd")
     assert reply.status == 200, reply.body
-
-
-# --- Codex itself -------------------------------------------------------------------------------------------
-
-CONFIG = """
-model = "m"
-model_provider = "ours"
-[model_providers.ours]
-name = "ours"
-base_url = "{url}/v1"
-wire_api = "responses"
-supports_websockets = true
-"""
-RUNS_ECHO = {"name": "exec_command", "arguments": '{"cmd": "echo hello"}'}
-
-
-@pytest.mark.skipif(not shutil.which("codex"), reason="Codex is not installed: npm install -g @openai/codex")
-def test_codex_over_a_websocket(tmp_path: Path) -> None:
-    """A warm-up, a call of a tool and an answer, all on one connection: each turn continues the last one."""
-
-    def say(exchange: Exchange) -> None:
-        """Call a tool, then answer. What is said to the warm-up nobody gets."""
-        exchange.send(head() + delta(role="assistant", content=""))
-        if any(message["role"] == "tool" for message in exchange.body["messages"]):
-            exchange.send(delta(content="It said hello.") + finish() + USED + DONE)
-        else:
-            call = {"index": 0, "id": "call_1", "type": "function", "function": RUNS_ECHO}
-            exchange.send(delta(tool_calls=[call]) + finish("tool_calls") + USED + DONE)
-
-    with upstream(say) as worker, serve("--upstream", worker.url, "--max-body", "8M", model=None) as front:
-        (tmp_path / "config.toml").write_text(CONFIG.format(url=front.url))
-        said = subprocess.run(
-            ["codex", "exec", "--skip-git-repo-check", "say hi"],
-            cwd=tmp_path,
-            env=os.environ | {"CODEX_HOME": str(tmp_path)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-        assert "It said hello." in said.stdout, said.stderr
-        n_messages = [len(exchange.body["messages"]) for exchange in worker.exchanges]
-        assert n_messages == sorted({*n_messages}), "each turn continues the last one"
-        assert len(n_messages) == 3
-        assert "GET /v1/responses: 101" in front.log()
-        assert "POST /v1/responses" not in front.log()

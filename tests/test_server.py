@@ -592,25 +592,6 @@ def test_a_stop_drops_clients_that_do_not_read() -> None:
         assert "Cancel" not in server.log()
 
 
-def test_request_that_comes_after_the_signal_is_answered_too() -> None:
-    """Bug: it was given to an engine that had ended, and the process waited for the answer for ever."""
-    request = http_bytes(RESPONSES, {"model": "tiny", "input": "hi"})
-    endless = http_bytes(RESPONSES, ENDLESS | says(RESPONSES, STORY) | {"stream": True})
-    with (
-        serve("--shutdown-grace", "0", script=FAULTY) as server,
-        server.connect(request[:-5]) as connection,
-    ):
-        with server.connect(endless) as other:
-            chunks = http_frames(other)
-            next(chunks)
-            server.interrupt()
-            assert sse.DONE in chunks  # the engine has ended
-        connection.sendall(request[-5:])
-        with connection.makefile("rb") as lines:
-            assert engine.CLOSING.encode() in lines.read()
-        assert server.exit_status() == 0
-
-
 def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
     """Bug: five to eight silent seconds."""
     body = ENDLESS | says(RESPONSES, STORY) | {"stream": True, "seed": SLOW}
