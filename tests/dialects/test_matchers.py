@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dialects.matcher_process import MAX_BYTES, MAX_COMPILE_S
 from dialects.matchers import N_CHECKS, Constraint, Grammars
 from dialects.structured_output import AnswerGrammar, answer_grammar
 from helpers.grammars import Followed
-from helpers.serving import TINY, Server, http_bytes, serve, until
+from helpers.serving import TINY, http_bytes, serve, until
 from request.tools import StructuredOutput
 
 Json = dict[str, Any]
@@ -58,17 +57,11 @@ def forks(grammars: Grammars) -> list[int]:
 def test_what_is_too_costly_is_computed_once(grammars: Grammars) -> None:
     """Bug: each request with the same schema took a second of a processor again, and memory likewise."""
 
-    async def check(grammar: AnswerGrammar) -> None:
-        with pytest.raises(BadGrammar, match=r"takes more than 0\.25 s of computing or 128 MB"):
-            await grammars.check(grammar, "me")
-
     async def main() -> None:
-        await check(of(costly()))
-        faulty = of(costly(1_000_003))
-        await check(faulty)
-        grammars._root.close()  # nothing can be computed any more
-        for grammar in (of(costly()), faulty):
-            await check(grammar)
+        for _ in range(2):
+            with pytest.raises(BadGrammar, match=r"takes more than 0\.25 s of computing or 128 MB"):
+                await grammars.check(of(costly()), "me")
+            grammars._root.close()  # nothing can be computed any more
 
     asyncio.run(main())
 
@@ -87,11 +80,9 @@ def test_memory_is_limited_by_the_system(grammars: Grammars) -> None:
         (pid,) = forks(grammars)
         limits = Path(f"/proc/{pid}/limits").read_text(encoding="ascii")
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    allowed = re.search(r"Max address space +(\d+)", limits)
-    mapped = re.search(r"VmSize:\s+(\d+) kB", status)
-    assert allowed
-    assert mapped
-    assert int(allowed[1]) <= int(mapped[1]) * 1024 + MAX_BYTES
+    (allowed,) = re.findall(r"Max address space +(\d+)", limits)
+    (mapped,) = re.findall(r"VmSize:\s+(\d+) kB", status)
+    assert int(allowed) <= int(mapped) * 1024 + MAX_BYTES
 
 
 def test_a_process_ends_with_its_connection(grammars: Grammars) -> None:
@@ -152,80 +143,57 @@ def test_a_mask_may_be_asked_for_again(grammars: Grammars) -> None:
 
 def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
     """An agent sends its tools with every turn: they do not wait for a slot again, nor fail again slowly."""
+    ended: list[str] = []
 
-    async def main() -> list[str]:
-        ended: list[str] = []
+    async def check(schema: Json, name: str) -> None:
+        with suppress(BadGrammar):
+            await grammars.check(of(schema), "me")
+        ended.append(name)
 
-        async def check(schema: Json, name: str) -> None:
-            with suppress(BadGrammar):
-                await grammars.check(of(schema), "me")
-            ended.append(name)
-
+    async def main() -> None:
         await check({"type": "integer"}, "known")
         occupying = [check(costly(1_000_003 + i), "costly") for i in range(N_CHECKS)]
-        await asyncio.gather(
-            *occupying, check({"type": "boolean"}, "new"), check({"type": "integer"}, "known")
-        )
-        return ended
+        others = check({"type": "boolean"}, "new"), check({"type": "integer"}, "known")
+        await asyncio.gather(*occupying, *others)
 
-    assert asyncio.run(main()) == ["known", "known", *["costly"] * N_CHECKS, "new"]
+    asyncio.run(main())
+    assert ended == ["known", "known", *["costly"] * N_CHECKS, "new"]
 
 
 def test_one_check_is_enough_for_all_requests_that_wait_for_it(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 64 requests at once with the same tools, each compiled them again, and half were refused."""
-    n_started = 0
-    start = grammars.start
-
-    def counted() -> Connection:
-        nonlocal n_started
-        n_started += 1
-        return start()
-
-    monkeypatch.setattr(grammars, "start", counted)
+    compiled: list[AnswerGrammar] = []
+    monkeypatch.setattr(grammars, "_compile", compiled.append)
 
     async def main() -> None:
-        checks = [
-            asyncio.create_task(grammars.check(of({"type": "integer"}), "me")) for _ in range(N_CHECKS + 64)
-        ]
+        checks = [asyncio.create_task(grammars.check(of({"type": "integer"}), "me")) for _ in range(64)]
         await asyncio.sleep(0)
         checks.pop(0).cancel()  # the one that began it
         await asyncio.gather(*checks)
 
     asyncio.run(main())
-    assert n_started == 1
-
-
-# --- through the server -------------------------------------------------------------------------------------
-
-
-def asked(schema: Json, **more: Any) -> Json:
-    text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-    return {"model": "default", "input": "hi", "text": text} | more
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with serve() as server:
-        yield server
-
-
-def matchers_of(server: Server) -> list[int]:
-    return children(server.process.pid)
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_outlives_the_server(server: Server, number: signal.Signals) -> None:
+def test_no_process_outlives_the_server(number: signal.Signals) -> None:
     """Neither the root, nor one that computes, nor one that waits for its next token."""
-    body = asked({"type": "array", "items": {"type": "integer"}}, stream=True, ignore_eos=True)
+
+    def asked(schema: Json) -> bytes:
+        text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        more = {"stream": True, "ignore_eos": True}
+        return http_bytes("/v1/responses", {"model": "default", "input": "hi", "text": text} | more)
+
     with (
-        server.connect(http_bytes("/v1/responses", body)) as answering,
-        server.connect(http_bytes("/v1/responses", asked(costly()))),
+        serve() as server,
+        server.connect(asked({"type": "array", "items": {"type": "integer"}})) as answering,
+        server.connect(asked(costly())),
     ):
         assert answering.recv(1)
-        until(lambda: len(matchers_of(server)) >= 2, "processes follow the grammars")
-        pids = matchers_of(server)
+        until(lambda: len(children(server.process.pid)) >= 2, "processes follow the grammars")
+        pids = children(server.process.pid)
         server.interrupt(number)
         if number == signal.SIGTERM:
             server.interrupt(number)  # the second one ends the grace

@@ -20,21 +20,14 @@ class Followed:
     def __init__(self, grammars: Grammars, lark: str) -> None:
         self._constraint = grammars.constraint(AnswerGrammar(lark))
         self._output: list[int] = []
-        self._mask: NDArray[np.bool_] | None = None
         self._constraint.mask([])  # asks for the first
 
     def mask(self) -> NDArray[np.bool_]:
-        if self._mask is None:
-            self._mask = self._constraint.mask(self._output)
-        if self._mask is None:
+        while (mask := self._constraint.mask(self._output)) is None:
             assert select.select([self._constraint], [], [], PATIENCE_S)[0], "the mask has not come"
-            self._mask = self._constraint.mask(self._output)
-            assert self._mask is not None
-        return self._mask
+        return mask
 
     def advance(self, token_id: int) -> None:
-        self.mask()
-        self._mask = None
         self._output = [*self._output, token_id]
 
     def __enter__(self) -> "Followed":
