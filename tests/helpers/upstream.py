@@ -7,6 +7,7 @@ returns the connection is closed. A test may replace the answer between two requ
 """
 
 import contextlib
+import http.client
 import json
 import socket
 import struct
@@ -31,12 +32,6 @@ def json_answer(body: Any, status: str = "200 OK", *more: str) -> bytes:
 
 
 CHUNKED = "Transfer-Encoding: chunked"  # whoever reads such an answer can see whether it was cut
-
-
-def chunk(data: bytes) -> bytes:
-    if not data:  # an empty chunk would end the answer
-        return b""
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 def event(value: Any) -> bytes:
@@ -103,10 +98,17 @@ def says(data: bytes) -> Answer:
     return lambda exchange: exchange.send(data)
 
 
+def hangs(exchange: Exchange) -> None:
+    exchange.wait_closed()
+
+
+SAYS_STREAM = says(head() + STREAM)
+
+
 class Upstream:
     """Listens until it is closed, and keeps the exchanges."""
 
-    def __init__(self, answer: Answer, models: tuple[str, ...] = ("m",), port: int = 0) -> None:
+    def __init__(self, answer: Answer, models: tuple[str, ...], port: int) -> None:
         self.answer = answer
         self.models: Json = {"object": "list", "data": [{"id": m, "object": "model"} for m in models]}
         self.exchanges: list[Exchange] = []
@@ -136,10 +138,7 @@ class Upstream:
             if not request_line:
                 return
             method, path, _ = request_line.split()
-            headers = {}
-            while (line := lines.readline().strip()) != b"":
-                name, _, value = line.decode("latin-1").partition(":")
-                headers[name.lower()] = value.strip()
+            headers = {name.lower(): value for name, value in http.client.parse_headers(lines).items()}
             body = lines.read(int(headers.get("content-length", 0)))
             exchange = Exchange(connection, path.decode(), headers, json.loads(body or b"{}"))
             if method == b"GET":
@@ -151,10 +150,8 @@ class Upstream:
 
 
 @contextlib.contextmanager
-def upstream(
-    answer: Answer | None = None, models: tuple[str, ...] = ("m",), port: int = 0
-) -> Iterator[Upstream]:
-    running = Upstream(answer or says(head() + STREAM), models, port)
+def upstream(answer: Answer = SAYS_STREAM, *models: str, port: int = 0) -> Iterator[Upstream]:
+    running = Upstream(answer, models or ("m",), port)
     try:
         yield running
     finally:
