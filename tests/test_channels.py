@@ -23,7 +23,7 @@ from dialects.families import DIALECTS
 from helpers.laws import parse
 from helpers.scripted import END, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
 from request import tools
-from tokenizer import Decoder, Tokenizer
+from tokenizer import Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
 TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(vocab_size(TINY)) if len(TINY.token_bytes(i)) == 1}
@@ -78,23 +78,6 @@ XML_CALL = "\n<function=f>\n<parameter=s>\na\n\n</parameter>\n<parameter=n>\n5\n
 ASSISTANT = "<|start|>assistant"
 FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
-SAID = [
-    ("hermes",      f"<think>\na\n</think>\n\na\n<tool_call>\n{CALL}\n</tool_call>"),
-    ("hermes",      f"<tool_call>{BARE}</tool_call>\n<tool_call>{BARE}</tool_call>b"),
-    ("hermes",      "a<tool_call>no call\n</tool_call>\nb"),
-    ("hermes",      "aSTOPb<think>c"),
-    ("hermes",      "a\n\n"),
-    ("qwen3-coder", f"a\n<tool_call>{XML_CALL}</tool_call>"),
-    ("qwen3-coder", "<tool_call><function=f></function></tool_call>STOP<tool_call>a</tool_call>"),
-    ("llama",       '{"name": "f", "parameters": {"s": "<|eom_id|>"}}'),
-    ("llama",       f'STOP <|python_tag|>{CALL}; {CALL}<|eom_id|>'),
-    ("llama",       '{"answer": [4, "STOP"]}<|eot_id|>'),
-    ("mistral",     "[THINK]a[/THINK]b[TOOL_CALLS]f[CALL_ID]123[ARGS]{}[TOOL_CALLS]g[ARGS]"),
-    ("mistral-v3",  f"a\n[TOOL_CALLS][{BARE}, {BARE}]"),
-    ("harmony",     f"{THOUGHT}a\n<|end|>{ASSISTANT}{FINAL}b\n\nSTOP<|return|>"),
-    ("harmony",     "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>"),
-    ("harmony",     f"stray<|end|>{TO_F}1<|call|>"),
-]
 # fmt: on
 names = st.sampled_from(list(DIALECTS))
 outputs = names.flatmap(
@@ -178,35 +161,6 @@ def test_text_that_passes_the_machines_by_is_what_they_would_say(
         assert at_once.close(cut=False) == by_machines.close(cut=False)
 
 
-@pytest.mark.parametrize(("stop", "n_cuts"), [((), 1), (("\n",), 1), (("STOP",), 2)])
-@pytest.mark.parametrize(("name", "text"), SAID)
-def test_no_cuts_are_seen(name: str, text: str, stop: tuple[str, ...], n_cuts: int) -> None:
-    expected = parse(as_text([text]), parser(SPELLED[name], stop=stop))
-    for cuts in itertools.combinations(range(1, len(text)), n_cuts):
-        assert parse(as_text([text], cuts), parser(SPELLED[name], stop=stop)) == expected
-
-
-@given(st.lists(st.sampled_from([*MARKERS, *UNITS["hermes"], *TEXT]), max_size=14), cut_places, some_options)
-@example([f"<think>\na\n</think>\n\na\n<tool_call>\n{CALL}\n</tool_call>"], [], {})
-def test_how_it_was_tokenised_is_not_seen(units: list[str], cuts: list[int], options: Options) -> None:
-    """Through the real vocabulary: the longest tokens, those of any substrings, and one token a byte."""
-
-    def items(token_ids: Iterable[int]) -> list[list[str]]:
-        decoder = Decoder(TINY)
-        pieces = [piece for token_id in token_ids for piece in decoder.feed(token_id)]
-        return parse([*pieces, *decoder.close()], parser(TOKENS["hermes"], **options))
-
-    token_ids = TINY.encode("".join(units))
-    by_byte = [i for token_id in token_ids for i in in_bytes(token_id)]
-    by_cuts = [i for piece in as_tokens(units, cuts) for i in TINY.encode(piece.text)]
-    assert items(by_byte) == items(by_cuts) == items(token_ids)
-
-
-def in_bytes(token_id: int) -> list[int]:
-    added = token_id in TINY.added_by_id
-    return [token_id] if added else [TOKEN_OF_BYTE[byte] for byte in TINY.token_bytes(token_id)]
-
-
 sizes_of_steps = st.lists(st.integers(1, 9), min_size=1)
 words = cache(lambda name: vocabulary([unit.encode() for unit in (*UNITS[name], *TEXT)], name))
 
@@ -218,6 +172,7 @@ def token_ids_of(name: str, units: Iterable[str]) -> list[int]:
     return [ids[unit.encode()] for unit in units]
 
 
+@pytest.mark.bug("D01", "D04", "D06")
 @given(outputs, sizes_of_steps, stops, st.booleans(), st.none() | st.just(5))
 def test_steps_are_not_seen(
     output: tuple[str, list[str]], sizes: list[int], stop: tuple[str, ...], parallel: bool, limit: int | None
@@ -232,31 +187,6 @@ def test_steps_are_not_seen(
     assert finish is outputs[-1]
     assert finish.usage
     assert finish.usage.reasoning_tokens <= finish.usage.output_tokens <= (limit or len(token_ids))
-
-
-# fmt: off
-SHORT = {
-    "hermes":      ["<think>", "a", "</think>", "<tool_call>", '{"name": "f"}', "</tool_call>", END],
-    "qwen3-coder": ["<think>", "a", "</think>", "<tool_call>", "<function=f>", "</tool_call>", END],
-    "llama":       ['{"name": "f", "arguments": ', '{"a": "}\\""}', "}", "; ", '{"name": "f"}', "<|eom_id|>"],
-    "mistral":     ["[THINK]", "a", "[/THINK]", "[TOOL_CALLS]", "f", "[ARGS]", '{"a": "}\\""}', END],
-    "mistral-v3":  ["a", "[TOOL_CALLS]", "[", '{"name": "f"}', ", ", '{"name": "f"}', "]", END],
-    "harmony":     ["a", "<|end|>", " to=functions.f", "<|channel|>", "<|message|>", "1", "<|call|>"],
-}
-# fmt: on
-
-
-@pytest.mark.bug("D01", "D04", "D06")
-@pytest.mark.parametrize("name", DIALECTS)
-def test_no_grouping_is_seen(name: str) -> None:
-    """Every way to group the tokens of an output into steps."""
-    token_ids = token_ids_of(name, SHORT[name])
-    one_by_one = said(words(name), in_steps(token_ids, [1]), name)
-    assert any(type(output).__name__ == "Call" for output in one_by_one)
-    for cuts in itertools.product([False, True], repeat=len(token_ids) - 1):
-        places = [0, *(i for i, cut in enumerate(cuts, 1) if cut), len(token_ids)]
-        steps = [token_ids[i:j] for i, j in itertools.pairwise(places)]
-        assert said(words(name), steps, name) == one_by_one
 
 
 # --- law: what is certain leaves at once --------------------------------------------------------------------
@@ -334,53 +264,20 @@ def strings(held: Any) -> Iterator[str]:
 
 # --- law: what was written is read --------------------------------------------------------------------------
 
-texts = st.text("ab <>/é{}\n", min_size=1).map(lambda text: text.strip("\n ")).filter(bool)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
-    max_leaves=5,
-)
-arguments = st.builds(
-    lambda value, style: json.dumps(value, **style),
-    st.dictionaries(st.text(), json_values),
-    st.sampled_from([{}, {"indent": 2}, {"ensure_ascii": False}, {"separators": (",", ":")}]),
-)
-thoughts = texts.map(lambda text: ["analysis", text])
-answers = texts.map(lambda text: ["final", text])
-calls = st.builds(lambda name, arguments: ["call", name, arguments], st.text("fg_1", min_size=1), arguments)
-turns = st.tuples(thoughts | st.none(), answers | st.none(), calls, calls | st.none())
+spelled = st.sampled_from(sorted({marker for row in DIALECTS.values() for marker in row.markers}))
+texts = spelled | st.text("ab <>/é{}\n", min_size=1).map(lambda text: text.strip("\n ")).filter(bool)
+given_values = st.builds(lambda s, n: {"s": s, "n": n}, spelled | st.text("ab <>/é{}\n5"), st.integers())
+NAME = "n" * tools.MAX_QUALIFIED_NAME  # Bug: the dialect of Mistral read a call of 65 characters as text
 
 
-@given(st.lists(turns, max_size=3), answers | st.none(), st.booleans())
-def test_what_is_written_is_read(turns: list[Any], last: list[str] | None, name_first: bool) -> None:
-    """Reasoning, text and calls as the templates write them come back to the letter, arguments too."""
-    items = [item for item in [*itertools.chain(*turns), last] if item]
-    units = [unit for item in items for unit in written(item, name_first)]
-    assert parse(as_tokens(units), parser(TOKENS["hermes"])) == items
-    if not any(marker in text for item in items for text in item for marker in MARKERS):
-        assert parse(as_text(units), parser(SPELLED["hermes"])) == items
-
-
-def written(item: list[str], name_first: bool) -> Iterator[str]:
-    match item:
-        case ["analysis", text]:
-            yield from ("<think>", "\n", text, "\n", "</think>", "\n\n")
-        case ["call", name, arguments]:
-            members = [f'"name": "{name}"', f'"arguments": {arguments}']
-            body = ", ".join(members if name_first else members[::-1])
-            yield from ("\n", "<tool_call>", "\n", "{" + body + "}", "\n", "</tool_call>", "\n")
-        case [_, text]:
-            yield text
-
-
-SIMPLE = st.builds(lambda s, n: {"s": s, "n": n}, st.text("ab <>/é{}\n5"), st.integers())
-
-
-@given(names, texts | st.none(), texts | st.none(), st.lists(SIMPLE, max_size=2))
+@given(names, texts | st.none(), texts | st.none(), st.lists(given_values, max_size=2))
 def test_what_is_demanded_is_found(
     name: str, thought: str | None, text: str | None, calls: list[dict[str, Any]]
 ) -> None:
-    """What the forms of a dialect write, by which grammars demand it, its parser reads."""
+    """What the forms of a dialect write, by which grammars demand it, its parser reads.
+
+    A marker that is a token is not found in text that spells it: not in the answer, the reasoning or a call.
+    """
     forms = DIALECTS[name].forms
     calls = calls[: 1 if forms.separator is None else 2]
     beside = forms.before if calls else forms.text
@@ -392,9 +289,9 @@ def test_what_is_demanded_is_found(
     for n, values in enumerate(calls):
         form = (forms.separator or "") + forms.call if n else forms.calls[0] + forms.call
         form += forms.calls[1] if n == len(calls) - 1 else ""
-        pieces += filled(name, form, NAME="f", ARGUMENTS=arguments_of(forms.arguments, values))
-        expected.append(["call", "f", values])
-    found = parse(pieces, parser(TOKENS[name]))
+        pieces += filled(name, form, NAME=NAME, ARGUMENTS=arguments_of(forms.arguments, values))
+        expected.append(["call", NAME, values])
+    found = parse(pieces, parser(TOKENS[name], schemas={NAME: SCHEMA}))
     assert [[*item[:-1], json.loads(item[-1])] if item[0] == "call" else item for item in found] == expected
 
 
@@ -449,35 +346,34 @@ def written_down(items: list[list[str]]) -> str:
 
 
 # fmt: off
-CASES = [
-    # text                                                         items
-    # What stands beside a marker.
-    ("<think>\n\na\n\n</think>\nb\n",                              "[analysis]a[final]b\n"),
-    (" \n<think>a",                                                "[analysis]a"),
-    # What ends what.
-    ("<think>a<tool_call>{'name': 'f'}</tool_call>",               "[analysis]a[call f]{}"),
-    ("<tool_call>{'name': 'f'}<tool_call>{'name': 'g'}",           "[call f]{}[call g]{}"),
-    # How calls are written.
-    ("<tool_call>{'arguments': {'a': 1}, 'name': 'f'}",            "[call f]{'a': 1}"),
-    ("<tool_call>{'name': 'f', 'parameters': {'a': 1}}",           "[call f]{'a': 1}"),
-    ("<tool_call>{'name': 'f', 'arguments': '{\\'a\\': 1}'}",      "[call f]{'a': 1}"),
-    ("<tool_call>{'name': 'f', 'arguments': null}",                "[call f]{}"),
-    ("<tool_call>{'name': 'f', 'arguments': {'a': '<think>'}}",    "[call f]{'a': '<think>'}"),
-    # Of two members of one name the first counts: it has left already.
-    ("<tool_call>{'name': 'f', 'name': 'g'}",                      "[call f]{}"),
-    ("<tool_call>{'name': 'f', 'arguments': {}, 'parameters': 1}", "[call f]{}"),
-    # What is no call is text, to the letter, in the item that was open.
-    (f"a\n\n{NONE}\nb",                                            f"[final]a\n\n{NONE}\nb"),
-    (f"<think>a {NONE} b</think>c",                                f"[analysis]a {NONE} b[final]c"),
-    (f"<tool_call>{{'name': 'f'}}</tool_call>{NONE}",              f"[call f]{{}}[final]{NONE}"),
-    ("<tool_call>{'name': ''}",                                    "[final]<tool_call>{'name': ''}"),
-    ("<tool_call>a<think>b",                                       "[final]<tool_call>a[analysis]b"),
-]
 F, P = "<tool_call><function=f>", "<parameter=s>"  # of XML, and their ends
 F_END, P_END = "</function></tool_call>", "</parameter>"
 G = "<tool_call><function=g>"
-OTHERS = {
+CASES = {
     # dialect: text                                                   items
+    "hermes": [
+        # What stands beside a marker.
+        ("<think>\n\na\n\n</think>\nb\n",                              "[analysis]a[final]b\n"),
+        (" \n<think>a",                                                "[analysis]a"),
+        # What ends what.
+        ("<think>a<tool_call>{'name': 'f'}</tool_call>",               "[analysis]a[call f]{}"),
+        ("<tool_call>{'name': 'f'}<tool_call>{'name': 'g'}",           "[call f]{}[call g]{}"),
+        # How calls are written.
+        ("<tool_call>{'arguments': {'a': 1}, 'name': 'f'}",            "[call f]{'a': 1}"),
+        ("<tool_call>{'name': 'f', 'parameters': {'a': 1}}",           "[call f]{'a': 1}"),
+        ("<tool_call>{'name': 'f', 'arguments': '{\\'a\\': 1}'}",      "[call f]{'a': 1}"),
+        ("<tool_call>{'name': 'f', 'arguments': null}",                "[call f]{}"),
+        ("<tool_call>{'name': 'f', 'arguments': {'a': '<think>'}}",    "[call f]{'a': '<think>'}"),
+        # Of two members of one name the first counts: it has left already.
+        ("<tool_call>{'name': 'f', 'name': 'g'}",                      "[call f]{}"),
+        ("<tool_call>{'name': 'f', 'arguments': {}, 'parameters': 1}", "[call f]{}"),
+        # What is no call is text, to the letter, in the item that was open.
+        (f"a\n\n{NONE}\nb",                                            f"[final]a\n\n{NONE}\nb"),
+        (f"<think>a {NONE} b</think>c",                                f"[analysis]a {NONE} b[final]c"),
+        (f"<tool_call>{{'name': 'f'}}</tool_call>{NONE}",              f"[call f]{{}}[final]{NONE}"),
+        ("<tool_call>{'name': ''}",                                    "[final]<tool_call>{'name': ''}"),
+        ("<tool_call>a<think>b",                                       "[final]<tool_call>a[analysis]b"),
+    ],
     "qwen3-coder": [
         (f"<tool_call>{XML_CALL}</tool_call>\n\nb",                  "[call f]{'s': 'a\\n', 'n': 5}[final]b"),
         # A value is what its schema says: a string stays one, another is JSON if it can be read as such.
@@ -563,19 +459,15 @@ STOPPED = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("text", "items"), CASES)
-def test_case(text: str, items: str) -> None:
-    for found in read("hermes", [text.replace("'", '"')]):
-        assert written_down(found) == items
-
-
 @pytest.mark.bug("E01", "E12", "E14", "E15")
 @pytest.mark.parametrize(
-    ("name", "text", "items"), [(name, *case) for name, cases in OTHERS.items() for case in cases]
+    ("name", "text", "items"), [(name, *case) for name, cases in CASES.items() for case in cases]
 )
-def test_case_of_other_dialects(name: str, text: str, items: str) -> None:
-    for found in read(name, [text.replace("'", '"')]):
-        assert written_down(found) == items
+def test_case(name: str, text: str, items: str) -> None:
+    """Whole, and cut anywhere."""
+    for place in range(len(text)):
+        for found in read(name, [text.replace("'", '"')], [place]):
+            assert written_down(found) == items
 
 
 @pytest.mark.parametrize(("options", "text", "items", "stopped"), STOPPED)
@@ -604,42 +496,6 @@ def test_what_is_cut_off(name: str, text: str, items: str) -> None:
     """By a limit. The rest, which would tell call from text, is not to be had: half a tag is no answer."""
     for found in read(name, [text.replace("'", '"')], cut=True):
         assert written_down(found) == items
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_the_longest_name_that_can_be_offered_is_called(name: str) -> None:
-    """A tool of a namespace is offered under both names, 64 + 2 + 64 characters: on the dialect of Mistral a
-    call of more than 64 characters came out as text.
-    """
-    known_as = f"{'n' * 64}__{'f' * 64}"
-    assert len(known_as) == tools.MAX_QUALIFIED_NAME
-    forms = DIALECTS[name].forms
-    call = filled(name, forms.call.join(forms.calls), NAME=known_as, ARGUMENTS="")
-    reader = parser(TOKENS[name], schemas={known_as: {}})
-    assert [item[:2] for item in parse(call, reader)] == [["call", known_as]]
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_a_marker_that_is_a_token_is_not_found_in_text(name: str) -> None:
-    """A document that spells them opens nothing, not in the answer, the reasoning or a call."""
-    markers = sorted(DIALECTS[name].markers)
-    said = f"Write {' or '.join(markers)}."
-    forms = DIALECTS[name].forms
-    thought = filled(name, f"{forms.thought[0]}TEXT{forms.thought[1]}", TEXT=said)
-    values = {"s": said, "n": 1}
-    called = filled(
-        name,
-        "".join((forms.calls[0], forms.call, forms.calls[1])),
-        NAME="f",
-        ARGUMENTS=arguments_of(forms.arguments, values),
-    )
-    assert parse([Piece(said)], parser(TOKENS[name])) == [["final", said]]
-    assert parse([*thought, *filled(name, forms.text, TEXT=said)], parser(TOKENS[name])) == [
-        ["analysis", said],
-        ["final", said],
-    ]
-    ((_, _, arguments),) = parse(called, parser(TOKENS[name]))
-    assert json.loads(arguments) == values
 
 
 def test_an_added_token_that_is_not_a_marker_is_text_outside_of_strings() -> None:

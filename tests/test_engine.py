@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine import BROKEN, CLOSING, GAVE_UP, MAX_FAILED_STEPS, Engine, StepOutput
+from engine import BROKEN, CLOSING, GAVE_UP, Engine, StepOutput
 from helpers.engines import (
     CHUNK,
     GREEDY,
     MAX_BATCH,
-    QUESTIONS,
     Answer,
     Watch,
     WatchedStep,
@@ -116,40 +115,31 @@ def test_a_step_with_decoding_sequences_takes_no_longer_than_it_may(
 # ---- Failures ----------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_fails_ends_its_requests_and_the_next_works(
+def test_a_step_that_fails_ends_its_requests_alone_and_the_next_works(
     tiny_engine: Engine, watch: Watch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    jobs = [job(question) for question in QUESTIONS[:3]]
-    expected = [alone(tiny_engine, job) for job in jobs]
-    watch.fail_at = len(watch.steps) + 4
-    got = together(tiny_engine, watch, jobs)
-    assert all(failed(answer, "FloatingPointError in the engine") for answer in got)
-    assert [a.tokens for a in got] == [b.tokens[:3] for b in expected]  # one step was paused()'s
-    assert "a fault made on purpose" in caplog.text
-    assert together(tiny_engine, watch, jobs) == expected
-
-
-def test_a_step_that_fails_spares_the_sequences_outside_of_it(tiny_engine: Engine, watch: Watch) -> None:
     """Two chunks fill the step, so the third prompt and the fourth have to wait, and only for that."""
     jobs = [endless(n, 3, first=n) for n in (CHUNK, CHUNK, CHUNK + 1, 7)]
     watch.fail_at = 1
     one, two, three, four = together(tiny_engine, watch, jobs)
     assert watch.steps[1].rows == [CHUNK, CHUNK]
-    assert failed(one, "FloatingPointError")
-    assert failed(two, "FloatingPointError")
+    assert failed(one, "FloatingPointError in the engine")
+    assert failed(two, "FloatingPointError in the engine")
+    assert "a fault made on purpose" in caplog.text
     assert [three, four] == [alone(tiny_engine, job) for job in jobs[2:]]
 
 
-OUT_OF_VOCABULARY = Sampling(logit_bias={9999: 1})
-
-
-@pytest.mark.parametrize(
-    "asked", [replace(endless(3, 5), sampling=OUT_OF_VOCABULARY), replace(endless(3, 5), prompt=[5, 9999])]
-)
-def test_a_request_that_cannot_be_served(asked: Sequence, tiny_engine: Engine) -> None:
-    """worker.py lets none of these through; the engine must outlive them all the same."""
-    assert failed(alone(tiny_engine, asked), "IndexError")
+def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> None:
+    """Three requests that cannot be served, of which worker.py lets none through; the next one works."""
+    out_of_vocabulary = Sampling(logit_bias={9999: 1})
+    for asked in 2 * [replace(endless(3, 5), sampling=out_of_vocabulary)] + [
+        replace(endless(3, 5), prompt=[9999])
+    ]:
+        assert tiny_engine.alive
+        assert failed(alone(tiny_engine, asked), "IndexError")
+    assert not tiny_engine.alive
     assert alone(tiny_engine, job("Say OK")).finish == "stop"
+    assert tiny_engine.alive
     assert tiny_engine.counts()["running"] == 0
 
 
@@ -380,12 +370,3 @@ def test_a_request_after_close_fails_at_once(tiny_engine: Engine) -> None:
     tiny_engine.close()
     assert failed(alone(tiny_engine, job("hi")), CLOSING)
     tiny_engine.close()  # once more is harmless
-
-
-def test_an_engine_whose_steps_all_fail_is_not_alive(tiny_engine: Engine) -> None:
-    for _ in range(MAX_FAILED_STEPS):
-        assert tiny_engine.alive
-        assert failed(alone(tiny_engine, replace(endless(3, 5), sampling=OUT_OF_VOCABULARY)), "IndexError")
-    assert not tiny_engine.alive
-    alone(tiny_engine, job("Say OK"))
-    assert tiny_engine.alive

@@ -12,10 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import responses
 import sse
-from channels import Finish
-from helpers.scripted import in_steps, said, vocab_size, vocabulary
 from helpers.serving import Reply, Server, serve
 from request import params
 
@@ -129,28 +126,3 @@ def test_bytes_that_are_no_http(server: Server, data: bytes) -> None:
     with server.connect(data):
         pass  # and gone
     assert server.get("/health/live").status == 200
-
-
-TOKENIZER = vocabulary([b"get", b'{"name": "f", "arguments": {', b"}}", b"\n\n"])
-N_TOKENS = vocab_size(TOKENIZER)
-
-
-@settings(max_examples=100)
-@given(
-    st.lists(st.integers(0, N_TOKENS - 1) | st.integers(256, N_TOKENS - 1), max_size=40),
-    st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    st.booleans(),
-    st.lists(st.sampled_from(["<", "}", "get", "\n", "é"]), max_size=2),
-)
-def test_any_tokens_make_a_response(tokens: list[int], sizes: list[int], one: bool, stop: list[str]) -> None:
-    """Whatever a model says, in whatever steps: one Finish, and events that are a response."""
-    outputs = said(TOKENIZER, in_steps(tokens, sizes), parallel_tool_calls=not one, stop=stop)
-    assert [isinstance(output, Finish) for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    request = params.from_responses({"model": "m", "input": "hi"}, {})
-    counter = iter(range(1000))
-    head = {"id": "resp_1", "object": "response", "created_at": 0, "model": "m"} | request.echo
-    builder = responses.Builder(head, lambda prefix: f"{prefix}_{next(counter)}")
-    events = builder.start()
-    for output in outputs:
-        events += builder.finish(output, 0) if isinstance(output, Finish) else builder.feed(output)
-    assert responses.fold(events)["status"] in ("completed", "incomplete")

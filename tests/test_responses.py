@@ -216,7 +216,3 @@ def test_reasoning_under_its_other_name(outputs: list[Output], finish: Finish) -
     theirs = [*b.start(), *(event for output in outputs for event in b.feed(output)), *b.finish(finish, NOW)]
     ours = events_of(outputs, finish)
     assert [e | {"type": e["type"].replace("reasoning_text.", "reasoning.")} for e in ours] == theirs
-
-
-def test_every_channel_has_a_kind() -> None:
-    assert KINDS.keys() == {*get_args(Channel), "call", "custom"}

@@ -172,15 +172,6 @@ def test_an_owner_that_runs_nothing_takes_a_slot_of_one_that_runs_many() -> None
     assert owners(s.running) == "AAAB"  # who runs one waits for the next like all others
 
 
-def test_an_owner_that_runs_one_keeps_it() -> None:
-    s = scheduler(max_batch=2)
-    added(s, *owned("A", 1), *owned("B", 1))
-    step(s)
-    added(s, *owned("C", 3))
-    step(s)
-    assert owners(s.running) == "AB"
-
-
 def test_none_is_preempted_for_a_sequence_that_would_still_not_fit() -> None:
     s = scheduler(n_pages=8, max_batch=4)
     added(s, *owned("A", 4))

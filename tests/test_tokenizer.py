@@ -114,14 +114,6 @@ def test_encode_then_decode_is_the_text(text: str) -> None:
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
 
-def test_texts_are_encoded_one_behind_the_other() -> None:
-    tokenizer = Tokenizer(TINY)
-    texts = ["He", "llo <|im_", "end|>", ""]
-    one_by_one = [tokenizer.encode(text) for text in texts]
-    assert tokenizer.encode(*texts) == [token_id for ids in one_by_one for token_id in ids]
-    assert tokenizer.added["<|im_end|>"] not in tokenizer.encode(*texts)
-
-
 def test_a_short_prompt_waits_for_no_long_one() -> None:
     """Bug: the parts of a text that spells a special token went to the library's threads, behind the parts of
     others' prompts: the event loop stood still for 0.4 s.
@@ -166,18 +158,6 @@ def test_other_threads_run_while_a_text_is_encoded() -> None:
 
 
 # --- cases --------------------------------------------------------------------------------------------------
-
-# fmt: on
-
-
-def test_logprobs_ride_on_the_piece_that_completes_their_token(byte_level: Pair) -> None:
-    """D11's middle token is complete when its second character is, not when its first is out."""
-    ours, _ = byte_level
-    a, b, c = (TokenLogprob("\ufffd", -1.0, word) for word in CUT)
-    decoder = Decoder(ours)
-    fed = [decoder.feed(i, (lp,)) for i, lp in zip(list(map(TOKENS.index, CUT)), [a, b, c], strict=True)]
-    assert fed == [[], [Piece("日", "", (a,))], [Piece("本", "", (b, c))]]
-    assert decoder.close() == []
 
 
 def test_metaspace_takes_the_prefix_by_its_scheme(tmp_path: Path) -> None:

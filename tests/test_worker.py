@@ -22,7 +22,7 @@ from helpers.laws import items
 from helpers.scripted import END, ids_of, in_steps, said, vocabulary, worker_of
 from helpers.serving import TINY, serve
 from model import NumpyOps
-from request import params, tool_calls
+from request import params
 from request.messages import Message
 from request.refusals import BadInput
 from request.template import ChatTemplate
@@ -115,19 +115,6 @@ def test_a_limit_cuts_anywhere(name: str) -> None:
     assert n_reasoning == 5  # three of text, and the markers beside them
 
 
-@pytest.mark.parametrize("end", ["<|call|>", "<|return|>"])
-@pytest.mark.parametrize("ends", [{END, "<|call|>", "<|return|>"}, {END}])
-def test_the_turn_ends_with_its_marker(end: str, ends: set[str]) -> None:
-    """Whether the config says that it ends the generation or not: what comes behind it is not said."""
-    tokens = [*TURNS["harmony"], end, "a", "<|channel|>", "final", END]
-    tokenizer = vocabulary([token.encode() for token in tokens if not token.startswith("<|")], "harmony")
-    token_ids = ids_of(tokenizer, [token.encode() for token in tokens])
-    for size in (1, len(token_ids)):
-        outputs = said(tokenizer, in_steps(token_ids, [size]), "harmony", ends=ends)
-        found, reason, usage = ended(outputs)
-        assert (found, reason, usage.output_tokens) == (SAID, "stop", len(TURNS["harmony"]) + 1)
-
-
 def test_the_end_can_be_ignored() -> None:
     """vLLM's ignore_eos: the model's own end is a token like others, what the client has named stops."""
     tokenizer = vocabulary([b"a", b"b", b"c"])
@@ -175,23 +162,6 @@ def engine() -> Iterator[Engine]:
 def local(engine: Engine, dialect: str | None = None) -> LocalWorker:
     tokenizer = Tokenizer(TINY / "tokenizer.json")
     return LocalWorker(engine, tokenizer, ChatTemplate.load(TINY), scripted.GRAMMARS, dialect)
-
-
-@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "harmony"])
-def test_a_demanded_input(engine: Engine, name: str) -> None:
-    """Of a custom tool: its grammar holds in JSON's quotes, and bare where parameters are written in XML."""
-    worker = local(engine, name)
-    wanted = {"type": "grammar", "syntax": "regex", "definition": '[a-c]{2}"[0-9]{3}\\n'}
-    tool = {"type": "custom", "name": "patch", "format": wanted}
-    body = {"model": "m", "input": "hi", "tools": [tool], "tool_choice": "required", "temperature": 2}
-    more = {"reasoning": {"effort": "none"}, "parallel_tool_calls": False, "seed": 1}
-    request = params.from_responses(body | more, {})
-    restorer = tool_calls.Restorer(request.called)
-    restored = [output for said in asyncio.run(run(worker, body | more)) for output in restorer.feed(said)]
-    outputs = [output for output in restored if not isinstance(output, Finish)]
-    ((kind, called, given),) = items(outputs)
-    assert (kind, called) == ("custom", "patch")
-    assert re.fullmatch(wanted["definition"], given)
 
 
 def test_a_bad_grammar_is_refused_with_its_place(engine: Engine) -> None:
