@@ -222,7 +222,7 @@ class Finder:
     """
 
     def __init__(self, needles: Collection[str]) -> None:
-        self._needles = tuple(needles)
+        self._needles = needles
         self._first_characters = {needle[0] for needle in needles}
         self._held_pieces: list[Piece] = []
         self._held_text = ""  # the text of these; after each feed() it is shorter than the longest needle
@@ -401,14 +401,14 @@ class Parser:
         one_call: bool = False,
         schemas: Schemas | None = None,
     ) -> None:
-        self.state: State = state
+        self.state = state
         self.stopped = False
         self._dialect = dialect
         self._schemas = schemas or {}
         self._one_call = one_call
         self._markers = Finder(dialect.markers - dialect.tokens)
         self._header = dialect.header() if dialect.header else None
-        self._call = CallBody(self._dialect.call_reader(self._schemas))  # read in the state "call" alone
+        self._call = CallBody(dialect.call_reader(self._schemas))  # read in the state "call" alone
         self._trimming = Trimming(dialect.trims, after_marker)
         self._stop = Finder(stop)
         self._open_item: Literal["", "text", "call"] = ""  # what a Close would end
@@ -421,7 +421,8 @@ class Parser:
             return [Delta(cast(Channel, self.state), piece.text, piece.logprobs)]
         self._outputs = []
         if piece.special in self._dialect.tokens:
-            self._flush_markers()
+            for held in self._markers.flush():
+                self._text(held)
             self._marker(piece.special)
         elif piece.text:
             if piece.special:  # an added token that is not a marker of this dialect is text
@@ -453,7 +454,8 @@ class Parser:
     def close(self, cut: bool) -> list[Output]:
         """Return the rest at the end of the output; `cut`: the model was interrupted, not done."""
         self._outputs = []
-        self._flush_markers()
+        for piece in self._markers.flush():
+            self._text(piece)
         if self.state == "between" or (self.state in HEADER_STATES and not cut):
             self._end_header(complete=False)
         if self.state == "call":
@@ -480,10 +482,6 @@ class Parser:
                 case _:
                     self._open_item = "call"
                     self._trimming.release()  # the newlines before the call's marker go with it
-
-    def _flush_markers(self) -> None:
-        for piece in self._markers.flush():
-            self._text(piece)
 
     # --- channel: markers move it, text goes where it stands ------------------------------------------------
 

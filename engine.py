@@ -129,14 +129,14 @@ class Engine:
             runner.n_pages, runner.max_batch, runner.chunk, speculate, runner.max_wanted
         )
         self._inbox = queue.SimpleQueue[Callable[[], object]]()  # what to do between two steps
-        # Steps that are launched and not yet read, oldest first, with the times of their launch.
-        self._in_flight: deque[tuple[Ticket, list[Scheduled], float]] = deque()
+        # Steps that are launched and not yet read, oldest first.
+        self._in_flight: deque[tuple[Ticket, list[Scheduled]]] = deque()
         self._readers = WeakKeyDictionary[Sequence, Callable[[StepOutput], None]]()
         self._late: set[Sequence] = set()  # a step has waited in vain for their masks
         self._outbox: list[tuple[Sequence, StepOutput]] = []  # what leaves the thread at the end of a step
         self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
-        self._read_at = 0.0  # the time when the last step was read
+        self._began_at = 0.0  # the time when the oldest step in flight could begin
         self._n_failed_steps = 0  # since one that worked
         self._why_closed = ""  # what requests are told once the thread ends; "": it goes on
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -174,8 +174,8 @@ class Engine:
 
     def busy(self) -> bool:
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
-        is_at_work = is_asked or self._scheduler.running or self._scheduler.waiting
-        return bool(is_at_work) and not self._why_closed
+        is_at_work = bool(is_asked or self._scheduler.running or self._scheduler.waiting)
+        return is_at_work and not self._why_closed
 
     @property
     def alive(self) -> bool:
@@ -226,7 +226,7 @@ class Engine:
         if held_up:
             held_up = self._wait_for_masks()
         self._late = set(held_up)
-        in_flight = [batch for _, batch, _ in self._in_flight]
+        in_flight = [batch for _, batch in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         if batch:
             self._launch(batch)
@@ -254,7 +254,8 @@ class Engine:
             except Exception as error:
                 log.error("a request failed alone: its constraint gave up: %r", error)
                 self._fail(sequence, GAVE_UP)
-        return [sequence for sequence in self._scheduler.running if sequence.is_held_up]
+        running = self._scheduler.running
+        return [sequence for sequence in running if sequence.awaits_mask and sequence.n_ready <= 0]
 
     def _wait_for_masks(self) -> list[Sequence]:
         """Give masks a moment to come, but not those that are late, if other sequences can go on.
@@ -274,29 +275,28 @@ class Engine:
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
         contexts = [context for scheduled in batch for context in scheduled.contexts]
-        launched_at = time.perf_counter()
+        if not self._in_flight:
+            self._began_at = time.perf_counter()
         try:
             ticket = self._runner.launch(spans, contexts)
         except Exception as error:
-            while self._in_flight:  # what was chosen in them leaves before the failure
-                self._read()
             self._fail_batch(batch, error)
             return
-        self._in_flight.append((ticket, batch, launched_at))
+        self._in_flight.append((ticket, batch))
         self._scheduler.counts["steps"] += 1
 
     def _read(self) -> None:
         """Take over what the oldest step in flight has chosen."""
-        ticket, batch, launched_at = self._in_flight.popleft()
+        ticket, batch = self._in_flight.popleft()
         try:
             choices = self._runner.read(ticket)
         except Exception as error:
             self._fail_batch(batch, error)
             return
         self._n_failed_steps = 0
-        began_at = max(launched_at, self._read_at)  # when the step before it had ended
-        self._read_at = time.perf_counter()
-        seconds = self._read_at - began_at
+        read_at = time.perf_counter()
+        seconds = read_at - self._began_at
+        self._began_at = read_at
         if any(scheduled.is_prefill for scheduled in batch):
             n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
             self._rows_per_s = n_rows / max(seconds, 1e-6)

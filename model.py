@@ -74,17 +74,17 @@ class Batch:
         wanted_rows: list[int] = []
         self.page_tables: list[Sequence[int]] = []  # of each row, the page table of its sequence
         for span in spans:
-            assert span.token_ids is not None, "expected token ids: only a GPU chains spans"
+            assert span.token_ids is not None  # only a GPU chains spans
             token_ids += span.token_ids
             span_positions = range(span.start, span.end)
             positions += span_positions
             pages += [span.pages[position // PAGE] for position in span_positions]
             wanted_rows += range(len(token_ids) - span.n_wanted, len(token_ids))
             self.page_tables += [span.pages] * len(span.token_ids)
-        self.token_ids: Ints = np.array(token_ids, np.int64)  # (n_rows,)
-        self.positions: Ints = np.array(positions, np.int64)  # (n_rows,)
-        self.wanted_rows: Ints = np.array(wanted_rows, np.int64)  # (n_wanted,) of all spans
-        self.pages: Ints = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
+        self.token_ids = np.array(token_ids, np.int64)  # (n_rows,)
+        self.positions = np.array(positions, np.int64)  # (n_rows,)
+        self.wanted_rows = np.array(wanted_rows, np.int64)  # (n_wanted,) of all spans
+        self.pages = np.array(pages, np.int64)  # (n_rows,) the page that each token lies in
         self.offsets = self.positions % PAGE  # (n_rows,) and its place in that page
 
 
@@ -147,8 +147,7 @@ class NumpyOps:
 
     @staticmethod
     def page_bytes(config: Config) -> int:
-        n_numbers = config.n_layers * 2 * PAGE * config.n_kv_heads * config.head_dim
-        return 4 * n_numbers
+        return 4 * config.n_layers * 2 * PAGE * config.n_kv_heads * config.head_dim
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -189,7 +188,8 @@ class NumpyOps:
             turns = self._rope[batch.positions]  # (n_rows, head_dim/2)
             q = rotate(q, turns)
             k = rotate(k, turns)
-        self._write_cache(k, v, i, batch)
+        self._kv[batch.pages, i, 0, batch.offsets] = k
+        self._kv[batch.pages, i, 1, batch.offsets] = v
         return self._attention(q, layer, i, batch)
 
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
@@ -280,17 +280,12 @@ class NumpyOps:
         up = np.clip(up, -experts.limit, experts.limit)
         return silu(gate, experts.alpha) * (up + 1)
 
-    def _write_cache(self, k: Array, v: Array, i: int, batch: Batch) -> None:
-        """Put each row's key and value in its place of its page. k, v (n_rows, n_kv_heads, head_dim)"""
-        self._kv[batch.pages, i, 0, batch.offsets] = k
-        self._kv[batch.pages, i, 1, batch.offsets] = v
-
     def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
         """softmax(q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
 
         A row by itself (rule 2). K and V are those of the tokens that it sees: all up to its own position;
-        with a sliding window of w the last w of them, https://arxiv.org/abs/2310.06825, section 2. Query heads
-        share a key head, n_heads / n_kv_heads of them each: grouped-query attention,
+        with a sliding window of w the last w of them, https://arxiv.org/abs/2310.06825, section 2. A key head
+        is shared by n_heads / n_kv_heads query heads: grouped-query attention,
         https://arxiv.org/abs/2305.13245.
 
         q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)

@@ -16,10 +16,10 @@ Rules of this file:
 2. Every event is made by `Builder._event`, and GRAMMAR decides there whether it may come now.
 3. The ids and the index of an output item are drawn once, when it is announced.
 4. `Builder._close` alone closes an item: for the next one, the end, a length stop, a failure, a cancel.
-5. An event shares nothing with the builder: what happens later cannot change it.
+5. An item is never changed, only replaced: what happens later cannot change an event that holds it.
 6. No event has its `sequence_number` yet: it is given when the event enters the log (event_log.py).
-7. What several events repeat and may be large is encoded once (sse.Encoded): logprobs, and what is echoed of
-   the request. So the events that close an item cost the copying of their bytes, whatever the item holds.
+7. Logprobs, which several events repeat, are encoded once (sse.Encoded). So the events that close an item
+   cost the copying of their bytes.
 
 Not here: time and randomness (arguments), frames (sse.py), what the request may say (request/params.py).
 """
@@ -34,8 +34,6 @@ from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish
 Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
 
 EncodedLogprob = tuple[sse.Encoded, sse.Encoded]  # as events have it, and as content parts have it
-
-SMALL = 1000  # characters, of a text or of JSON: a shorter member of a response is quickly encoded again
 
 
 class IllegalEvent(RuntimeError):
@@ -133,9 +131,9 @@ REASONING: dict[str, Any] = {"summary": [], "content": []}
 #   open                item         id     part              events                     field
 KINDS = {
     "analysis":   ItemKind("reasoning", "rs", "reasoning_text", "response.reasoning_text", "text", REASONING),
-    "refusal":    ItemKind("message",   "msg", "refusal",        "response.refusal",     "refusal", MESSAGE),
     "commentary": ItemKind("message",   "msg", "output_text",    "response.output_text",    "text", MESSAGE),
     "final":      ItemKind("message",   "msg", "output_text",    "response.output_text",    "text", MESSAGE),
+    "refusal":    ItemKind("message",   "msg", "refusal",        "response.refusal",     "refusal", MESSAGE),
     "call":       ItemKind("function_call",    "fc",  "", "response.function_call_arguments",
                            "arguments", {"arguments": ""}),
     "custom":     ItemKind("custom_tool_call", "ctc", "", "response.custom_tool_call_input",
@@ -253,7 +251,7 @@ class Builder:
         self.state = "start"
         self.output: list[dict[str, Any]] = []  # closed items
         self._item: _Item | None = None  # the open one
-        self._head = {name: _encoded_if_large(value) for name, value in head.items()}
+        self._head = dict(head)
         self._new_id = new_id
         self._seal = seal
         reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
@@ -272,31 +270,31 @@ class Builder:
 
     def resume(self, events: Iterable[Event]) -> None:
         """Take up a response where another builder has left it, which made these events; they were JSON."""
+        newest: list[Event] = []  # of the newest item: how it was announced, and its deltas
         for event in events:
             self.state = GRAMMAR[self.state, label(event)]
-            match event:
-                case {"type": "response.output_item.added", "item": item, "output_index": index}:
-                    for kind in self._kinds.values():
-                        if kind.item == item["type"]:  # of a message the last row
-                            self._item = _Item(kind, item, index)
-                case {"type": "response.content_part.added", "part": {"type": "refusal"}} if self._item:
-                    self._item.kind = self._kinds["refusal"]
-                case {"delta": text} if self._item:
-                    logprobs = map(_read_logprob, event.get("logprobs", ()))
-                    self._item.grow(text, [*map(_logprob, logprobs)])
-                case {"type": "response.output_item.done", "item": item}:
-                    self.output.append(item)
-                    self._item = None
+            if event["type"] == "response.output_item.added":
+                newest = [event]
+            elif "delta" in event:
+                newest.append(event)
+            elif event["type"] == "response.output_item.done":
+                self.output.append(event["item"])
+        for kind in self._kinds.values():
+            if (self.state, kind.events + ".delta") in GRAMMAR:  # one is open
+                added, *deltas = newest
+                self._item = _Item(kind, added["item"], added["output_index"])
+                for delta in deltas:
+                    logprobs = map(_read_logprob, delta.get("logprobs", ()))
+                    self._item.grow(delta["delta"], [*map(_logprob, logprobs)])
 
     def feed(self, output: Accepted | Output | Compaction) -> list[Event]:
         """Return the events of one thing that the worker has said: none, one or several."""
         match output:
             case Delta(channel, text, logprobs):
-                events: list[Event] = []
                 encoded = [*map(_logprob, logprobs)]  # raises before anything has changed
-                if self._item is None or self._item.kind is not self._kinds[channel]:
-                    events = self._open(channel, call={})
-                return events + self._grow(text, encoded)
+                if self._item and self._item.kind is self._kinds[channel]:
+                    return self._grow(text, encoded)
+                return [*self._open(channel, call={}), *self._grow(text, encoded)]
             case Accepted():
                 return self.start()
             case Compaction(encrypted_content):
@@ -324,7 +322,7 @@ class Builder:
             members["incomplete_details"] = {"reason": ending.incomplete_reason}
         if finish.usage and ending.status != "cancelled":
             members["usage"] = usage_object(finish.usage)
-        return [*closing, self._envelope(ending.event, ending.status, members)]
+        return [*closing, self._envelope(ending.event, ending.status, **members)]
 
     def _event(self, type_: str, fields: Mapping[str, Any]) -> Event:
         """Make an event, here and nowhere else; raises IllegalEvent (rule 2)."""
@@ -343,7 +341,7 @@ class Builder:
         announced = {**fields, **call, **kind.members}
         index = len(self.output)
         item = _Item(kind, announced, index)
-        added = {"output_index": index, "item": dict(announced)}
+        added = {"output_index": index, "item": announced}
         events.append(self._event("response.output_item.added", added))
         if kind.part:
             events.append(self._event("response.content_part.added", {**item.place, "part": item.part()}))
@@ -358,7 +356,7 @@ class Builder:
         announced = item | {"encrypted_content": ""}
         return [
             self._event("response.output_item.added", {"output_index": index, "item": announced}),
-            self._event("response.output_item.done", {"output_index": index, "item": dict(item)}),
+            self._event("response.output_item.done", {"output_index": index, "item": item}),
         ]
 
     def _grow(self, text: str, logprobs: Sequence[EncodedLogprob] = ()) -> list[Event]:
@@ -384,20 +382,20 @@ class Builder:
             closed["encrypted_content"] = self._seal(item.text())
         done = {"output_index": item.output_index, "item": closed}
         events.append(self._event("response.output_item.done", done))
-        self.output.append(dict(closed))  # another copy: rule 5
+        self.output.append(closed)
         self._item = None
         return events
 
-    def _envelope(self, type_: str, status: str, members: Mapping[str, Any] | None = None) -> Event:
+    def _envelope(self, type_: str, status: str, **members: Any) -> Event:
         """Make an event around the response object as it stands; `members` are those that its end sets."""
         response = self._head | {
             "status": status,
             "completed_at": None,
             "error": None,
             "incomplete_details": None,
-            "output": [dict(item) for item in self.output],
+            "output": [*self.output],
             "usage": None,
-            **(members or {}),
+            **members,
         }
         return self._event(type_, {"response": response})
 
@@ -410,11 +408,6 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.input_tokens + usage.output_tokens,
     }
-
-
-def _encoded_if_large(value: Any) -> Any:
-    json_text = sse.dumps(value)
-    return sse.Encoded(json_text) if len(json_text) > SMALL else value
 
 
 def _logprob(p: TokenLogprob) -> EncodedLogprob:

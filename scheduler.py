@@ -25,7 +25,6 @@ output (dialects/matchers.py), the pool of pages (pages.py), the forward pass (m
 """
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -164,11 +163,6 @@ class Sequence:
         return self.n_tokens - self.n_computed - self.awaits_mask
 
     @property
-    def is_held_up(self) -> bool:
-        """True if it can do nothing before its mask comes."""
-        return self.awaits_mask and self.n_ready <= 0
-
-    @property
     def is_prefilling(self) -> bool:
         """True for a prompt, and for a preempted sequence that is computed again as one."""
         return not self.n_unread and (not self.output or self.n_tokens - self.n_computed > 1)
@@ -221,9 +215,7 @@ class Scheduled(NamedTuple):
 class Scheduler:
     """The sequences that wait and run, and the pages they have."""
 
-    def __init__(
-        self, n_pages: int, max_batch: int, chunk: int, speculate: int = 0, max_wanted: int = sys.maxsize
-    ) -> None:
+    def __init__(self, n_pages: int, max_batch: int, chunk: int, speculate: int, max_wanted: int) -> None:
         """`max_batch`: sequences that run at once. `chunk`: tokens of a prefill chunk.
 
         `speculate`: drafts of a sequence in a step, at most. `max_wanted`: rows of a step from which a token
@@ -414,7 +406,7 @@ class Scheduler:
         if n_decoding:
             n_rows = int(min(n_rows, max(max_rows - n_decoding, MIN_ROWS)))
         ready = self._ready(prefilling, in_flight)
-        share = n_rows // max(1, min(len(ready), MAX_CHUNKS))  # a short prompt does not wait for a long one
+        share = n_rows // min(len(ready) or 1, MAX_CHUNKS)  # a short prompt does not wait for a long one
         for sequence in ready:
             n = min(sequence.n_ready, share, n_rows)
             if n > 0:
@@ -493,7 +485,7 @@ class Scheduler:
             sequence.page_table[number:] = [page]
             n_found = (number + 1) * PAGE - sequence.n_computed  # less than a page if it had begun that page
             sequence.n_computed += n_found
-            if sequence.n_preemptions == 0:  # to find again what it had computed saves nothing
+            if not sequence.n_preemptions:  # to find again what it had computed saves nothing
                 sequence.n_cached += n_found
                 self.counts["cached_tokens"] += n_found
 
@@ -520,5 +512,4 @@ def prompt_lookup(text: NDArray[np.int64], n: int) -> list[int]:
     ends = np.flatnonzero((text[:-2] == text[-2]) & (text[1:-1] == text[-1])) + 2
     if not len(ends):
         return []
-    drafts: list[int] = np.resize(text[ends[-1] :], n).tolist()
-    return drafts
+    return np.resize(text[ends[-1] :], n).tolist()

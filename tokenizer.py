@@ -108,11 +108,9 @@ class Tokenizer:
         self._tokenizer.no_truncation()  # some files carry the settings of their training run
         self._tokenizer.no_padding()
         self.spelling = Spelling(fields.get("decoder"))
-        tokens = self._tokenizer.get_added_tokens_decoder()
         # Added tokens stand beside the vocabulary, each matched as a whole; some are markers (channels.py).
-        self.added = {token.content: token_id for token_id, token in tokens.items()}
-        self.added_by_id = {token_id: token.content for token_id, token in tokens.items()}
-        self.control = {token_id for token_id, token in tokens.items() if token.special}  # these have no text
+        self.added_by_id = self._tokenizer.get_added_tokens_decoder()
+        self.added = {token.content: token_id for token_id, token in self.added_by_id.items()}
         self.token_bytes = cache(self._token_bytes)  # at most a vocabulary of them
 
     def encode(self, *texts: str) -> list[int]:
@@ -158,12 +156,13 @@ class Decoder:
         for that character comes first.
         """
         data = self._tokenizer.token_bytes(token_id)
-        if token_id in self._tokenizer.added_by_id:
+        added = self._tokenizer.added_by_id.get(token_id)
+        if added is not None:
             cut_off = self.close()
             text = ""
-            if token_id not in self._tokenizer.control:
+            if not added.special:  # else it is a control token, which has no text
                 text = self._without_dummy_prefix(data.decode(errors="replace"))
-            return [*cut_off, Piece(text, self._tokenizer.added_by_id[token_id], logprobs)]
+            return [*cut_off, Piece(text, added.content, logprobs)]
         text = self._without_dummy_prefix(self._utf8.decode(data))
         if not text:
             self._open_logprobs += logprobs

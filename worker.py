@@ -212,10 +212,10 @@ class LocalWorker:
         added = self.tokenizer.added
         dialect = families.find(self._family, added, self._template.source, bool(request.called))
         state, after_marker = families.opening(text, dialect)
-        stop_token_ids = {*request.stop_token_ids}
+        stop_token_ids = frozenset(request.stop_token_ids)
         # The grammar of structured output has an end of its own, after which nothing may come.
         if request.structured_output or not request.ignore_eos:
-            stop_token_ids.update(self.engine.config.eos_token_ids)
+            stop_token_ids |= {*self.engine.config.eos_token_ids}
         grammar = None
         if request.structured_output:
             thinking: Thinking = "possible"  # the model may reason before it answers
@@ -228,10 +228,10 @@ class LocalWorker:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         schemas = {name: tool.schema() or {} for name, tool in request.called.items()}
-        one_call = not request.parallel_tool_calls
-        parser = partial(Parser, dialect, state, after_marker, request.stop, one_call, schemas)
-        stops = frozenset(stop_token_ids)
-        return LocalPrompt(self, request, token_ids, max_tokens, stops, sampling, parser, grammar)
+        parser = partial(
+            Parser, dialect, state, after_marker, request.stop, not request.parallel_tool_calls, schemas
+        )
+        return LocalPrompt(self, request, token_ids, max_tokens, stop_token_ids, sampling, parser, grammar)
 
     def _without_calls(self, request: Request) -> Request:
         """Forbid calls, though the prompt has tools.

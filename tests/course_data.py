@@ -146,7 +146,7 @@ def pages() -> Lines:
 
 def batching() -> Lines:
     """Chapter 4: what schedule() returns, step by step, with four pages and then with too few."""
-    scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE)
+    scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE, speculate=0, max_wanted=3)
     lengths = {"A": 124, "B": 61, "C": 150}
     sequences: dict[str, Sequence] = {}
     for i, (name, n) in enumerate(lengths.items(), 1):

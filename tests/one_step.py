@@ -77,7 +77,7 @@ def one_step() -> str:
     tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
     weights = read_weights(TINY, config, NumpyOps.pack)
     ops = NumpyOps(config, weights, config.max_seq_len, N_PAGES, len(PROMPTS))
-    scheduler = Scheduler(N_PAGES, len(PROMPTS), CHUNK)
+    scheduler = Scheduler(N_PAGES, len(PROMPTS), CHUNK, speculate=0, max_wanted=len(PROMPTS))
     sequences: dict[str, Sequence] = {}
     for letter, text in PROMPTS.items():
         prompt = template.render([{"role": "user", "content": text}], None, datetime.min)

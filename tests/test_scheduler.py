@@ -24,8 +24,8 @@ STOP = 9
 VOCAB_SIZE = 16
 
 
-def scheduler(n_pages: int = 64, max_batch: int = 4, **options: Any) -> Scheduler:
-    return Scheduler(n_pages, max_batch, CHUNK, **options)
+def scheduler(n_pages: int = 64, max_batch: int = 4, speculate: int = 0, max_wanted: int = 1000) -> Scheduler:
+    return Scheduler(n_pages, max_batch, CHUNK, speculate, max_wanted)
 
 
 def sequence(n_prompt: int, max_tokens: int = 500, first: int = 100, **fields: Any) -> Sequence:
@@ -432,7 +432,7 @@ def test_a_sequence_whose_mask_is_late_holds_up_no_other() -> None:
     added(s, a, b)
     assert step(s) == [Row(a, 0, 64), Row(b, 0, 5)]
     assert step(s) == [Row(b, 5, 6), Row(a, 64, 99)]  # its prompt is computed, up to the last token
-    assert a.is_held_up
+    assert a.n_ready == 0
     assert step(s) == [Row(b, 6, 7)]
     slow.is_late = False
     assert step(s, 7, 3) == [Row(b, 7, 8), Row(a, 99, 100)]

@@ -56,7 +56,9 @@ def test_texts_of_a_file(folder: Path) -> None:
     directory = find(str(folder / "tiny.gguf"))
     assert directory.name == "tiny"
     ours, expected = Tokenizer(directory / "tokenizer.json"), Tokenizer(TINY / "tokenizer.json")
-    assert (ours.added, ours.control) == (expected.added, expected.control)
+    assert ours.added == expected.added
+    for token_id, token in expected.added_by_id.items():
+        assert ours.added_by_id[token_id].special == token.special
     text = "<|im_start|>user\nGrüße, 日本語 🎉\n\n  <html>\t1,234.5 don't<|im_end|><think>"
     assert ours.encode(text) == expected.encode(text)
     messages = [{"role": "user", "content": "hi"}]

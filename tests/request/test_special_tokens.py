@@ -88,7 +88,7 @@ def prepared(template: ChatTemplate, tokenizer: Tokenizer, body: dict[str, Any])
 
 def special_tokens(prompt: LocalPrompt, tokenizer: Tokenizer) -> list[str]:
     ids = [token_id for token_id in prompt.token_ids if token_id in tokenizer.added_by_id]
-    return [tokenizer.added_by_id[token_id] for token_id in ids]
+    return [tokenizer.added_by_id[token_id].content for token_id in ids]
 
 
 # --- a chat, each string of it one of the request -----------------------------------------------------------
