@@ -15,6 +15,7 @@ Rules of this file:
 """
 
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
@@ -155,15 +156,14 @@ def write(directory: Path, case: Case) -> None:
     raw = config_json(case)
     (directory / "config.json").write_text(json.dumps(raw))
     parts = all_parts(parse_config(raw, {}))
-    where: dict[str, str] = {}
-    for n in range(case.n_shards):
-        shard = f"model-{n + 1:05}-of-{case.n_shards:05}.safetensors"
-        tensors = {part.name: random_tensor(part.name, part.shape) for part in parts[n :: case.n_shards]}
-        write_tensors(directory / (shard if case.n_shards > 1 else "model.safetensors"), tensors, case.dtype)
-        where |= dict.fromkeys(tensors, shard)
+    shards = ["model.safetensors"]
     if case.n_shards > 1:
-        index = json.dumps({"metadata": {}, "weight_map": where})
-        (directory / "model.safetensors.index.json").write_text(index)
+        shards = [f"model-{n + 1:05}-of-{case.n_shards:05}.safetensors" for n in range(case.n_shards)]
+        where = dict(zip([part.name for part in parts], itertools.cycle(shards), strict=False))
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    for n, shard in enumerate(shards):
+        tensors = {part.name: random_tensor(part.name, part.shape) for part in parts[n :: len(shards)]}
+        write_tensors(directory / shard, tensors, case.dtype)
 
 
 def write_tensors(path: Path, tensors: dict[str, NDArray[Any]], dtype: str) -> None:
@@ -222,10 +222,8 @@ class Ours:
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> Array:
         """(len(positions), vocab_size): read in chunks that end at these positions, in ascending order."""
-        starts = [0, *(position + 1 for position in positions)]
-        spans = [
-            prefill(token_ids[start : end + 1], start) for start, end in zip(starts, positions, strict=False)
-        ]
+        ends = [position + 1 for position in positions]
+        spans = [prefill(token_ids[start:end], start) for start, end in itertools.pairwise([0, *ends])]
         return np.concatenate([forward(self.ops, self.weights, Batch([span])) for span in spans])
 
     def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
@@ -278,15 +276,14 @@ def read_golden(name: str) -> Golden:
 
 def write_golden(name: str, prompt: list[int], greedy: list[int], logits: Array, at: Sequence[int]) -> None:
     """Keep these of the logits of all positions, (len(prompt) + len(greedy) - 1, vocab_size)."""
-    rows: list[str] = []
+    rows: list[dict[str, Any]] = []
     for position in at:
         row = logits[position]
         ids = np.arange(len(row)) if len(row) <= 128 else np.argsort(-row, kind="stable")[:N_TOP]
         kept = {"position": position, "ids": ids.tolist(), "logits": [round(float(v), 5) for v in row[ids]]}
-        kept |= {"mean": float(row.mean(dtype=np.float64)), "max_abs": float(np.abs(row).max())}
-        rows.append(json.dumps(kept, separators=(",", ":")))
-    begin = f'{{"prompt": {json.dumps(prompt)},\n "greedy": {json.dumps(greedy)},\n "rows": [\n  '
-    (GOLDEN / f"{name}.json").write_text(begin + ",\n  ".join(rows) + "]}\n")
+        rows.append(kept | {"mean": float(row.mean(dtype=np.float64)), "max_abs": float(np.abs(row).max())})
+    golden = Golden(prompt, greedy, rows)
+    (GOLDEN / f"{name}.json").write_text(json.dumps(golden._asdict()) + "\n")
 
 
 # ---- MXFP4 -------------------------------------------------------------------------------------------------
@@ -312,13 +309,9 @@ def mxfp4_is_theirs() -> bool:
     packed = every_mxfp4()
     blocks, scales = torch.from_numpy(packed.blocks), torch.from_numpy(packed.scales)
     numbers = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    (GOLDEN / "mxfp4.json").write_text(json.dumps(digest(numbers.contiguous().numpy())) + "\n")
-    return read_mxfp4_golden() == digest(decoded_mxfp4(packed))
-
-
-def read_mxfp4_golden() -> str:
-    found: str = json.loads((GOLDEN / "mxfp4.json").read_text())
-    return found
+    golden = digest(numbers.contiguous().numpy())
+    (GOLDEN / "mxfp4.json").write_text(json.dumps(golden) + "\n")
+    return golden == digest(decoded_mxfp4(packed))
 
 
 # ---- Transformers ------------------------------------------------------------------------------------------
@@ -333,10 +326,8 @@ def theirs(directory: Path, prompt: list[int]) -> tuple[list[int], Array]:
     model, info = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **where
     )
-    if wrong := {
-        kind: names for kind, names in info.items() if names
-    }:  # it fills in random numbers and goes on
-        raise SystemExit(f"{directory.name}: transformers wants other tensors: {wrong}")
+    if any(info.values()):  # it fills in random numbers and goes on
+        raise SystemExit(f"{directory.name}: transformers wants other tensors: {info}")
     token_ids = list(prompt)
     with torch.no_grad():
         for _ in range(N_GREEDY):
@@ -357,9 +348,7 @@ def compare(name: str, directory: Path, prompt: list[int], positions: Sequence[i
     best = np.partition(logits[-N_GREEDY:], -2)[:, -2:]
     margin = float((best[:, 1] - best[:, 0]).min())
     same = ours.greedy(prompt, N_GREEDY) == greedy
-    print(
-        f"{name:26} max difference {difference:.1e}, greedy {'equal' if same else 'DIFFERS'}, {margin=:.3f}"
-    )
+    print(f"{name:26} {difference=:.1e}, greedy text equal: {same}, {margin=:.3f}")
     return same and bool(difference < TOLERANCE < margin)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import bench
 from benches import gpu, gpu_parts, kernels, server
-from benches.harness import Figures, random_prompts, rounds, started, table
+from benches.harness import Figures, random_prompts, rounds, table
 from benches.weights import SHAPES, read_bytes
 from checkpoint.config import parse_config
 from checkpoint.weights import n_params, n_weight_bytes
@@ -19,8 +19,6 @@ from dialects.families import DIALECTS
 from helpers import emulator
 from helpers.emulator import Emulator
 from helpers.serving import TINY, serve
-
-CPU_ROWS = {f"{what}, tokens/s" for what in ("prefill, 128 tokens", "decode, batch 1", "decode, batch 8")}
 
 
 def rows_of(out: Path, *words: str) -> dict[str, list[str]]:
@@ -31,71 +29,30 @@ def rows_of(out: Path, *words: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in lines[1:]}
 
 
+CPU = {f"{what}, tokens/s" for what in ("prefill, 128 tokens", "decode, batch 1", "decode, batch 8")}
+ASKED = {"a long prompt, first text, ms", "a short prompt, first text, ms", "1 streams, tokens/s"}
+ASKED |= {"8 streams after long prompts, tokens/s"}
+LATE = {f"3 streams, {kind}" for kind in ("events/s", "CPU µs an event", "median late, ms", "p99 late, ms")}
 # fmt: off
-CPU = [
-    (["--model", str(TINY), "--perplexity", "140"],    {"perplexity of 140 tokens"}),
-    (["--shape", "dry", "--layers", "1"],              set[str]()),
-    (["--shape", "dry-gpt-oss", "--layers", "1"],      set[str]()),
-    (["--shape", "dry-qwen3-moe", "--layers", "1"],    set[str]()),
+#   command                                                  names of its rows
+RUNS = [
+    (f"cpu --new 3 --model {TINY} --perplexity 140",         CPU | {"perplexity of 140 tokens"}),
+    ("cpu --new 3 --shape dry --layers 1",                   CPU),
+    ("cpu --new 3 --shape dry-gpt-oss --layers 1",           CPU),
+    ("cpu --new 3 --shape dry-qwen3-moe --layers 1",         CPU),
+    ("pieces --pieces 400",                                  {f"{name}, pieces/s" for name in DIALECTS} |
+                                                             {"events/s stored", "events/s read"}),
+    ("relay --new 20",                                       ASKED | {"32 streams, tokens/s"}),
+    (f"server --model {TINY}",                               LATE | {"3 streams, kB a stream"}),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("flags", "more"), CPU)
-def test_cpu(flags: list[str], more: set[str], tmp_path: Path) -> None:
-    assert rows_of(tmp_path, "cpu", "--new", "3", "--threads", "1", *flags).keys() == CPU_ROWS | more
-
-
-def test_no_round_finds_its_prompt_in_a_cache() -> None:
-    """The second round of a prompt of 128 tokens took 64 from the first round's page."""
-    assert random_prompts(1, 128) != random_prompts(1, 128)
-
-
-def test_shapes_are_those_of_the_models() -> None:
-    """The numbers of parameters that the models' makers publish, in billions."""
-    published = {"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53, "qwen3-0.6b": 0.60, "qwen3-8b": 8.19}
-    for name, n_billions in published.items():
-        assert n_params(parse_config(SHAPES[name], {})) / 1e9 == pytest.approx(n_billions, abs=0.01)
-
-
-def test_a_row_reads_the_experts_that_it_chooses() -> None:
-    config = parse_config(SHAPES["gpt-oss-20b"], {})
-    n_all = read_bytes(config, 10**6)
-    assert n_all == n_weight_bytes(config) - 2 * config.vocab_size * config.dim  # without the embedding
-    n_one, n_two = n_all - read_bytes(config, 1), n_all - read_bytes(config, 2)
-    assert n_two / n_one == pytest.approx(28 / 32)
-
-
-def test_pieces(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "pieces", "--pieces", "400")
-    assert rows.keys() == {f"{name}, pieces/s" for name in DIALECTS} | {"events/s stored", "events/s read"}
-
-
-def test_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STREAMS", {1: 20, 3: 5})
+@pytest.mark.parametrize(("words", "names"), RUNS, ids=[words.partition(" --m")[0] for words, _ in RUNS])
+def test_rows(words: str, names: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STREAMS", {3: 5})
     monkeypatch.setattr(server, "TICK_MS", 50)
-    rows = rows_of(tmp_path, "server", "--model", str(TINY))
-    kinds = ("events/s", "CPU µs an event", "median late, ms", "p99 late, ms")
-    expected = {f"{n} streams, {kind}" for n in (1, 3) for kind in kinds}
-    assert rows.keys() == expected | {"3 streams, kB a stream"}
-    assert all(len(cells) == 2 for cells in rows.values())
-
-
-def test_both_servers_say_as_many_tokens() -> None:
-    for name in server.SERVED:
-        with started(*server.command_of(name, TINY)) as running:
-            [answer] = server.hear(running, 1, 5, 0)
-        assert len(answer.text_times) == 5
-
-
-ASKED = {"a long prompt, first text, ms", "a short prompt, first text, ms", "1 streams, tokens/s"}
-ASKED |= {"8 streams after long prompts, tokens/s"}
-
-
-def test_relay(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "relay", "--new", "20")
-    assert rows.keys() == ASKED | {"32 streams, tokens/s"}
-    assert all(len(cells) == 3 for cells in rows.values())
+    assert rows_of(tmp_path, *words.split()).keys() == names
 
 
 def test_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +70,11 @@ def test_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(cells) == 2 for cells in rows.values())
 
 
+def test_no_round_finds_its_prompt_in_a_cache() -> None:
+    """The second round of a prompt of 128 tokens took 64 from the first round's page."""
+    assert random_prompts(1, 128) != random_prompts(1, 128)
+
+
 def test_rounds() -> None:
     """Contenders take turns, the first round does not count, and ratios are to the first contender."""
     said: list[list[float]] = []
@@ -126,6 +88,29 @@ def test_rounds() -> None:
     assert said == [*contenders.values()] * 4
     assert medians == {"speed": {"ours": 2, "theirs": 8}}
     assert list(table(medians))[2] == "| speed | 2.00 (1.00) | 8.00 (4.00) |"
+
+
+# ---- Shapes ------------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    """The numbers of parameters that the models' makers publish, in billions."""
+    published = {"gpt-oss-20b": 20.91, "qwen3-30b-a3b": 30.53, "qwen3-0.6b": 0.60, "qwen3-8b": 8.19}
+    for name, n_billions in published.items():
+        assert n_params(parse_config(SHAPES[name], {})) / 1e9 == pytest.approx(n_billions, abs=0.01)
+
+
+def test_a_row_reads_the_experts_that_it_chooses() -> None:
+    config = parse_config(SHAPES["gpt-oss-20b"], {})
+    n_all = read_bytes(config, 10**6)
+    assert n_all == n_weight_bytes(config) - 2 * config.vocab_size * config.dim  # without the embedding
+    n_one, n_two = n_all - read_bytes(config, 1), n_all - read_bytes(config, 2)
+    assert n_two / n_one == pytest.approx(28 / 32)
+
+
+def test_a_step_reads_the_weights_and_what_its_windows_see() -> None:
+    config = parse_config(SHAPES["qwen3-0.6b"], {})
+    assert gpu.step_bytes(config, 1, 320) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
 
 
 # ---- A GPU, which the emulator stands for ------------------------------------------------------------------
@@ -153,22 +138,22 @@ def test_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize(
-    ("shape", "kernels"),
-    [("dry", {"gate_up", "down"}), ("dry-gpt-oss", {"expert_gate_up", "expert_down"})],
-    ids=["dense", "mixture"],
-)
-def test_kernels(shape: str, kernels: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "experts"), [("dry", ""), ("dry-gpt-oss", "expert_")])
+def test_kernels(shape: str, experts: str, tmp_path: Path) -> None:
     """Of every step there is a row for each kernel in it, and one for the whole."""
     timed = rows_of(tmp_path, "kernels", "--shape", shape, *STEP).keys()
-    of_all = {"embed", "qkv", "out", "logits", "pick", "the whole step"} | kernels
+    of_all = {
+        "embed",
+        "qkv",
+        "out",
+        "logits",
+        "pick",
+        "the whole step",
+        f"{experts}gate_up",
+        f"{experts}down",
+    }
     assert timed >= {f"2 x 9: {kernel}, µs" for kernel in of_all | {"attend"}}
     assert timed >= {f"256 of a prompt after 9: {kernel}, µs" for kernel in of_all | {"attend_prompt"}}
-
-
-def test_a_step_reads_the_weights_and_what_its_windows_see() -> None:
-    config = parse_config(SHAPES["qwen3-0.6b"], {})
-    assert gpu.step_bytes(config, 1, 320) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
 
 
 @pytest.mark.skipif(not cuda_module.missing(), reason="there is a GPU")

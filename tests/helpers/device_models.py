@@ -44,16 +44,10 @@ def model_of(name: str) -> Ours:
 @cache
 def packed_of(name: str) -> Weights:
     """The same as CudaOps take them, still on the host."""
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), CASES[name])
-        return read_weights(Path(folder), read_config(Path(folder)), kept)
-
-
-def kept(w: Any) -> Any:
-    """A matrix in bfloat16; MXFP4 as it is."""
-    if isinstance(w, Mxfp4):
-        return w
-    return bfloat16(w)
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
+        write(folder, CASES[name])
+        return read_weights(folder, read_config(folder), lambda w: w if isinstance(w, Mxfp4) else bfloat16(w))
 
 
 def ops_of(name: str, order: int = 0) -> CudaOps:
@@ -80,12 +74,11 @@ def choices(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[
     return ops.read(ops.launch(spans, contexts))  # type: ignore[no-any-return]
 
 
-def prefill(token_ids: Sequence[int], start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:
+def rows(token_ids: Sequence[int] | None, start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:
     return Span(slot, pages(slot), token_ids, start, n_wanted)
 
 
-def rows(token_ids: Sequence[int] | None, start: int, slot: int = 0, n_wanted: int = 1) -> Span:
-    return Span(slot, pages(slot), token_ids, start, n_wanted)
+prefill = rows  # of a prompt
 
 
 def apart(some: Sequence[Choice], others: Sequence[Choice]) -> float:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType, quantize
 
 from checkpoint.gguf_file import CONFIG_FIELDS, LAYER_TENSORS, OUTER_TENSORS
 from checkpoint.weights import Array, map_tensors, unpacked
@@ -36,7 +36,7 @@ def write_gguf(
     writer = GGUFWriter(file, metadata["general.architecture"] or "none")
     for name, value in metadata.items():
         if value is not None and name != "general.architecture":
-            add(writer, name, value)
+            writer.add_key_value(name, value, GGUFValueType.get_type(value))
     kind = GGMLQuantizationType[block_format]
     for name, tensor in map_tensors(directory).items():
         numbers = unpacked(tensor)
@@ -52,18 +52,6 @@ def write_gguf(
     writer.close()
 
 
-def add(writer: GGUFWriter, name: str, value: Any) -> None:
-    match value:
-        case str():
-            writer.add_string(name, value)
-        case float():
-            writer.add_float32(name, value)
-        case int():
-            writer.add_uint32(name, value)
-        case _:
-            writer.add_array(name, value)
-
-
 def vocabulary(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The metadata of the tokenizer and the template, as the directory has them."""
     path = directory / "tokenizer.json"
@@ -73,9 +61,7 @@ def vocabulary(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     merges: list[str] = []
     if path.is_file():
         fields = json.loads(path.read_text())
-        merges = [
-            " ".join(merge) if isinstance(merge, list) else merge for merge in fields["model"]["merges"]
-        ]
+        merges = [" ".join(merge) for merge in fields["model"]["merges"]]
         for token, token_id in fields["model"]["vocab"].items():
             tokens[token_id] = token
         for token in fields["added_tokens"]:
@@ -108,9 +94,8 @@ def gguf_name(name: str) -> str:
 
 def pairs_adjacent(name: str, numbers: Array, config: dict[str, Any]) -> Array:
     """Of q and k each head's rows (half, pair) as (pair, half)."""
-    n_heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-    for part, field in n_heads.items():
-        if part in name:
-            rows = numbers.reshape(config[field], 2, -1, *numbers.shape[1:])
-            return rows.swapaxes(1, 2).reshape(numbers.shape)
-    return numbers
+    n_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    part = name.split(".")[-2]
+    if part not in n_heads:
+        return numbers
+    return numbers.reshape(n_heads[part], 2, -1, *numbers.shape[1:]).swapaxes(1, 2).reshape(numbers.shape)
