@@ -27,7 +27,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -50,8 +50,8 @@ from request.refusals import BadInput, unsupported
 from request.room import Visit
 from request.tool_calls import Restorer
 from responses import Builder
-from service import metrics
-from service.logs import Rarely
+from service.logs import is_news
+from service.metrics import Metrics, Stopwatch
 from service.steps import Steps
 from service.websocket import Connection, Recall
 from store import TERMINAL, Row
@@ -98,16 +98,14 @@ class Api:
     reasoning_events: str = "openai"  # a key of responses.REASONING_EVENTS
     image_texts: bool = False  # the model is told that there was an image; else requests with one are refused
     steps: Steps | None = None  # of the local worker's engine, if they are shown
-    websocket_max_age_s: float = 3600
 
     def __post_init__(self) -> None:
         self._workers: list[Worker] = [worker for worker in (self.local, self.remote) if worker]
-        self._is_news = Rarely()
+        self._told = set[Hashable]()  # is_news() of service/logs.py
         self._done = sse.DONE if self.done_line else b""
         self._started_at = int(time.time())
         model = self.local.names[0] if self.local else "upstream"
-        registry = self.registry
-        self.metrics = metrics.Metrics(model, self._counts, registry.live, lambda: registry.ended)
+        self.metrics = Metrics(model, self._readings)
 
     def endpoints(self) -> list[tuple[str, str, Handler]]:
         debug = [("GET", "/debug/steps", self.read_steps)] if self.steps else []
@@ -153,8 +151,7 @@ class Api:
             await self.registry.start(begun.job)
             return begun.job
 
-        connection = Connection(websocket, visit, start, self.registry.to_continue)
-        await connection.run(self.registry.stopping, self.websocket_max_age_s)
+        await Connection(websocket, visit, self.registry.stopping, start, self.registry.to_continue).run()
 
     async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
         parsing = await receive(http, visit)
@@ -313,7 +310,7 @@ class Api:
         """
         if not request.not_run:
             return {}
-        names = [name for name in request.not_run if self._is_news((request.owner, name))]
+        names = [name for name in request.not_run if is_news((request.owner, name), self._told)]
         if names:
             log.warning("accepted, and without any effect here: %s", ", ".join(names))
         return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
@@ -381,7 +378,7 @@ class Api:
         the request; and if the task is cancelled, the worker's Finish is only counted, and Registry._run()
         ends the response.
         """
-        watch = metrics.Run(self.metrics)
+        watch = Stopwatch(self.metrics)
         started_at = time.monotonic()
         restorer = Restorer(prompt.request.called)
         accepted = False
@@ -453,6 +450,9 @@ class Api:
         for worker in self._workers:
             counts.update(worker.counts())
         return dict(counts)
+
+    def _readings(self) -> dict[str, Any]:
+        return {**self._counts(), "live": self.registry.live(), "ended": self.registry.ended}
 
     def _models(self) -> dict[str, dict[str, Any]]:
         """Return the models of this machine, then those of the upstreams, as /v1/models shows them."""

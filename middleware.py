@@ -16,9 +16,6 @@ Rules of this file:
    they are refused.
 5. Without keys a request must name this server by its address, or by a name that the command line knows: a
    page can have the name of its own site point to our address, and be of the same site (DNS rebinding).
-
-Not here: the endpoints, and which of them a client may hold open (api.py), how much room there is
-(request/room.py), bodies and streams (streaming.py), limits of a parameter (request/params.py).
 """
 
 import hashlib
@@ -36,7 +33,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -63,9 +60,6 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
     `origins`: sites whose pages may call. `hosts`: names of this server, in lower case; "*": any.
     """
 
-    async def page(_: HttpRequest) -> Response:
-        return webpage.response()
-
     async def scrape(_: HttpRequest) -> Response:
         return Response(api.metrics.render(), media_type=CONTENT_TYPE)
 
@@ -81,7 +75,7 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
         await app(scope, receive, send)
 
     routes: list[BaseRoute] = [
-        Route("/", page),
+        Route("/", webpage.response(), methods=["GET"]),
         Route("/metrics", scrape),
         WebSocketRoute("/v1/responses", socket),
         *(
@@ -131,8 +125,6 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
             # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
             handler = scope["route"].path if "route" in scope else "none"
             metrics.add("http_requests", 1, handler, method, str(status))
-            if status != SWITCHING_PROTOCOLS:  # a connection is not a request
-                metrics.add("http_request_duration_seconds", seconds, handler)
             level = logging.DEBUG if scope["path"] in KEYLESS_PATHS else logging.INFO
             fields = {"method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
             log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
@@ -248,15 +240,13 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
             return response
         case HTTPException():
             message = f"{error.detail}: {http.method} {http.url.path[:MAX_SHOWN]}"
-            routes = http.app.routes
+            code = "method_not_allowed"
             if error.status_code == 404:
-                paths = dict.fromkeys(route.path for route in routes if route.path.startswith("/v1/"))
+                code = "unknown_url"
+                paths = dict.fromkeys(route.path for route in http.app.routes)
                 message = f"{message}; there is {', '.join(paths)}"
-                return error_response(404, message, None, "unknown_url")
-            response = error_response(error.status_code, message, None, "method_not_allowed")
-            # Of all routes with this path, while Starlette names the first one's: RFC 9110, section 15.5.6.
-            allowed = [route.methods for route in routes if route.matches(http.scope)[0] is Match.PARTIAL]
-            response.headers["Allow"] = ", ".join(sorted(set().union(*allowed)))
+            response = error_response(error.status_code, message, None, code)
+            response.headers.update(error.headers or {})  # such as Allow
             return response
         case ClientDisconnect():
             return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left

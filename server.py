@@ -138,7 +138,6 @@ async def serve(
         reasoning_events=args.reasoning_events,
         image_texts=args.images == "placeholder",
         steps=steps,
-        websocket_max_age_s=args.websocket_max_age,
     )
     if remote:
         await remote.upstreams.start()

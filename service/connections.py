@@ -5,8 +5,11 @@
     bytes of a connection --httptools--> callbacks --uvicorn--> ASGI messages, of one request at a time
     a handshake --uvicorn--> WebSocketProtocol --websockets--> frames --> ASGI messages
 
-uvicorn speaks both protocols. Limits are added by overriding methods that its classes call on themselves.
-Some of these are not documented, so pyproject.toml allows no later minor version of it.
+uvicorn speaks both protocols. Limits are added by what is documented: the methods that asyncio calls on a
+protocol, those that httptools calls for what it has parsed, and the protocol of the package `websockets`.
+Of uvicorn itself a dozen names are used that are not documented, so pyproject.toml allows no later minor one:
+HttpToolsProtocol with connections, parser, headers, url, handle_websocket_upgrade and on_response_complete;
+WebSocketsSansIOProtocol with conn and handshake_complete; of both, shutdown; and Server.capture_signals.
 
 The life of a connection ("<" is from the client):
 
@@ -39,6 +42,7 @@ import math
 import resource
 import selectors
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +54,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame, Opcode
+from websockets.protocol import Event, State
+from websockets.server import ServerProtocol
 
 import sse
 from request.body import SMALL_BODY_BYTES
@@ -60,11 +67,11 @@ log = logging.getLogger("connections")
 
 READ_BYTES = 32 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 3 ms
 READ_FRAMES_BYTES = 2 * 1024  # of a WebSocket in one turn: 340 of the smallest frames, 3 ms
-MAX_FRAMES = 64  # of a WebSocket between two messages, or two pings of our own: pings, pongs, fragments
+MAX_FRAMES = 1000  # of a WebSocket in FRAMES_S: messages, their fragments, pings, pongs
+FRAMES_S = 20
 MAX_LARGEST = 2  # times --max-body: a larger message closes its connection
 MAX_FRAMING_BYTES = 32 * 1024  # of a request, all but its body: head, chunk sizes, trailers
 MAX_URL = 8000  # bytes; RFC 9112, section 3, demands to take so many
-MAX_HEADERS = 100  # of a request, as Apache has it
 KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it before we do
 # Of a connection; Linux takes twice as many. With the second one the buffer does not grow by itself any more:
 # a client that is 100 ms away, there and back, sends 2 MB/s.
@@ -165,20 +172,20 @@ class Limited(asyncio.Protocol):
     of them have left.
     """
 
-    config: uvicorn.Config
     transport: asyncio.Transport
-    loop: asyncio.AbstractEventLoop
     read_bytes: int
     reader_timeout: float  # seconds
+    stop_s: float  # after which a stop drops the connection
     timer: asyncio.TimerHandle | None = None  # drops the connection: rule 1
 
     def connection_made(self, transport: Any) -> None:
         transport.max_size = self.read_bytes  # asyncio's own is 256 KiB
         super().connection_made(transport)
+        self.transport = transport
 
     def drop_after(self, seconds: float) -> None:
         self.cancel_drop()
-        self.timer = self.loop.call_later(seconds, self.transport.abort)
+        self.timer = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
 
     def cancel_drop(self) -> None:
         if self.timer:
@@ -201,8 +208,7 @@ class Limited(asyncio.Protocol):
 
         The application itself closes WebSockets, after their turns.
         """
-        stop_s = self.config.timeout_graceful_shutdown or 0
-        self.loop.call_later(stop_s - 1, self.transport.abort)
+        asyncio.get_running_loop().call_later(self.stop_s, self.transport.abort)
 
 
 # --- HTTP ---------------------------------------------------------------------------------------------------
@@ -221,20 +227,23 @@ SINGLE_HEADERS = (b"host", b"authorization", b"content-type", b"content-encoding
 
 
 class Protocol(Limited, HttpToolsProtocol):
-    """One connection. `cycle` is uvicorn's object for its newest request."""
+    """One connection. The parser calls the methods that begin with on_; uvicorn's own are called later,
+    in pass_on(), when the request is to start.
+    """
 
     read_bytes = READ_BYTES
     max_connections: int
     idle: "OrderedDict[Protocol, None]"  # all without a request that has started, the longest first
-    begun: Any = None  # the request that has begun to come, and has not started: cycle, application
-    n_framing_bytes = 0  # that it had so far, without its body
+    is_coming = False  # the newest request has begun, and is not whole
+    has_started = False  # it has been passed on to uvicorn
+    is_answering = False  # and has no whole answer yet
+    n_framing_bytes = 0  # of it, without its body
 
     # --- its beginning and its end --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.drop_after(self.timeout_keep_alive)  # later uvicorn's own timer does that, for as long
-        self.idle[self] = None
+        self.is_idle()
         if len(self.connections) > self.max_connections:
             longest_idle, _ = self.idle.popitem(last=False)
             longest_idle.transport.abort()
@@ -243,17 +252,21 @@ class Protocol(Limited, HttpToolsProtocol):
         super().connection_lost(exc)
         self.idle.pop(self, None)
 
+    def is_idle(self) -> None:
+        """There is no request, or only a part of one."""
+        self.idle[self] = None
+        self.drop_after(KEEP_ALIVE_S)
+
     def is_busy(self) -> None:
         """There is a request that has started, or a WebSocket."""
         self.idle.pop(self, None)
         self.cancel_drop()
-        self._unset_keepalive_if_required()
 
     def shutdown(self) -> None:
         """Stop: a request that is being answered ends, one that is not whole yet has not been accepted."""
         super().shutdown()
         HttpToolsProtocol.shutdown(self)
-        if self.cycle and self.cycle.more_body:
+        if self.is_coming:
             self.transport.close()
 
     # --- what comes -----------------------------------------------------------------------------------------
@@ -271,17 +284,20 @@ class Protocol(Limited, HttpToolsProtocol):
             self.refuse(error.__context__ or error)  # the parser wraps what a callback raises
 
     def on_message_begin(self) -> None:
-        if self.cycle and not self.cycle.response_complete:
+        if self.is_answering:
             raise BadHttp("the request before this one has no answer yet")
         super().on_message_begin()
+        self.is_coming = True
+        self.has_started = False
+        self.body = b""  # what came of it, and has not been passed on
 
     def on_headers_complete(self) -> None:
         """Refuse what the parser lets through; raises BadHttp."""
         names = [name for name, _ in self.headers]
+        if self.parser.get_method() == b"CONNECT":
+            raise BadHttp("this is not a proxy")
         if len(self.url) > MAX_URL:
             raise BadHttp(f"the URL is more than {MAX_URL} bytes")
-        if len(names) > MAX_HEADERS:
-            raise BadHttp(f"there are more than {MAX_HEADERS} headers")
         if b"host" not in names and self.parser.get_http_version() == "1.1":  # RFC 9112, section 3.2
             raise BadHttp("the Host header is missing")
         for name in SINGLE_HEADERS:
@@ -289,24 +305,31 @@ class Protocol(Limited, HttpToolsProtocol):
                 raise BadHttp(f"there are two {name.decode()} headers")
         if self.parser.should_upgrade():
             return  # see upgrade()
-        super().on_headers_complete()
-        n_body_bytes = int(dict(self.headers).get(b"content-length", 0))
         self.headers = []  # what still comes are trailers, not headers: RFC 9110, section 6.5.1
-        # The body is refused unread if it is too large. One that is expected comes when it is asked for.
-        if n_body_bytes > SMALL_BODY_BYTES or self.expect_100_continue:
-            self.start_request()
+        if b"expect" in names:  # the body comes when the application asks for it
+            self.pass_on()
 
     def on_body(self, body: bytes) -> None:
         self.n_framing_bytes -= len(body)
-        super().on_body(body)
-        if len(self.cycle.body) > SMALL_BODY_BYTES:
-            self.start_request()
+        self.body += body
+        if self.has_started or len(self.body) > SMALL_BODY_BYTES:
+            self.pass_on()
 
     def on_message_complete(self) -> None:
         self.n_framing_bytes = 0
         if not self.parser.should_upgrade():
+            self.is_coming = False
+            self.pass_on()
             super().on_message_complete()
-            self.start_request()
+
+    def pass_on(self) -> None:
+        """Have uvicorn see what has come of the request, and start it if it has not started."""
+        if not self.has_started:
+            self.has_started = self.is_answering = True
+            self.is_busy()
+            super().on_headers_complete()
+        super().on_body(self.body)
+        self.body = b""
 
     def upgrade(self, rest: bytes) -> None:
         """Go on after a head that offers another protocol, of which the parser does not read the body.
@@ -315,54 +338,64 @@ class Protocol(Limited, HttpToolsProtocol):
         4.1). Any other offer is ignored: its head is parsed once more, without the header that makes it one.
         uvicorn loses the body: Kludex/uvicorn#2722.
         """
-        method = self.parser.get_method()
-        if self._should_upgrade() and all(value.isascii() for _, value in self.headers):
-            self.scope["method"] = method.decode()
-            self.handle_websocket_upgrade()
-            self.is_busy()
-            websocket: Any = self.transport.get_protocol()
-            if not websocket.handshake_initiated:  # `websockets` has not understood it, and says nothing
-                self.transport.abort()
-            return
         # The parser takes Proxy-Connection for Connection.
         kept = [header for header in self.headers if not header[0].endswith(b"connection")]
-        lines = [b"%s %s HTTP/1.1" % (method, self.url), *(b"%s: %s" % header for header in kept), b"", rest]
-        self.data_received(b"\r\n".join(lines))
+        if dict(kept)[b"upgrade"].lower() == b"websocket" and all(value.isascii() for _, value in kept):
+            self.headers[:] = [*kept, (b"connection", b"upgrade")]
+            self.is_busy()
+            super().on_headers_complete()
+            self.handle_websocket_upgrade()
+        else:
+            start = b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)
+            lines = [start, *(b"%b: %b" % header for header in kept), b"", rest]
+            self.data_received(b"\r\n".join(lines))
 
     # --- what is answered -----------------------------------------------------------------------------------
 
-    def _start_asgi_task(self, *begun: Any) -> None:
-        """Keep a request whose head has come, and which uvicorn would start, for start_request()."""
-        self.begun = begun
-
-    def start_request(self) -> None:
-        """Start the request that has come, unless it has started."""
-        if self.begun:
-            super()._start_asgi_task(*self.begun)
-            self.begun = None
-            self.is_busy()
-
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.is_answering = False
         if not self.transport.is_closing():
-            self.idle[self] = None
+            self.is_idle()
 
     def refuse(self, error: BaseException) -> None:
         """Answer what is not HTTP; a request that has started has its own answer, which is the last one."""
         request_id = new_id("req")
         log.info("400: %s: %s", request_id, error)
-        if self.begun or not self.cycle or self.cycle.response_complete:
+        if not self.is_answering:
             message = f"Invalid HTTP request received: {error}."
             body = sse.dumps(error_body(400, message, code="invalid_http")).encode()
             self.transport.write(BAD_HTTP_ANSWER % (len(body), request_id.encode(), body))
             self.transport.close()
-        elif self.cycle.more_body:
+        elif self.is_coming:
             self.transport.abort()
         else:
-            self.cycle.keep_alive = False
+            HttpToolsProtocol.shutdown(self)
 
 
 # --- WebSockets ---------------------------------------------------------------------------------------------
+
+
+class CountedFrames(ServerProtocol):
+    """The package's side of a WebSocket. Counts frames, and gives each text as bytes.
+
+    uvicorn logs a traceback for a text that is not UTF-8.
+    """
+
+    n_frames = 0  # since `counted_since`, and one that came before; 0: it has not understood the handshake
+    counted_since = 0.0
+
+    def events_received(self) -> list[Event]:
+        events = super().events_received()
+        now = time.monotonic()
+        if now > self.counted_since + FRAMES_S:
+            self.counted_since = now
+            self.n_frames = min(self.n_frames, 1)
+        self.n_frames += len(events)
+        for event in events:
+            if isinstance(event, Frame) and event.opcode is Opcode.TEXT:
+                event.opcode = Opcode.BINARY
+        return events
 
 
 class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
@@ -372,31 +405,17 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
     """
 
     read_bytes = READ_FRAMES_BYTES
-    n_frames = 0  # since the last message, or our own ping
-    handle_text = WebSocketsSansIOProtocol.handle_bytes  # of a text that is not UTF-8 it logs a traceback
+    conn: CountedFrames
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.close_timeout = STALLED_S  # for the client's answer to our close
+        self.conn = CountedFrames(max_size=self.conn.max_size, logger=self.conn.logger)
 
-    def handle_events(self) -> None:
-        self.n_frames += len(self.conn.events)
-        super().handle_events()
-        if self.n_frames > MAX_FRAMES:
-            self.transport.abort()
-
-    def send_receive_event_to_app(self) -> None:
-        self.n_frames = 0
-        super().send_receive_event_to_app()
-
-    def send_keepalive_ping(self) -> None:
-        self.n_frames = 0  # a client that is idle may ping for ever
-        super().send_keepalive_ping()
-
-    def handle_parser_exception(self) -> None:
-        if self.handshake_complete:
-            super().handle_parser_exception()
-        else:  # the client did not wait for it: a close would come before its head
+    def data_received(self, data: bytes) -> None:
+        has_waited = self.conn.state is not State.CONNECTING or self.conn.n_frames == 0
+        if has_waited:  # for the answer to its handshake: RFC 6455, section 4.1
+            super().data_received(data)
+        if not (has_waited and 0 < self.conn.n_frames <= MAX_FRAMES):
             self.transport.abort()
 
     async def send(self, message: Any) -> None:
@@ -406,14 +425,15 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.conn.parser.close()  # the package's parser and connection refer to each other
+        self.conn.receive_eof()  # frees what has come
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
 
 
 def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
-    limits = {"reader_timeout": args.reader_timeout}
+    stop_s = math.ceil(args.shutdown_grace) + STALLED_S
+    limits = {"reader_timeout": args.reader_timeout, "stop_s": stop_s}
     of_http = {"max_connections": max_connections(args.max_streams), "idle": OrderedDict()}
     return uvicorn.Config(
         app,
@@ -428,6 +448,5 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        # For clients that neither read nor leave: see Limited.shutdown().
-        timeout_graceful_shutdown=math.ceil(args.shutdown_grace) + STALLED_S + 1,
+        timeout_graceful_shutdown=stop_s + 1,  # for clients that neither read nor leave: Limited.shutdown()
     )

@@ -1,8 +1,8 @@
 """Metrics: what the server counts, in the form that Prometheus reads.
 
-    requests, runs --seen by middleware.py and api.py--> METRICS ---------------+
+    requests, runs --seen by middleware.py and choices.py--> METRICS -------+
                                                                             +--render()--> text of /metrics
-    queue, KV cache, background runs --read at a scrape--> READINGS ------------+
+    queue, KV cache, background runs --read at a scrape--> READINGS --------+
 
 Authority: https://prometheus.io/docs/instrumenting/exposition_formats/; for names, units and meanings
 https://docs.vllm.ai/en/stable/usage/metrics/
@@ -17,7 +17,7 @@ Rules of this file:
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,13 +39,8 @@ PREFIX = "llmref:"
 BETWEEN_SCRAPES_S = 0.25  # one takes the event loop for 5 ms
 MODEL = "model_name"  # the label that all metrics have, with one value: vLLM's dashboards choose by it
 
-# Histograms of seconds, from a token of a small model on a fast GPU to a long answer of a large one on a slow
-# CPU, and of tokens.
-SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)  # fmt: skip
-Seconds = partial(Histogram, buckets=SECONDS)
-Tokens = partial(Histogram, buckets=[n * 10**digits for digits in range(6) for n in (1, 2, 5)])
-
-ReadCounts = Callable[[], Mapping[str, float]]
+# From a token of a small model on a fast GPU to a long answer of a large one on a slow CPU.
+Seconds = partial(Histogram, buckets=[n * 10**i / 1000 for i in range(6) for n in (1, 2.5, 5)])
 
 # fmt: off
 # Metrics that change when something happens: Prometheus's direct instrumentation.
@@ -60,9 +55,6 @@ METRICS: dict[str, tuple[Any, ...]] = {
     "time_to_first_token_seconds":           (Seconds, "To a run's first piece."),
     "request_time_per_output_token_seconds": (Seconds, "Of a run, after its first piece."),
     "e2e_request_latency_seconds":           (Seconds, "To a run's end."),
-    "request_prompt_tokens":                 (Tokens,  "Tokens of a prompt."),
-    "request_generation_tokens":             (Tokens,  "Tokens generated in a run."),
-    "http_request_duration_seconds":         (Seconds, "From head to last byte.", "handler"),
 }
 
 Gauge, Total = GaugeMetricFamily, CounterMetricFamily
@@ -98,9 +90,9 @@ class Metrics(Collector):
     """All metrics of a server."""
 
     model: str
-    worker: ReadCounts  # the counts of the workers
-    live: ReadCounts  # how many background responses there are, by status
-    ended: ReadCounts  # and how many have ended
+    # The counts of the workers; "live": how many background responses there are, by status; "ended": how many
+    # have ended, by their last one.
+    read_counts: Callable[[], dict[str, Any]]
 
     def __post_init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -129,7 +121,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the readings, at a scrape."""
-        counts: dict[str, Any] = {**self.worker(), "live": self.live(), "ended": self.ended()}
+        counts = self.read_counts()
         if "pages" in counts:
             counts["used_share"] = 1 - counts["free_pages"] / max(counts["pages"], 1)
         for name, (kind, about, count, *labels) in READINGS.items():
@@ -141,20 +133,19 @@ class Metrics(Collector):
                 yield family
 
 
-class Run:
-    """Times one run of a worker, one choice of one request."""
+class Stopwatch:
+    """Times one run of a worker, one choice of one request, and counts its tokens."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._started_at = time.perf_counter()
-        self._first_output_at: float | None = None
+        self._first_output_at = 0.0
 
     def piece(self) -> None:
         """Note that a piece of output came."""
-        if self._first_output_at is None:
+        if not self._first_output_at:
             self._first_output_at = time.perf_counter()
-            seconds = self._first_output_at - self._started_at
-            self._metrics.add("time_to_first_token_seconds", seconds)
+            self._metrics.add("time_to_first_token_seconds", self._first_output_at - self._started_at)
 
     def end(self, reason: str, n_prompt: int, n_cached: int, n_generated: int) -> None:
         """Note that the run has ended; a count that is not known is 0."""
@@ -164,11 +155,9 @@ class Run:
             "generation_tokens": n_generated,
             "prefix_cache_queries": n_prompt,
             "prefix_cache_hits": n_cached,
-            "request_prompt_tokens": n_prompt,
-            "request_generation_tokens": n_generated,
             "e2e_request_latency_seconds": ended_at - self._started_at,
         }
-        if self._first_output_at is not None and n_generated > 1:
+        if self._first_output_at and n_generated > 1:
             seconds = (ended_at - self._first_output_at) / (n_generated - 1)
             values["request_time_per_output_token_seconds"] = seconds
         for name, value in values.items():

@@ -158,8 +158,6 @@ OPTIONS: dict[str, list[Any]] = {
          "would hold more than what is left"),
         ("--reader-timeout SECONDS", seconds, 60.0,
          "seconds before a client that has stopped reading is dropped"),
-        ("--websocket-max-age SECONDS", seconds, 3600.0,
-         "seconds after which a WebSocket takes no more turns, and is closed"),
         ("--shutdown-grace SECONDS", partial(number, float, 0), 5.0,
          "seconds that running requests get to finish at a stop"),
     ],

@@ -17,9 +17,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from itertools import count
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import sse
 from engine import Engine
@@ -31,22 +30,8 @@ MAX_STEPS = 2000
 POLL_S = 0.05  # between two looks of a reader
 
 Members = dict[str, Any]  # of an object, as it is sent
-
-
-class Known(NamedTuple):
-    """A sequence as it was after the last step."""
-
-    number: int  # from 0, in the order in which they came
-    n_output: int
-    n_preemptions: int
-
-
-class Share(NamedTuple):
-    """What a step did for a sequence."""
-
-    owner: str
-    members: Members  # that any owner may know
-    own: Members
+Share = tuple[str, Members]  # the owner of a sequence, and what a step did for it
+OWN = ("request_id", "tokens")  # members of a share that its owner alone may read
 
 
 class Steps:
@@ -55,10 +40,12 @@ class Steps:
     def __init__(self, engine: Engine, token_bytes: Callable[[int], bytes]) -> None:
         self.steps = deque[tuple[Members, list[Share]]](maxlen=MAX_STEPS)
         self._token_bytes = token_bytes
-        self._known: dict[Sequence, Known] = {}  # those that wait or run
-        self._ended = WeakSet[Sequence]()  # steps in flight may still hold them
-        self._sequence_numbers = count()
-        self._step_numbers = count()
+        self._next_step = 0
+        self._next_sequence = 0
+        # Sequences by their numbers, from 0. Steps in flight may still hold those that have left.
+        self._numbers = WeakKeyDictionary[Sequence, int]()
+        # Of each that waits or runs, tokens of output and preemptions after the last step.
+        self._known: dict[Sequence, tuple[int, int]] = {}
         self._began_at = time.perf_counter()
         engine.observer = self.observe
 
@@ -74,18 +61,20 @@ class Steps:
         here = [*scheduler.running, *scheduler.waiting]
         read = {one.sequence: (one, chosen) for one, chosen in zip(batch, choices, strict=True)}
         for sequence in [*here, *read]:
-            if sequence not in self._known and sequence not in self._ended:
-                self._known[sequence] = Known(next(self._sequence_numbers), 0, 0)
+            if sequence not in self._numbers:
+                self._numbers[sequence] = self._next_sequence
+                self._next_sequence += 1
+                self._known[sequence] = (0, 0)
         left = self._known.keys() - here
         if not batch and not left:
             return  # nothing has been computed
-        shares = [self._share(one, one in left, *read.get(one, (None, []))) for one in [*self._known]]
-        for sequence in left:
-            del self._known[sequence]
-            self._ended.add(sequence)
+        shares = [
+            (one.owner, self._share(one, one in left, *read.get(one, (None, [])))) for one in self._known
+        ]
+        self._known = {one: (len(one.output), one.n_preemptions) for one in here}
         pool = scheduler.pool
         step: Members = {
-            "step": next(self._step_numbers),
+            "step": self._next_step,
             "time_s": time.perf_counter() - self._began_at,
             "duration_s": duration_s,
             "page_size": PAGE,
@@ -93,34 +82,35 @@ class Steps:
             "n_free_pages": pool.n_free,
             # A digit a page: 1 if the prefix cache knows it.
             "cached": "".join("01"[page in pool.cached_pages] for page in range(pool.n_pages)),
-            "running": [self._known[sequence].number for sequence in scheduler.running],
-            "waiting": [self._known[sequence].number for sequence in scheduler.waiting],
+            "running": [self._numbers[sequence] for sequence in scheduler.running],
+            "waiting": [self._numbers[sequence] for sequence in scheduler.waiting],
         }
+        self._next_step += 1
         self.steps.append((step, shares))
 
     def _share(
         self, sequence: Sequence, has_left: bool, scheduled: Scheduled | None, choices: list[Choice]
-    ) -> Share:
+    ) -> Members:
         """Describe a sequence, and what the step did for it; `scheduled` None: nothing."""
-        known = self._known[sequence]
-        self._known[sequence] = Known(known.number, len(sequence.output), sequence.n_preemptions)
-        tokens = choices[: len(sequence.output) - known.n_output]
+        n_output, n_preemptions = self._known[sequence]
+        tokens = choices[: len(sequence.output) - n_output]
         share: Members = {
-            "sequence": known.number,
+            "sequence": self._numbers[sequence],
             "n_prompt": len(sequence.prompt),
             "page_table": list(sequence.page_table),
             "n_tokens": len(tokens),
+            "request_id": sequence.request_id,
+            "tokens": list(map(self._token, tokens)),
         }
         if scheduled:
             share["phase"] = "prefill" if scheduled.is_prefill else "decode"
             share["start"], share["end"] = scheduled.span.start, scheduled.span.end
             share["n_drafts"] = len(scheduled.drafts)
-        if sequence.n_preemptions > known.n_preemptions:
+        if sequence.n_preemptions > n_preemptions:
             share["preempted"] = sequence.preempted_for
         if has_left:
             share["ended"] = sequence.finish or "left"
-        own = {"request_id": sequence.request_id, "tokens": list(map(self._token, tokens))}
-        return Share(sequence.owner, share, own)
+        return share
 
     def _token(self, chosen: Choice) -> Members:
         text = self._token_bytes(chosen.token_id).decode(errors="replace")
@@ -134,12 +124,14 @@ class Steps:
 
     async def read(self, owner: str, stopping: asyncio.Event) -> AsyncGenerator[bytes]:
         """Yield the frames for one reader: the steps that are kept, then those to come, until a stop."""
-        n_read = 0
+        next_step = 0
         while not stopping.is_set():
-            kept = list(self.steps)  # the engine's thread goes on
-            news = [one for one in kept if one[0]["step"] >= n_read]
-            for step, shares in news:
-                seen = [share | own if whose == owner else share for whose, share, own in shares]  # rule 3
-                yield sse.encode(sse.dumps(step | {"sequences": seen}))
-                n_read = step["step"] + 1
+            for step, shares in list(self.steps):  # the engine's thread goes on
+                if step["step"] >= next_step:
+                    next_step = step["step"] + 1
+                    sequences = []
+                    for whose, share in shares:
+                        hidden = () if whose == owner else OWN  # rule 3
+                        sequences.append({name: share[name] for name in share if name not in hidden})
+                    yield sse.encode(sse.dumps(step | {"sequences": sequences}))
             await asyncio.sleep(POLL_S)

@@ -24,8 +24,8 @@ Rules of this file:
 3. The last response of each lane can be continued without a store. A turn that fails makes its lane forget
    it.
 4. A response cannot be steered while it runs. A client that tries gets its input back, and the turn goes on.
-5. A client that leaves ends its turns. At a stop of the server, and at an age of max_age_s, those that run go
-   on to their end; those that wait are refused, and nothing more is read.
+5. A client that leaves ends its turns. At a stop of the server nothing more is read, and the connection is
+   closed after its turns.
 6. The messages of all connections are taken one after another, by turns of the owners.
 """
 
@@ -41,7 +41,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 import sse
 from background import Job
 from request.body import parsed
-from request.refusals import BadInput, error_body, missing, unsupported, wrong_type, wrong_value
+from request.refusals import BadInput, error_body, unsupported, wrong_type, wrong_value
 from request.room import Visit
 from store import Row
 from streaming import cancel
@@ -56,12 +56,6 @@ IGNORED = "response.processed"  # Codex says that it has read an answer
 SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
 
-STOP = BadInput("The server is about to stop.", None, "server_is_overloaded")
-TOO_OLD = BadInput(
-    "This connection has reached its age limit. Open a new one to go on.",
-    None,
-    "websocket_connection_limit_reached",
-)
 CANNOT_STEER = "A response cannot be steered here. After its end, send this input with response.create."
 
 
@@ -84,15 +78,11 @@ def lane_of(message: Any) -> str:
 async def body_of(parsing: AbstractAsyncContextManager[Any]) -> AsyncIterator[dict[str, Any]]:
     """Yield the body that POST /v1/responses would have; raises BadInput."""
     async with parsing as message:
-        event_type = message.pop("type", None)
-        if event_type is None:
-            raise missing("type")
-        if event_type != "response.create":
-            raise wrong_value("type", "'response.create'", event_type)
+        if message.get("type") != "response.create":
+            raise wrong_value("type", "'response.create'", message.get("type"))
         if message.get("background"):
             raise unsupported("background", "A turn of a WebSocket runs in the foreground; POST it instead.")
-        message.pop("stream_id", None)
-        yield message | {"stream": True}
+        yield message | {"type": None, "stream_id": None, "stream": True}
 
 
 # --- a connection -------------------------------------------------------------------------------------------
@@ -109,40 +99,29 @@ class Lane:
     last: Row | None = None  # its last response: rule 3
 
 
+@dataclass(eq=False)
 class Connection:
-    """One WebSocket, from its handshake to its close.
+    """One WebSocket, from its handshake to its close."""
 
-    `visit` holds what it remembers. `start` starts a turn, given its body, what it holds, and the memory of
-    the connection, or raises BadInput. `to_continue` makes of a response what another one continues.
-    """
+    websocket: WebSocket
+    visit: Visit  # holds what it remembers
+    stopping: asyncio.Event  # the server is
+    start: Callable[..., Awaitable[Job]]  # a turn: its body, what it holds, self.recall(); raises BadInput
+    to_continue: Callable[[Row], Awaitable[Row]]  # makes of a response what another one continues
+    lanes: dict[str, Lane] = field(default_factory=lambda: {"": Lane("")})
+    tasks: asyncio.TaskGroup = field(
+        default_factory=asyncio.TaskGroup
+    )  # turns, and what reads their messages
 
-    def __init__(
-        self,
-        websocket: WebSocket,
-        visit: Visit,
-        start: Callable[..., Awaitable[Job]],
-        to_continue: Callable[[Row], Awaitable[Row]],
-    ) -> None:
-        self._websocket = websocket
-        self._visit = visit
-        self._start = start
-        self._to_continue = to_continue
-        self._lanes = {"": Lane("")}
-        self._tasks = asyncio.TaskGroup()  # its turns, and what reads their messages
-        self._ending: BadInput | None = None  # why it takes no more turns
-
-    async def run(self, stopping: asyncio.Event, max_age_s: float) -> None:
-        offered = self._websocket.scope["subprotocols"]
-        await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+    async def run(self) -> None:
+        offered = self.websocket.scope["subprotocols"]
+        await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         try:
-            async with self._tasks:
-                receiving = self._tasks.create_task(self._receive())
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stopping.wait(), max_age_s)
-                self._ending = STOP if stopping.is_set() else TOO_OLD
+            async with self.tasks:
+                receiving = self.tasks.create_task(self._receive())
+                await self.stopping.wait()
                 receiving.cancel()
-            await self._refuse(self._ending)
-            await self._websocket.close(SERVICE_RESTART)
+            await self.websocket.close(SERVICE_RESTART)
         except* WebSocketDisconnect:
             pass  # the client has left, which has ended all tasks
 
@@ -151,38 +130,38 @@ class Connection:
     async def _receive(self) -> None:
         """Take one message after another, until the client leaves."""
         while True:
-            message = await self._websocket.receive()
+            message = await self.websocket.receive()
             if message["type"] == "websocket.disconnect":
                 raise WebSocketDisconnect
             try:
                 await self._read(message["bytes"])
             except BadInput as refusal:
                 await self._refuse(refusal)
-            await self._visit.until_next_part()
+            await self.visit.until_next_part()
 
     async def _read(self, json_text: bytes) -> None:
         """Begin the turn that a message asks for; raises BadInput."""
-        max_bytes = self._visit.rooms.max_body_bytes
+        max_bytes = self.visit.rooms.max_body_bytes
         if len(json_text) > max_bytes:
             expected = f"Expected a message of at most {max_bytes} bytes, see --max-body"
             raise BadInput(f"{expected}, got {len(json_text)}.", None, "websocket_message_too_large")
-        async with parsed(json_text, self._visit) as message:
+        async with parsed(json_text, self.visit) as message:
             name = lane_of(message)
-            if name not in self._lanes and len(self._lanes) > MAX_LANES:
+            if name not in self.lanes and len(self.lanes) > MAX_LANES:
                 expected = f"Expected at most {MAX_LANES} different values of 'stream_id' on a connection."
                 raise BadInput(expected, "stream_id", "websocket_stream_limit_reached")
-            lane = self._lanes.setdefault(name, Lane(name))
+            lane = self.lanes.setdefault(name, Lane(name))
         event_type = message.get("type")
         if event_type == "response.steer":
             await self._steer(lane, message)
         elif event_type != IGNORED:
-            self._tasks.create_task(self._take_turn(lane, json_text))
+            self.tasks.create_task(self._take_turn(lane, json_text))
 
     async def _steer(self, lane: Lane, message: dict[str, Any]) -> None:
         """Say why a response is not steered, in its lane; if there is none, in the lane of the message."""
         id_ = message.get("previous_response_id")
         code = "response_not_found"
-        for each in self._lanes.values():
+        for each in self.lanes.values():
             if each.job and each.job.row.id == id_:
                 code, lane = "steering_not_supported", each
             elif each.last and each.last.id == id_:
@@ -203,16 +182,14 @@ class Connection:
 
     async def _take_turn(self, lane: Lane, json_text: bytes) -> None:
         """Run a turn after those before it in its lane; what refuses it becomes a message."""
-        rooms = self._visit.rooms
+        rooms = self.visit.rooms
         try:
-            with rooms.visit(self._visit.owner) as visit:
+            with rooms.visit(self.visit.owner) as visit:
                 visit.hold(rooms.bytes, len(json_text))
                 visit.enter()
                 async with lane.turn:
-                    if self._ending:
-                        raise self._ending
                     body = body_of(parsed(json_text, visit))
-                    await self._send_events(lane, await self._start(body, visit, self._recall))
+                    await self._send_events(lane, await self.start(body, visit, self.recall))
         except BadInput as refusal:
             lane.last = None
             await self._refuse(refusal, lane.name)
@@ -236,31 +213,31 @@ class Connection:
     # --- memory ---------------------------------------------------------------------------------------------
 
     def _remembered(self) -> list[Row]:
-        return [lane.last for lane in self._lanes.values() if lane.last]
+        return [lane.last for lane in self.lanes.values() if lane.last]
 
-    def _recall(self, id: str) -> Row | None:
+    def recall(self, id: str) -> Row | None:
         return next((row for row in self._remembered() if row.id == id), None)
 
     async def _remember(self, lane: Lane, job: Job) -> None:
         """Remember the last response of a lane, unless it has failed, or there is no room for it."""
         lane.last = None
-        if job.log.status != "failed":
-            lane.last = await self._to_continue(job.shown_row())
-        n_bytes = sum(row.n_bytes + len(row.response_json) for row in self._remembered())
-        try:
-            self._visit.hold(self._visit.rooms.bytes, n_bytes)
-        except BadInput:  # then more is held than is remembered, until the next one
-            lane.last = None
+        if job.log.status == "failed":
+            return
+        row = await self.to_continue(job.shown_row())
+        n_bytes = sum(each.n_bytes + len(each.response_json) for each in [row, *self._remembered()])
+        with suppress(BadInput):  # then more is held than is remembered, until the next one
+            self.visit.hold(self.visit.rooms.bytes, n_bytes)
+            lane.last = row
 
     # --- what is sent ---------------------------------------------------------------------------------------
 
     async def _send(self, object_text: str, lane: str) -> None:
         """Send the text of a JSON object, with the lane that it belongs to if that has a name."""
-        if self._websocket.application_state is WebSocketState.DISCONNECTED:  # another lane has met its end
+        if self.websocket.application_state is WebSocketState.DISCONNECTED:  # another lane has met its end
             raise WebSocketDisconnect
         if lane:
             object_text = f'{object_text[:-1]},"stream_id":{sse.dumps(lane)}}}'
-        await self._websocket.send_text(object_text)
+        await self.websocket.send_text(object_text)
 
     async def _refuse(self, refusal: BadInput, lane: str = "") -> None:
         """Tell what is wrong."""

@@ -335,7 +335,7 @@ ELSEWHERE = [
     ("POST",   "/v1/completions",       404,   "unknown_url",         None),
     ("GET",    "/v1/models/a/b",        404,   "model_not_found",     None),
     ("GET",    "/v1/responses/resp_1",  404,   "response_not_found",  None),
-    ("POST",   "/v1/responses/resp_1",  405,   "method_not_allowed",  "DELETE, GET, HEAD"),
+    ("POST",   "/v1/responses/resp_1",  405,   "method_not_allowed",  "GET, HEAD"),
 ]
 # fmt: on
 
@@ -383,7 +383,7 @@ def test_no_json_object(server: Server, name: str) -> None:
 def test_elsewhere(server: Server, method: str, path: str, status: int, code: str, allow: str | None) -> None:
     reply = server.request(method, path, None)
     error = check_refusal(reply, status, code)
-    assert reply.headers.get("allow") == allow
+    assert {*(reply.headers.get("allow") or "").split(", ")} == {*(allow or "").split(", ")}
     assert code != "unknown_url" or "/v1/responses, " in error["message"]  # what there is
 
 

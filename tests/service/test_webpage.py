@@ -189,23 +189,6 @@ def test_a_refusal_is_shown_in_the_servers_words(page: "Page", server: Server) -
     assert page.locator("#state").inner_text() == "No event came."  # it went on to say "Streaming."
 
 
-def test_the_browser_would_not_make_markup_of_it(browser: "Browser", server: Server) -> None:
-    with opened(browser, server, may_complain="TrustedHTML") as page:
-        attempt = "text => { try { document.body.innerHTML = text } catch (error) { return error.message } }"
-        assert "TrustedHTML" in page.evaluate(attempt, HOSTILE)
-
-
-def test_a_stream_that_breaks_off_says_so(browser: "Browser") -> None:
-    """Bug: it said "Streaming." for ever."""
-    with serve(script=FAULTY) as server, opened(browser, server, may_complain="ERR_") as page:
-        page.wait_for_selector("#model option", state="attached")
-        send(page, STORY, more=ENDLESS_STORY)
-        wait_for_events(page, 20)
-        server.process.kill()
-        page.get_by_role("alert").filter(has_text="network error").wait_for()
-        assert page.locator("#state").inner_text().startswith("The stream broke off after event ")
-
-
 def test_the_key_is_asked_for(browser: "Browser") -> None:
     """In both views, and it is not copied."""
     with (
@@ -273,15 +256,6 @@ def steps_of_server(server: Server) -> list[Any]:
     return events
 
 
-def shown_step(page: "Page") -> int:
-    return int(page.locator("#step-title").inner_text().removeprefix("Step "))
-
-
-def column(page: "Page", step: int) -> str:
-    """What the button of a step says."""
-    return page.locator(f"#steps [data-step='{step}']").get_attribute("aria-label") or ""
-
-
 def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
     view: "Page", watched_server: Server
 ) -> None:
@@ -302,57 +276,6 @@ def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
     for sequence in preempted:
         assert f"{'ABCD'[sequence]} was preempted" in story
     assert "D repeats itself: " in story
-
-
-def test_a_line_leads_to_its_step_and_the_step_says_what_was_done(view: "Page") -> None:
-    line = view.locator("#story [data-kind=preempted]").first
-    number, pages = re.findall(r"step (\d+).*gave back (\d+) pages", line.inner_text())[0]
-    line.click()
-    assert shown_step(view) == int(number)
-    share = view.locator("#shares li").filter(has_text="Preempted.").inner_text()
-    assert f"Released {pages} pages" in share
-    assert "preempted" in column(view, int(number))
-    assert view.locator("#steps [aria-pressed=true] [data-preempted=pages]").count() == 1
-    assert view.locator("#waiting .chip").count() > 0
-
-
-def test_the_pages_are_those_of_the_fold(view: "Page", watched_server: Server) -> None:
-    """In the step that found pages: whose each is, and which are shared."""
-    view.locator("#story [data-kind=found]").first.click()
-    number = shown_step(view)
-    step = steps_of_server(watched_server)[number]
-    tables = {share["sequence"]: share["page_table"] for share in step["sequences"]}
-    users = {page: [s for s, table in tables.items() if page in table] for page in range(18)}
-    names = view.locator("#pages li").evaluate_all("all => all.map(one => one.ariaLabel)")
-    assert len(names) == 18
-    for page, sequences in users.items():
-        expected = " and ".join("ABCD"[sequence] for sequence in sequences) or "free"
-        assert names[page].startswith(f"Page {page}: {expected}")
-    assert view.locator("#pages .shared").count() == len(set(tables[0]) & set(tables[1])) > 0
-
-
-def test_a_token_shows_what_else_was_likely_and_the_event_it_became(
-    view: "Page", watched_server: Server
-) -> None:
-    tokens = [
-        (step["step"], token) for step in steps_of_server(watched_server) for share in step["sequences"]
-        if share["sequence"] == 3 for token in share["tokens"]
-    ]  # fmt: skip
-    step, _ = tokens[len(tokens) // 2]
-    view.get_by_label("All steps").fill(str(step))
-    share = view.locator("#shares li").filter(has_text="one that repeats")
-    share.locator(".tokens button").first.click()
-    assert view.locator("#token-title").inner_text().startswith("Token ")
-    names, values = (view.locator(f"#token-facts {tag}").all_inner_texts() for tag in ("dt", "dd"))
-    facts = dict(zip(names, values, strict=True))
-    assert re.fullmatch(r"\d+ response\.(output|reasoning)_text\.delta", facts["Event"])
-    assert facts["Channel"] in ("text", "reasoning")
-    first = next(token for number, token in tokens if number == step)
-    assert facts["Token id"] == str(first["id"])
-    likely = view.locator("#top li").all_inner_texts()
-    assert len(likely) == 10
-    assert likely[0].split("\n")[0] == json.dumps(first["top"][0]["text"], ensure_ascii=False)
-    assert view.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
 
 
 def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", server: Server) -> None:
