@@ -98,10 +98,15 @@ def says(data: bytes) -> Answer:
     return lambda exchange: exchange.send(data)
 
 
-def hangs(exchange: Exchange) -> None:
-    exchange.wait_closed()
+def says_and_hangs(data: bytes) -> Answer:
+    def answer(exchange: Exchange) -> None:
+        exchange.send(data)
+        exchange.wait_closed()
+
+    return answer
 
 
+hangs = says_and_hangs(b"")
 SAYS_STREAM = says(head() + STREAM)
 
 
