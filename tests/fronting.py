@@ -24,15 +24,15 @@ Body = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """What is asked over both APIs, and which part of the answer is compared."""
+    """What is asked, and which part of the answer is compared."""
 
     chat: Body
-    responses: Body | None  # None: there is no such thing
     shows: str = "text"  # text, calls, names, logprobs or JSON
+    background: bool = False  # over the Responses API
 
 
-def asking(text: str) -> Body:
-    return {"messages": [{"role": "user", "content": text}]}
+def asking(text: str, **more: Any) -> Body:
+    return {"messages": [{"role": "user", "content": text}]} | more
 
 
 def schema_of(**properties: Any) -> Body:
@@ -40,62 +40,51 @@ def schema_of(**properties: Any) -> Body:
     return {"type": "object", "properties": properties} | required
 
 
-def function(name: str, about: str) -> Body:
-    return {
-        "name": name,
-        "description": about,
-        "parameters": schema_of(city={"type": "string"}),
-        "strict": True,
-    }
+def function(name: str) -> Body:
+    parameters = schema_of(city={"type": "string"})
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
 
 
-WEATHER = function("get_weather", "Get the weather of a city")
-TIME = function("get_time", "Get the time in a city")
-ASK = "What is the weather in Tokyo?"
 HI = "Name three colours."
 EMOJI = "Write only emoji: \N{GRINNING FACE}"  # some tokens are parts of one
 COLOUR = {"name": "colour", "schema": schema_of(colour={"enum": ["red", "green"]}), "strict": True}
-CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 2}
-LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-
-REQUIRED = Case(
-    asking(ASK) | {"tools": [{"type": "function", "function": WEATHER}], "tool_choice": "required"},
-    {"input": ASK, "tools": [{"type": "function"} | WEATHER], "tool_choice": "required"},
-    "calls",
-)
+LOGPROBS = {"logprobs": True, "top_logprobs": 2}
+REQUIRED = asking("How is the weather in Tokyo?", tools=[function("get_weather")], tool_choice="required")
 # The names alone are compared: over the Responses API an upstream is told of no other tool, so its prompt is
 # not the same. llama.cpp takes the object for "auto": https://github.com/ggml-org/llama.cpp/issues/26535
-NAMED = Case(
-    asking(ASK)
-    | {
-        "tools": [{"type": "function", "function": each} for each in (WEATHER, TIME)],
-        "tool_choice": {"type": "function", "function": {"name": "get_time"}},
-    },
-    {
-        "input": ASK,
-        "tools": [{"type": "function"} | each for each in (WEATHER, TIME)],
-        "tool_choice": {"type": "function", "name": "get_time"},
-    },
-    "names",
-)
-CASES = {
-    "plain": Case(asking(HI), {"input": HI}),
-    "streamed": Case(asking(HI) | {"stream": True}, {"input": HI, "stream": True}),
-    "in the background": Case(asking(HI), {"input": HI, "background": True}),
-    "a required call": REQUIRED,
-    "a required call, streamed": REQUIRED._replace(
-        chat=REQUIRED.chat | {"stream": True}, responses=(REQUIRED.responses or {}) | {"stream": True}
-    ),
-    "a named call": NAMED,
-    "n=2": Case(asking(HI) | {"n": 2}, None),
-    "logprobs": Case(asking(HI) | CHAT_LOGPROBS, {"input": HI} | LOGPROBS, "logprobs"),
-    "logprobs of emoji": Case(asking(EMOJI) | CHAT_LOGPROBS, {"input": EMOJI} | LOGPROBS, "logprobs"),
-    "json_schema": Case(
-        asking(HI) | {"response_format": {"type": "json_schema", "json_schema": COLOUR}},
-        {"input": HI, "text": {"format": {"type": "json_schema"} | COLOUR}},
-        "JSON",
-    ),
+NAMED = REQUIRED | {
+    "tools": [function("get_weather"), function("get_time")],
+    "tool_choice": {"type": "function", "function": {"name": "get_time"}},
 }
+CASES = {
+    "plain": Case(asking(HI)),
+    "streamed": Case(asking(HI, stream=True)),
+    "in the background": Case(asking(HI), background=True),
+    "a required call": Case(REQUIRED, "calls"),
+    "a required call, streamed": Case(REQUIRED | {"stream": True}, "calls"),
+    "a named call": Case(NAMED, "names"),
+    "n=2": Case(asking(HI, n=2)),
+    "logprobs": Case(asking(HI, **LOGPROBS), "logprobs"),
+    "logprobs of emoji": Case(asking(EMOJI, **LOGPROBS), "logprobs"),
+    "json_schema": Case(asking(HI, response_format={"type": "json_schema", "json_schema": COLOUR}), "JSON"),
+}
+
+
+def as_responses(chat: Body) -> Body:
+    """Return a chat request as one for the Responses API."""
+    body: Body = {"input": chat["messages"][0]["content"], "stream": chat.get("stream", False)}
+    if "tools" in chat:
+        body |= {"tools": [*map(flat, chat["tools"])], "tool_choice": flat(chat["tool_choice"])}
+    if "response_format" in chat:
+        body["text"] = {"format": flat(chat["response_format"])}
+    if "logprobs" in chat:
+        body |= {"include": ["message.output_text.logprobs"], "top_logprobs": chat["top_logprobs"]}
+    return body
+
+
+def flat(value: Any) -> Any:
+    """Return the members of an object as the Responses API has them: beside its type."""
+    return {"type": value["type"]} | value[value["type"]] if isinstance(value, dict) else value
 
 
 def loaded(text: str) -> Any:
@@ -134,9 +123,10 @@ def over_chat(client: OpenAI, model: str, case: Case) -> Answer:
 
 
 def over_responses(client: OpenAI, model: str, case: Case) -> Answer:
-    body = (case.responses or {}) | {"model": model, "temperature": 0, "max_output_tokens": 60}
+    limits = {"model": model, "temperature": 0, "max_output_tokens": 60}
+    body = as_responses(case.chat) | limits | {"background": case.background}
     response: Any = client.responses.create(**body)
-    if body.get("stream"):  # the SDK's own helper knows of completed ones only
+    if body["stream"]:  # the SDK's own helper knows of completed ones only
         events = list(response)
         response = events[-1].response
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
@@ -181,7 +171,7 @@ def main() -> int:
         for name, case in CASES.items():
             expected, again = (answer(over_chat, direct, options.model, case) for _ in range(2))
             found = [answer(over_chat, front, options.model, case)]
-            if case.responses:
+            if "n" not in case.chat:  # a response has one
                 found.append(answer(over_responses, front, options.model, case))
             verdict = "same"
             if any(each != expected for each in found):
