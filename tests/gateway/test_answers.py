@@ -3,11 +3,10 @@ the same. And its limits. The answers are those of the replays completions-delta
 """
 
 import json
-import tomllib
-import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given
@@ -27,7 +26,7 @@ from helpers import laws
 from helpers.serving import Json
 from helpers.upstream import DONE, STREAM, delta, event, finish
 from request.tool_calls import Restorer
-from test_replays import FOLDER, events_of
+from test_replays import FOLDER, events_of, load
 
 # --- the law ------------------------------------------------------------------------------------------------
 
@@ -169,18 +168,12 @@ def check_law(data: bytes, content_type: str = "", one_call: bool = False) -> No
 
 def recorded() -> Iterator[tuple[str, bytes, Json]]:
     """Those of the replays that ask for one choice."""
-    for path in sorted(FOLDER.iterdir()):
-        if not path.stem.startswith(("completions-deltas-", "relay-")) or "relay-headers" in path.stem:
-            continue
-        replay = tomllib.loads(path.read_text(encoding="utf-8"))
-        options = replay.get("options", {})
-        if options.get("n", 1) > 1 or options.get("dies") or "max_bytes" in options:
-            continue
-        if "input_percent" in replay:
-            data = b"".join(urllib.parse.unquote_to_bytes(chunk) for chunk in replay["input_percent"])
-        else:
-            data = "".join(replay["input"]).encode()
-        yield path.stem, data, {name: options[name] for name in options.keys() & {"content_type", "one_call"}}
+    for path in [*FOLDER.glob("completions-deltas-*"), *FOLDER.glob("relay-*")]:
+        replay = load(path)
+        options = cast(partial[Any], replay.run).keywords
+        if "relay-headers" not in path.stem and not options.keys() & {"n", "dies", "max_bytes"}:
+            used = options.keys() & {"content_type", "one_call"}
+            yield path.stem, b"".join(replay.chunks), {name: options[name] for name in used}
 
 
 ANSWERS = {name: (data, options) for name, data, options in recorded()} | {"STREAM": (STREAM, {})}
