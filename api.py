@@ -9,18 +9,13 @@ A response is the fold of its events. All of them go to one event log, and the c
     background: true                    its first snapshot, at once         JsonAnswer, and later GET
     GET ...?stream=true                 from any event on, as it grows      EventStream(log, after=...)
 
-A new endpoint is one row of endpoints() and a handler, which returns a Response. It reads a body with
-receive() and refuses with BadInput: middleware.py makes status and error body of that.
-
 Authority: https://platform.openai.com/docs/api-reference/responses and .../chat; where that is silent, the
 behaviour that Azure/azure-sdk-for-net has probed, api-behaviour-contract.md (B1 to B37).
 
 Rules of this file:
-1. There is one path from a request to its events, for any reader at any time.
-2. What can be refused is refused before a response is accepted, in the background too.
-3. A response that is kept is stored before its last event is shown: EricLBuehler/mistral.rs#1946
-4. While it runs, a foreground response belongs to its HTTP request: no other request can retrieve it.
-5. What is accepted and has no effect is named in the answer's Warning header and in the log.
+1. What can be refused is refused before a response is accepted, in the background too.
+2. While it runs, a foreground response belongs to its HTTP request: no other request can retrieve it.
+3. What is accepted and has no effect is named in the answer's Warning header and in the log.
 """
 
 import asyncio
@@ -82,7 +77,7 @@ class Begun(NamedTuple):
     job: Job
     prompt: Prompt
     conversation: list[items.Item]  # the chain that it continues, then its own input
-    headers: dict[str, str]  # of the answer: rule 5
+    headers: dict[str, str]  # of the answer: rule 3
 
 
 @dataclass(eq=False)
@@ -147,9 +142,9 @@ class Api:
         visit.hold(visit.rooms.sockets, 1)
 
         async def start(parsing: Parsing, turn: Visit, recall: Recall) -> Job:
-            begun = await self._begin(parsing, turn, "respond", recall)
-            await self.registry.start(begun.job)
-            return begun.job
+            job, *_ = await self._begin(parsing, turn, "respond", recall)
+            await self.registry.start(job)
+            return job
 
         await Connection(websocket, visit, self.registry.stopping, start, self.registry.to_continue).run()
 
@@ -178,10 +173,9 @@ class Api:
     ) -> Begun:
         """Refuse a body, or make all that is needed to start its response; raises BadInput.
 
-        `purpose`: "respond", "count" (its tokens) or "compact".
-        `recall` finds what a WebSocket remembers, and later this response. What the body continues or refers
-        to is held by the visit before it is loaded. A large body leaves its place before the prompt waits,
-        perhaps for the check of a grammar.
+        `purpose`: "respond", "count" (its tokens) or "compact". `recall` finds what a WebSocket remembers.
+        What the body continues or refers to is held by the visit before it is loaded. A large body leaves its
+        place before the prompt waits, perhaps for the check of a grammar.
         """
         async with parsing as body:
             if purpose == "count" and isinstance(body, dict):
@@ -212,9 +206,9 @@ class Api:
             if purpose == "compact":
                 conversation.append(items.TRIGGER)
             row = await visit.call(items.new_row, request, values, conversation)
-        model = self._spoken_name(request.model)
-        head = {"id": row.id, "object": "response", "created_at": int(row.born_at), "model": model}
-        builder = self._builder(row, head | request.echo, request.seal_reasoning)
+        head = {"id": row.id, "object": "response", "created_at": int(row.born_at)}
+        head |= {"model": self._spoken_name(request.model)} | request.echo
+        builder = self._builder(row, head, request.seal_reasoning)
         prompt = await self._prepare(request, conversation)
         # A background response keeps only its row while it waits: _run_row() makes the prompt again.
         run = partial(self._run_row, row) if row.background else partial(self._run, prompt)
@@ -304,10 +298,7 @@ class Api:
         return row
 
     def _warning(self, request: params.Request) -> dict[str, str]:
-        """Return the header that names what the request asks for and is not run here: rule 5.
-
-        It is logged too, each name once a minute for each key.
-        """
+        """Return the header of rule 3; each name is logged once a minute for each key."""
         if not request.not_run:
             return {}
         names = [name for name in request.not_run if is_news((request.owner, name), self._told)]
@@ -374,9 +365,8 @@ class Api:
     async def _run_choice(self, prompt: Prompt, choice: int, emit: Emit) -> None:
         """Run one choice of a prompt, count and log it, and name its calls as the client does.
 
-        It emits one Finish, which is the last, but in two cases none: an exception before Accepted refuses
-        the request; and if the task is cancelled, the worker's Finish is only counted, and Registry._run()
-        ends the response.
+        It emits one Finish, the last, but in two cases: an exception before Accepted refuses the request; and
+        if the task is cancelled, the worker's Finish is only counted, and Registry._run() ends the response.
         """
         watch = Stopwatch(self.metrics)
         started_at = time.monotonic()
@@ -390,12 +380,11 @@ class Api:
                 accepted = True
                 emit(said)
                 return
-            if not isinstance(said, Finish):
-                watch.piece()
             for one in restorer.feed(said):
                 if isinstance(one, Finish):
                     end = one  # emitted when the run is over
                 else:
+                    watch.piece()
                     emit(one)
 
         try:

@@ -7,17 +7,14 @@ A foreground response belongs to its HTTP request and ends with it; one that is 
 background response is stored before anything else, event by event; it waits for its turn, and survives its
 request and this process.
 
-Authority: https://platform.openai.com/docs/guides/background. What went wrong elsewhere: a background run
-that expected another kind of message than a stream sends, github.com/EricLBuehler/mistral.rs/issues/1945.
-Here there is one kind.
+Authority: https://platform.openai.com/docs/guides/background
 
 Rules of this file:
 1. A background response is stored before it begins, and then event by event (rule 3 of event_log.py). A
    foreground response is stored before its last event is shown; if that fails, the event says `store: false`.
 2. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
 3. Everything ends: a run that returns, raises, is cancelled or was killed leaves a terminal event.
-4. The queue is bounded in bytes, of which each response takes at least a share. No owner can fill it, or make
-   the others wait for all that it has queued.
+4. The queue is bounded in bytes. No owner can fill it, or make the others wait for all that it has queued.
 """
 
 import asyncio
@@ -100,11 +97,10 @@ class Registry:
     # --- what a request asks for ----------------------------------------------------------------------------
 
     async def start(self, job: Job) -> None:
-        """Start a response.
+        """Start a response; raises BadInput.
 
         In the foreground it belongs to its HTTP request, which ends it by cancelling the task; the task
-        raises what refuses the request. In the background it is stored when this returns: it will end,
-        whatever happens to this process. Raises BadInput.
+        raises what refuses the request. In the background it is stored when this returns.
         """
         row = job.row
         if row.background:
@@ -157,7 +153,6 @@ class Registry:
 
     async def delete(self, row: Row) -> None:
         """Forget a response that has ended."""
-        self._forget(row.id)  # the store may not have taken its end yet
         await self._call(row.owner, self._store.delete, row.id)
 
     def live(self) -> dict[str, int]:
@@ -232,8 +227,8 @@ class Registry:
                     await job.run(job.emit)
                 job.finish = job.finish or UNFINISHED
             except asyncio.CancelledError:
-                # It ends here. If the task kept the error, its traceback would hold frames, they the job, and
-                # the job the task: this circle, with the whole request, would stay until a collection.
+                # If the task kept the error, its traceback would hold frames, they the job, and the job the
+                # task: this circle, with the whole request, would stay until a collection.
                 if not row.background:
                     job.finish = CANCELLED
             except Exception as error:
@@ -264,12 +259,6 @@ class Registry:
             job.finish = finish
             job.task.cancel()
 
-    def _forget(self, id: str) -> None:
-        """Count how a background job has ended; from now on the store answers for it."""
-        if job := self.jobs.pop(id, None):
-            self.ended[job.log.status] += 1
-            self._room.add(job.row.owner, -job.n_bytes)
-
     # --- the store ------------------------------------------------------------------------------------------
 
     async def _write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
@@ -282,6 +271,9 @@ class Registry:
         except Exception as error:  # a full disk fails every write: a line is enough
             log.error("%s could not be stored: %s", row.id, error)
             return False
-        if newest.ended_at:
-            self._forget(row.id)
+        job = self.jobs.get(row.id)
+        if newest.ended_at and job:  # from now on the store answers for it
+            del self.jobs[row.id]
+            self.ended[status] += 1
+            self._room.add(row.owner, -job.n_bytes)
         return True

@@ -148,18 +148,17 @@ def grown(name: str, said: Iterable[Any]) -> Any:
             return {member: grown(member, known) for member, known in members.items()}
         case list():
             elements = [*itertools.chain(*values)]
-            if name not in NUMBERED or not are_numbered(elements):
+            # Another server may send anything by this name.
+            numbered = [
+                each for each in elements if isinstance(each, dict) and type(each.get("index")) is int
+            ]
+            if name not in NUMBERED or numbered != elements:
                 return elements
             by_index: dict[int, list[Chunk]] = {}
             for element in elements:
                 by_index.setdefault(element["index"], []).append(element)
             return [grown(name, by_index[index]) for index in sorted(by_index)]
     return newest
-
-
-def are_numbered(elements: list[Any]) -> bool:
-    """Return whether each element has its index; another server may send anything by this name."""
-    return all(isinstance(element, dict) and type(element.get("index")) is int for element in elements)
 
 
 def ended(choice: Chunk) -> Chunk:

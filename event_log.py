@@ -110,7 +110,9 @@ class EventLog:
     def _show(self, entries: Sequence[Entry]) -> None:
         """Show the next entries to readers, and wake those that wait."""
         self._n_shown += len(entries)
-        self.shown = newest_of([self.shown, *entries])
+        for entry in entries:
+            if entry.status:
+                self.shown = entry
         self._news.set()
         self._news.clear()
 

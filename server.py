@@ -59,9 +59,6 @@ MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one tak
 # of each event, for all of them live as long as their stream; so many are looked at in a millisecond.
 MAX_YOUNG_OBJECTS = 20_000
 
-# Greedy: sampled answers of a small model go on until its context is full, one time in four.
-BODY = '{"model": "default", "input": "What is the capital of France?", "temperature": 0}'
-
 # --- start --------------------------------------------------------------------------------------------------
 
 
@@ -79,8 +76,7 @@ def main() -> int:
             upstreams = Upstreams(args.upstream, options.upstream_keys(args), options.timeouts(args))
             remote = RemoteWorker(upstreams, args.price)
         listener = bind(args.host, args.port)
-        retention = Retention(args.store_max_responses, args.store_max_bytes)
-        store = Store(args.store, retention)
+        store = Store(args.store, Retention(args.store_max_responses, args.store_max_bytes))
         if args.model or not args.upstream:
             local = loading.load(hub.find(args.model, args.revision), args)
         elif args.debug_steps:
@@ -158,7 +154,7 @@ async def serve(
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[listener]))
         evicting = group.create_task(registry.evict())
-        announce(keys, local, listener)
+        announce(local, listener)
 
         await signals.acquire()
         server.should_exit = True  # uvicorn accepts no more connections
@@ -175,20 +171,15 @@ async def serve(
     await registry.close_store()
 
 
-def announce(keys: Keys, local: LocalWorker | None, listener: socket.socket) -> None:
-    """Say on stdout what is served, at which address, and a first request to try."""
+def announce(local: LocalWorker | None, listener: socket.socket) -> None:
+    """Say on stdout what is served, and at which address."""
     host, port, *_ = listener.getsockname()
     if ":" in host:  # an IPv6 address: RFC 3986, section 3.2.2
         host = f"[{host}]"
     url = f"http://{host}:{port}"
     facts = loading.facts(local) if local else {}
     facts |= {"listening": url, "page": f"{url}/ to open in a browser"}
-    lines = [f"{name:10} {value}\n" for name, value in facts.items()]
-    headers = "-H 'Content-Type: application/json'"
-    if keys.n_owners:
-        headers += " -H 'Authorization: Bearer KEY'"
-    lines.append(f"\ncurl {url}/v1/responses {headers} -d '{BODY}'\n\n")
-    print("".join(lines), end="", flush=True)
+    print(*(f"{name:10} {value}" for name, value in facts.items()), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,12 @@ class JsonAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.status_code in RETRY_AFTER_S:
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_S[self.status_code]))
-        if scope["type"] == "websocket":  # a handshake that is refused
-            await super().__call__(scope, receive, send)
-            return
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for start in range(0, len(self.body), PIECE_BYTES):
-            piece = self.body[start : start + PIECE_BYTES]
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})  # waits until the last piece has left
+        prefix = "websocket." if scope["type"] == "websocket" else ""  # of a handshake that is refused
+        start, body = f"{prefix}http.response.start", f"{prefix}http.response.body"
+        await send({"type": start, "status": self.status_code, "headers": self.raw_headers})
+        for i in range(0, len(self.body), PIECE_BYTES):
+            await send({"type": body, "body": self.body[i : i + PIECE_BYTES], "more_body": True})
+        await send({"type": body, "body": b""})  # waits until the last piece has left
 
 
 def json_response(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:

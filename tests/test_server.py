@@ -650,12 +650,3 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
     run_it = f"sys.path[:0] = ['', {str(tmp_path)!r}]; runpy.run_path('server.py', run_name='__main__')"
     ended = run("-c", f"import runpy, sys; {run_it}")
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, "", "")
-
-
-def test_the_start_says_what_to_try(guarded: Server) -> None:
-    """What stands below the line that begins with "listening"."""
-    assert guarded.process.stdout
-    page, _, curl = itertools.islice(guarded.process.stdout, 3)
-    assert page.split()[:2] == ["page", f"{guarded.url}/"]
-    assert curl.startswith(f"curl {guarded.url}/v1/responses -H 'Content-Type: application/json' ")
-    assert " -H 'Authorization: Bearer KEY' " in curl
