@@ -181,13 +181,13 @@ def layer_parts(c: Config, layer: int) -> list[Part]:
     ]
     # fmt: on
     parts = [Part(field, name, (n,), rotary) for is_there, field, name, n, rotary in norms if is_there]
-    has_experts = c.experts is not None and c.experts.layers[layer]
-    for field, module, n_out, n_in, has_bias, rotary in attention if has_experts else attention + mlp:
+    experts = c.experts if c.experts and c.experts.layers[layer] else None
+    for field, module, n_out, n_in, has_bias, rotary in attention if experts else attention + mlp:
         parts.append(Part(f"w{field}", f"{module}.weight", (n_out, n_in), rotary))
         if has_bias:
             parts.append(Part(f"b{field}", f"{module}.bias", (n_out,), rotary))
-    if c.experts and has_experts:
-        parts += stacked_experts(c, c.experts) if c.experts.has_biases else single_experts(c, c.experts)
+    if experts:
+        parts += stacked_experts(c, experts) if experts.has_biases else single_experts(c, experts)
     return [part._replace(name=f"model.layers.{layer}.{part.name}") for part in parts]
 
 

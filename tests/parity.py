@@ -200,10 +200,6 @@ def random_tensor(name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     return (mean + deviation * rng.standard_normal(shape)).astype(np.float32)
 
 
-def random_prompt(vocab_size: int) -> list[int]:
-    return [int(i) for i in np.random.default_rng(PROMPT_SEED).integers(0, vocab_size, N_PROMPT)]
-
-
 # ---- This repository's model -------------------------------------------------------------------------------
 
 
@@ -260,14 +256,9 @@ class Golden(NamedTuple):
             differences.append(abs(float(np.abs(mine).max()) - row["max_abs"]))
         return max(differences)
 
-    @property
-    def token_ids(self) -> list[int]:
-        """What the model has read when it says the last of the greedy tokens."""
-        return self.prompt + self.greedy[:-1]
-
-    @property
-    def positions(self) -> list[int]:
-        return [row["position"] for row in self.rows]
+    def of(self, ours: "Ours") -> Array:
+        """Return our logits at the same positions, the last of which says the last of the greedy tokens."""
+        return ours.logits(self.prompt + self.greedy[:-1], [row["position"] for row in self.rows])
 
 
 def read_golden(name: str) -> Golden:
@@ -360,10 +351,11 @@ def chat_prompt(directory: Path, text: str) -> list[int]:
 
 def main() -> int:
     good = [mxfp4_is_theirs()]
+    random_prompt = np.random.default_rng(PROMPT_SEED).integers(0, SMALL["vocab_size"], N_PROMPT).tolist()
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), case)
-            good.append(compare(name, Path(folder), random_prompt(SMALL["vocab_size"]), CHECKED))
+            good.append(compare(name, Path(folder), random_prompt, CHECKED))
     real = {"tiny": (TINY, "What is 2+2? Answer with just the number."),
             "default": (hub.find(None), "What is the capital of France?")}  # fmt: skip
     for name, (directory, text) in real.items():

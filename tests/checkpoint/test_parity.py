@@ -17,7 +17,7 @@ def check(name: str, ours: Ours) -> None:
     """The logits at the golden positions, and 64 greedy tokens."""
     golden = read_golden(name)
     assert len(golden.greedy) == N_GREEDY
-    assert golden.max_difference(ours.logits(golden.token_ids, golden.positions)) < TOLERANCE
+    assert golden.max_difference(golden.of(ours)) < TOLERANCE
     assert ours.greedy(golden.prompt, N_GREEDY) == golden.greedy
 
 
@@ -32,8 +32,8 @@ def test_another_config_gives_other_logits(name: str, tmp_path: Path) -> None:
     """Else the test above would hold with the case's feature left out."""
     write(tmp_path, CASES[name])
     golden = read_golden(name)
-    otherwise = Ours(tmp_path, CASES[name].otherwise)
-    assert golden.max_difference(otherwise.logits(golden.token_ids, golden.positions)) > 100 * TOLERANCE
+    logits = golden.of(Ours(tmp_path, CASES[name].otherwise))
+    assert golden.max_difference(logits) > 100 * TOLERANCE
 
 
 def test_mxfp4_means_what_transformers_says() -> None:

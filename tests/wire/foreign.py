@@ -13,7 +13,6 @@ A fault is data, and what of it is absent changes nothing:
     joined    the same, written at once
     holds     a stream is kept open after its last event, until the client leaves
     said      only replies that say so, a regular expression
-    also      rules that must name it too, each with the reason
 
 What passes between is kept: the same exchange can be had again in no time, with a fault in it.
 """

@@ -25,22 +25,22 @@ Json = dict[str, Any]
 Maker = Callable[[Json], tuple[Sequence[Json | str], Json]]  # body -> events of its stream, answer
 WORDS = ["Foxes ", "sleep ", "by ", "day. "]
 N_WORDS = 40  # of an answer that is not cut
-USAGE = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
 #  parameter -> (type, least, most)
 NUMBERS: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 2),
     "top_p": (float, 0, 1),
     "presence_penalty": (float, -2, 2),
-    "n": (int, 1, 8),
+    "n": (int, 1, 1),
     "top_logprobs": (int, 0, 20),
     "max_tokens": (int, 1, 10**6),
     "max_output_tokens": (int, 16, 10**6),
 }
-REFUSED = ("tools", "background", "response_format", "text", "reasoning", "include", "logprobs")
+REFUSED = ("stop", "tools", "background", "response_format", "text", "reasoning", "include", "logprobs")
 KNOWN = {
-    *("model", "stream", "stream_options", "input", "messages", "instructions", "generate", "stop", "seed"),
+    *("model", "stream", "stream_options", "input", "messages", "instructions", "generate", "seed"),
     *("store", "metadata", "previous_response_id", "tool_choice", "parallel_tool_calls", *NUMBERS, *REFUSED),
 }
+ROLES = ("user", "system", "developer", "assistant")
 IDS = count()
 
 
@@ -78,13 +78,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def get(self) -> None:
-        if self.headers.get("Upgrade") == "websocket" and self.path == "/v1/responses":
+        if self.headers.get("Upgrade") == "websocket":
             self.upgrade()
-        elif self.path == "/v1/models":
-            model = {"id": "minimal", "object": "model", "created": 1, "owned_by": "tests"}
-            self.send_json(200, {"object": "list", "data": [model]})
-        else:
-            raise Refusal("There is nothing here.", None, 404)
+            return
+        expect(self.path == "/v1/models", "", "a path that is here", 404)
+        model = {"id": "minimal", "object": "model", "created": 1, "owned_by": "tests"}
+        self.send_json(200, {"object": "list", "data": [model]})
 
     def upgrade(self) -> None:
         if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
@@ -97,10 +96,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def post(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.headers.get("Content-Encoding"):
-            raise Refusal("Send it without an encoding.", None, 415)
-        if self.path not in MAKERS:
-            raise Refusal("There is nothing here.", None, 404)
+        expect(not self.headers.get("Content-Encoding"), "", "no encoding", 415)
+        expect(self.path in MAKERS, "", "a path that is here", 404)
         body = checked(parsed(raw))
         events, answer = MAKERS[self.path](body)
         if not body.get("stream"):
@@ -127,11 +124,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def parsed(raw: bytes) -> Json:
     try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise Refusal("This is no JSON.") from error
-    expect(isinstance(body, dict), "", "an object")
-    return dict(body)
+        return dict(json.loads(raw))
+    except (ValueError, TypeError) as error:
+        raise Refusal("This is not an object in JSON.") from error
 
 
 def expect(holds: bool, name: str, expected: str, status: int = 400) -> None:
@@ -154,14 +149,9 @@ def checked(body: Json) -> Json:
     return body
 
 
-def said(limit: int | None, stop: Any) -> tuple[list[str], str]:
+def said(limit: int | None) -> tuple[list[str], str]:
     """Return the words, and why they end."""
     words = list(islice(cycle(WORDS), min(limit or N_WORDS, N_WORDS)))
-    stops = [stop] if isinstance(stop, str) else stop or []
-    text = "".join(words)
-    places = [text.index(each) for each in stops if each in text]
-    if places:
-        return [text[: min(places)]], "stop"
     return words, "length" if limit and limit <= len(words) else "stop"
 
 
@@ -251,17 +241,15 @@ def responses(body: Json, n_earlier: int = 0) -> tuple[list[Json], Json]:
     if body.get("generate") is False:
         return warmed_up(body, n_earlier)
     limit = body.get("max_output_tokens")
-    words, reason = said(limit, None)
+    words, reason = said(limit)
     text = "".join(words)
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     status = "completed" if reason == "stop" else "incomplete"
     item: Json = {"id": "msg_1", "type": "message", "role": "assistant", "status": status, "content": [part]}
-    usage = usage_of(3 + n_earlier, len(words))
-    head = head_of(body)
-    end: Json = {"status": status, "output": [item], "usage": usage}
+    begun = head_of(body)
+    ended = begun | {"status": status, "output": [item], "usage": usage_of(3 + n_earlier, len(words))}
     if status == "incomplete":
-        end["incomplete_details"] = {"reason": "max_output_tokens"}
-    begun = head | {"status": "in_progress", "output": [], "usage": None}
+        ended["incomplete_details"] = {"reason": "max_output_tokens"}
     place = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
     opened = item | {"status": "in_progress", "content": []}
     deltas = [("output_text.delta", place | {"delta": word, "logprobs": []}) for word in words]
@@ -274,9 +262,9 @@ def responses(body: Json, n_earlier: int = 0) -> tuple[list[Json], Json]:
         ("output_text.done", place | {"text": text, "logprobs": []}),
         ("content_part.done", place | {"part": part}),
         ("output_item.done", {"output_index": 0, "item": item}),
-        (status, {"response": head | end}),
+        (status, {"response": ended}),
     ]
-    return [*map(numbered, events, range(len(events)))], head | end
+    return numbered(events), ended
 
 
 def steer_failed(body: Json) -> Json:
@@ -288,27 +276,28 @@ def steer_failed(body: Json) -> Json:
 
 def warmed_up(body: Json, n_earlier: int) -> tuple[list[Json], Json]:
     """Read the prompt, and make nothing."""
-    begun = head_of(body) | {"status": "in_progress", "output": [], "usage": None}
+    begun = head_of(body)
     ended = begun | {"status": "completed", "usage": usage_of(3 + n_earlier, 0)}
-    events = [("created", {"response": begun}), ("completed", {"response": ended})]
-    return [*map(numbered, events, range(len(events)))], ended
+    return numbered([("created", {"response": begun}), ("completed", {"response": ended})]), ended
 
 
 def usage_of(n_prompt: int, n_output: int) -> Json:
-    counts = {"input_tokens": n_prompt, "output_tokens": n_output, "total_tokens": n_prompt + n_output}
-    return counts | USAGE
+    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    total = n_prompt + n_output
+    return details | {"input_tokens": n_prompt, "output_tokens": n_output, "total_tokens": total}
 
 
 def head_of(body: Json) -> Json:
-    told = {name: body.get(name, default) for name, default in (("instructions", None), ("metadata", {}))}
-    parameters = {"temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "tools": []}
-    parameters |= {"parallel_tool_calls": True, "background": False}
+    """A response that begins."""
+    told = {"instructions": body.get("instructions"), "metadata": body.get("metadata", {})}
+    told |= {"temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "tools": []}
+    told |= {"parallel_tool_calls": True, "background": False, "error": None, "incomplete_details": None}
     head = {"id": f"resp_{next(IDS)}", "object": "response", "created_at": 1, "model": "minimal"}
-    return head | {"error": None, "incomplete_details": None} | told | parameters
+    return head | told | {"status": "in_progress", "output": [], "usage": None}
 
 
-def numbered(event: tuple[str, Json], number: int) -> Json:
-    return {"type": f"response.{event[0]}", "sequence_number": number} | event[1]
+def numbered(events: list[tuple[str, Json]]) -> list[Json]:
+    return [{"type": f"response.{t}", "sequence_number": n} | more for n, (t, more) in enumerate(events)]
 
 
 def sse_frame(event: Json | str) -> bytes:
@@ -325,20 +314,11 @@ def compacted(body: Json) -> tuple[list[Json], Json]:
 
 
 def check_input(value: Any) -> None:
-    if isinstance(value, str):
-        return
-    expect(isinstance(value, list) and bool(value), "input", "a string or items")
-    for item in value:
-        is_message = isinstance(item, dict) and item.get("role") in (
-            "user",
-            "system",
-            "developer",
-            "assistant",
-        )
-        is_compaction = isinstance(item, dict) and item.get("type") == "compaction"
-        expect(
-            is_compaction or (is_message and item.get("type", "message") == "message"), "input", "messages"
-        )
+    expect(isinstance(value, str | list) and bool(value), "input", "a string or items")
+    for item in value if isinstance(value, list) else ():
+        expect(isinstance(item, dict), "input", "objects")
+        kind = item.get("type", "message")
+        expect(kind == "compaction" or (kind == "message" and item.get("role") in ROLES), "input", "messages")
 
 
 # --- chat completions ---------------------------------------------------------------------------------------
@@ -348,29 +328,20 @@ def chat(body: Json) -> tuple[list[str], Json]:
     messages = body.get("messages")
     expect(isinstance(messages, list) and bool(messages), "messages", "a list")
     expect(all(isinstance(each, dict) and "role" in each for each in messages or ()), "messages", "roles")
-    n = body.get("n", 1)
-    words, reason = said(body.get("max_tokens"), body.get("stop"))
+    words, reason = said(body.get("max_tokens"))
     head = {"id": "chatcmpl-1", "created": 1, "model": "minimal"}
-    usage = {"prompt_tokens": 3, "completion_tokens": n * len(words), "total_tokens": 3 + n * len(words)}
+    usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}
     message = {"role": "assistant", "content": "".join(words), "refusal": None}
-    choices = [{"index": i, "message": message, "finish_reason": reason, "logprobs": None} for i in range(n)]
-    answer = head | {"object": "chat.completion", "choices": choices, "usage": usage}
-    deltas: list[tuple[Json, str | None]] = [
-        ({"role": "assistant", "content": ""}, None),
-        *(({"content": word}, None) for word in words),
-        ({}, reason),
-    ]
+    choice = {"index": 0, "finish_reason": reason, "logprobs": None}
+    answer = head | {"object": "chat.completion", "choices": [choice | {"message": message}], "usage": usage}
+    deltas: list[Json] = [{"role": "assistant", "content": ""}, *({"content": word} for word in words), {}]
     with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    nothing_yet = {"usage": None} if with_usage else {}
-    chunks: list[Json] = [
-        {"choices": [{"index": i, "delta": delta, "finish_reason": end, "logprobs": None}]} | nothing_yet
-        for delta, end in deltas
-        for i in range(n)
-    ]
+    chunk: Json = head | {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
+    choices = [choice | {"delta": delta, "finish_reason": None if delta else reason} for delta in deltas]
+    chunks: list[Json] = [chunk | {"choices": [each]} for each in choices]
     if with_usage:
-        chunks.append({"choices": [], "usage": usage})
-    frames = [json.dumps(head | {"object": "chat.completion.chunk"} | chunk) for chunk in chunks]
-    return [*frames, "[DONE]"], answer
+        chunks.append(chunk | {"choices": [], "usage": usage})
+    return [*map(json.dumps, chunks), "[DONE]"], answer
 
 
 MAKERS: dict[str, Maker] = {

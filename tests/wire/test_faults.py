@@ -78,7 +78,7 @@ def exchanges(ours: Server) -> dict[str, list[Exchange]]:
 def test_a_fault_is_named_by_its_rule_alone(
     ours: Server, exchanges: dict[str, list[Exchange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all rules the one that is about it fails, and those that the fault's row names with a reason."""
+    """Of all rules the one that is about it fails."""
     monkeypatch.setattr(answers, "PATIENCE_S", 0.5)
     judge_fault = partial(judged_by_all, ours, exchanges)
     with ThreadPoolExecutor(4) as threads:
@@ -92,7 +92,7 @@ def not_named_alone(verdicts: dict[str, list[Result]]) -> list[str]:
     for rule, results in verdicts.items():
         failures = [result for result in results if result.verdict == "fail"]
         named = {failure.rule for failure in failures}
-        if named != {rule, *FAULTS[rule].get("also", {})}:
+        if named != {rule}:
             wrong.append(f"the fault of {rule} is named by {sorted(named)}")
         wrong += [f"the fault of {rule}: {result}" for result in results if result.verdict == "error"]
         wrong += [f"{rule}: nothing shows what is wrong" for failure in failures if not failure.excerpt]
