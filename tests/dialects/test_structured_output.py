@@ -39,9 +39,17 @@ def closed(required: list[str], **properties: Json) -> Json:
 
 CITY = closed(["city"], city={"enum": ["Oslo", "Bergen"]})
 FUNCTIONS = (("get_weather", CITY), ("stop", {"type": "object"}))
+
+
+class Model(NamedTuple):
+    dialect: Dialect
+    tokenizer: Tokenizer
+    grammars: Grammars
+
+
 TOKENIZER = Tokenizer(TINY / "tokenizer.json")
-GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041, 2039))
 HERMES = families.find(DIALECTS["hermes"], TOKENIZER.added, "", tools=True)
+MODEL = Model(HERMES, TOKENIZER, Grammars(TINY / "tokenizer.json", 2048, (2041, 2039)))
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OBJECT = '{"city": "Oslo"}'
@@ -65,11 +73,7 @@ EITHER = Must("required", (*FUNCTIONS, *CUSTOM), inputs=INPUTS)
 MAYBE = Must("auto", CUSTOM, inputs=INPUTS)
 EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\x"')
 NO_EDIT = custom("patch", "+a\nb\nend")
-ONE = Must("required", FUNCTIONS, one_call=True)
-AUTO = Must("auto", FUNCTIONS)
-NEITHER = Must("none")
 FORMAT = Must("none", schema=CITY)
-BOTH = Must("auto", FUNCTIONS, schema=CITY)
 
 # What all dialects have in common is in test_every_dialect.
 # fmt: off
@@ -87,21 +91,11 @@ ANSWERS: list[tuple[Must, str, bool]] = [
 # fmt: on
 
 
-class Vocabulary(NamedTuple):
-    tokenizer: Tokenizer
-    grammars: Grammars
-
-
-TINY_ONE = Vocabulary(TOKENIZER, GRAMMARS)
-
-
-def fits(
-    answer: str, spec: Must, dialect: Dialect, thinking: Thinking, vocabulary: Vocabulary = TINY_ONE
-) -> bool:
-    """Is every token of the answer in the mask before it, and an end behind it?"""
-    text = answer_grammar(spec, dialect, vocabulary.tokenizer.added, thinking).lark
-    with Followed(vocabulary.grammars, text) as followed:
-        for token_id in vocabulary.tokenizer.encode(answer):
+def fits(answer: str, spec: Must, model: Model = MODEL, thinking: Thinking = "possible") -> bool:
+    """Is every token of the answer in the mask before it, and an end after it?"""
+    text = answer_grammar(spec, model.dialect, model.tokenizer.added, thinking).lark
+    with Followed(model.grammars, text) as followed:
+        for token_id in model.tokenizer.encode(answer):
             if not followed.mask()[token_id]:
                 return False
             followed.advance(token_id)
@@ -110,7 +104,7 @@ def fits(
 
 @pytest.mark.parametrize(("spec", "answer", "expected"), ANSWERS)
 def test_answers(spec: Must, answer: str, expected: bool) -> None:
-    assert fits(answer, spec, HERMES, "possible") == expected
+    assert fits(answer, spec) == expected
 
 
 PERSON = closed(
@@ -128,75 +122,61 @@ TRIP = closed(
     guests={"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
 )
 
-# fmt: off
-TO = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-XML = "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"
-CITY_CALLS = {
-    "harmony":     TO + OBJECT,
-    "mistral":     '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}',
-    "mistral-v3":  '{"name": "get_weather", "arguments": {"city": "Oslo"}}',
-    "qwen3-coder": f"<tool_call>\n{XML}\n</tool_call>",
-    "llama":       '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
-    "hermes":      CALL,
-}
-TEXTS = dict.fromkeys(DIALECTS, "Fine.") | {"harmony": "<|channel|>final<|message|>Fine."}
-# fmt: on
-
 
 @cache
-def vocabulary(name: str, tokens: bool) -> tuple[Dialect, Vocabulary]:
-    """The tiny model's, without its own markers, and with those of the dialect or not."""
+def model_of(name: str, tokens: bool) -> Model:
+    """The tiny one, without its own markers, and with those of the dialect or not."""
     content = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
-    own = HERMES.markers
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in own]
-    path = Path(tempfile.mkdtemp()) / "tokenizer.json"
-    path.write_text(json.dumps(content), encoding="utf-8")
-    library = tokenizers.Tokenizer.from_file(str(path))
-    if tokens:
-        library.add_special_tokens([AddedToken(m, normalized=False) for m in sorted(DIALECTS[name].markers)])
-        library.save(str(path))
-    tokenizer = Tokenizer(path)
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in HERMES.markers]
+    library = tokenizers.Tokenizer.from_str(json.dumps(content))
     row = DIALECTS[name]
+    if tokens:
+        library.add_special_tokens([AddedToken(m, normalized=False) for m in sorted(row.markers)])
+    path = Path(tempfile.mkdtemp()) / "tokenizer.json"
+    library.save(str(path))
+    tokenizer = Tokenizer(path)
     dialect = families.find(row, tokenizer.added, "".join(row.markers), tools=True)
-    return dialect, Vocabulary(tokenizer, Grammars(path, max(2048, vocab_size(tokenizer)), (2041,)))
+    return Model(dialect, tokenizer, Grammars(path, max(2048, vocab_size(tokenizer)), (2041,)))
 
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("name", DIALECTS)
 def test_every_dialect(name: str, tokens: bool) -> None:
     """With markers that are tokens or spelled, what is a call and what is not is the same."""
-    dialect, words = vocabulary(name, tokens)
-    one, text, forms = CITY_CALLS[name], TEXTS[name], dialect.forms
+    model = model_of(name, tokens)
+    forms = model.dialect.forms
+    arguments = "<parameter=city>\nOslo\n</parameter>\n" if forms.arguments == "xml" else OBJECT
+    one = forms.call.replace("NAME", "get_weather").replace("ARGUMENTS", arguments)
     call, thought = one.join(forms.calls), "hm {".join(forms.thought)
     several = [(one + forms.separator + one).join(forms.calls)] if forms.separator is not None else []
-    unfit = call.replace("city", "town")
+    text, json_text = (forms.text.replace("TEXT", said) for said in ("Fine.", OBJECT))
     before = [forms.before.replace("TEXT", "Fine.") + call] if forms.before else []
-    json_text = forms.text.replace("TEXT", OBJECT)
     # fmt: off
     for spec, good, bad in (
-        (REQUIRED, [call, thought + call, *several],                  [text, unfit, *before]),
-        (ONE,      [call],                                            [text, *several]),
-        (AUTO,     [call, text, thought + text, *before],             [unfit]),
-        (NEITHER,  [text, thought + text],                            [call, *before]),
-        (FORMAT,   [json_text, thought + json_text],                  [call, text]),
-        (BOTH,     [json_text, call],                                 [text]),
+        (REQUIRED,                          [call, thought + call, *several],       [text, *before]),
+        (REQUIRED._replace(one_call=True),  [call],                                 [text, *several]),
+        (Must("auto", FUNCTIONS),           [call, text, thought + text, *before],  []),
+        (Must("none"),                      [text, thought + text],                 [call, *before]),
+        (FORMAT,                            [json_text, thought + json_text],       [call, text]),
+        (Must("auto", FUNCTIONS, schema=CITY), [json_text, call],                   [text]),
     ):
     # fmt: on
-        assert [answer for answer in good if not fits(answer, spec, dialect, "possible", words)] == []
-        assert [answer for answer in bad if fits(answer, spec, dialect, "possible", words)] == []
-    assert fits(thought.removeprefix(forms.thought[0]) + call, REQUIRED, dialect, "open", words)
+        assert [answer for answer in good if not fits(answer, spec, model)] == []
+        unfit = call.replace("Oslo", "Paris")
+        assert [answer for answer in [*bad, unfit] if fits(answer, spec, model)] == []
+    assert fits(thought.removeprefix(forms.thought[0]) + call, REQUIRED, model, "open")
 
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("name", DIALECTS)
 def test_what_is_let_through_is_found(name: str, tokens: bool) -> None:
     """A model that takes any token of the mask, whichever it is, says what was demanded to our parser."""
-    dialect, words = vocabulary(name, tokens)
+    model = model_of(name, tokens)
     functions, rng = (("get_weather", CITY), ("plan", TRIP)), random.Random(1)
     schemas = dict(functions)
     for spec in 3 * (Must("required", functions), Must("auto", functions, schema=PERSON)):
-        reader = Parser(dialect, dialect.start, schemas=schemas)
-        found = parse(any_answer(spec, dialect, words, rng), reader)
+        reader = Parser(model.dialect, model.dialect.start, schemas=schemas)
+        found = parse(any_answer(spec, model, rng), reader)
         calls = [item for item in found if item[0] == "call"]
         assert found == calls or (spec.schema and len(found) == 1)
         for _, function, arguments in calls:
@@ -205,10 +185,10 @@ def test_what_is_let_through_is_found(name: str, tokens: bool) -> None:
             jsonschema.validate(json.loads(text), PERSON)
 
 
-def any_answer(spec: Must, dialect: Dialect, words: Vocabulary, rng: random.Random) -> Iterator[Piece]:
-    grammar = answer_grammar(spec, dialect, words.tokenizer.added, "over")
-    followed = Followed(words.grammars, grammar.lark)
-    decoder = Decoder(words.tokenizer)
+def any_answer(spec: Must, model: Model, rng: random.Random) -> Iterator[Piece]:
+    grammar = answer_grammar(spec, model.dialect, model.tokenizer.added, "over")
+    followed = Followed(model.grammars, grammar.lark)
+    decoder = Decoder(model.tokenizer)
     while not (mask := followed.mask())[2041]:
         token_id = int(rng.choice(np.flatnonzero(mask)))
         followed.advance(token_id)
@@ -250,19 +230,19 @@ UNENFORCEABLE: list[tuple[Json, str]] = [
 
 @pytest.mark.parametrize(("values", "expected"), PARAMETERS)
 def test_parameters_in_xml(values: list[str], expected: bool) -> None:
-    dialect, words = vocabulary("qwen3-coder", tokens=True)
+    model = model_of("qwen3-coder", tokens=True)
     pairs = zip(values[::2], values[1::2], strict=True)
     written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in pairs)
     call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
-    assert fits(call, Must("required", (("f", STRINGS),)), dialect, "over", words) == expected
+    assert fits(call, Must("required", (("f", STRINGS),)), model, "over") == expected
 
 
 @pytest.mark.parametrize(("schema", "message"), UNENFORCEABLE)
 def test_what_cannot_be_enforced_in_xml_is_refused(schema: Json, message: str) -> None:
-    dialect, words = vocabulary("qwen3-coder", tokens=True)
+    model = model_of("qwen3-coder", tokens=True)
     spec = Must("required", (("f", {"type": "object"} | schema),))
     with pytest.raises(BadGrammar, match=message) as caught:
-        answer_grammar(spec, dialect, words.tokenizer.added, "over")
+        answer_grammar(spec, model.dialect, model.tokenizer.added, "over")
     assert caught.value.part == "f"
 
 
@@ -306,7 +286,7 @@ REFUSED: list[tuple[Must, str, str]] = [
 
 def check(spec: Must) -> None:
     """As worker.py checks a request."""
-    asyncio.run(GRAMMARS.check(answer_grammar(spec, HERMES, TOKENIZER.added, "over"), owner=""))
+    asyncio.run(MODEL.grammars.check(answer_grammar(spec, HERMES, TOKENIZER.added, "over"), owner=""))
 
 
 @pytest.mark.parametrize(("spec", "part", "message"), REFUSED)
@@ -321,4 +301,4 @@ def test_what_cannot_be_enforced_is_refused(spec: Must, part: str, message: str)
 def test_a_schema_may_be_deep_and_may_hold_itself() -> None:
     """Bug: one deeper than llguidance's stack took the process with it."""
     check(Must("none", schema=chain(300)))
-    assert fits('{"next": {"next": null}}', Must("none", schema=TREE), HERMES, "over")
+    assert fits('{"next": {"next": null}}', Must("none", schema=TREE))
