@@ -22,6 +22,7 @@ from gateway import refused, remote, upstreams
 from gateway.answers import Answer as Reader
 from gateway.answers import Asked
 from gateway.metering import Meter
+from gateway.outputs import Outputs
 from gateway.refused import Refused
 from gateway.relay import frames_of as frames_of_chunks
 from gateway.relay import whole
@@ -120,6 +121,26 @@ def test_a_call_that_was_cut_does_not_end_as_one_to_run() -> None:
     call = CALL | {"function": {"name": "f", "arguments": '{"a": '}}
     *_, error = reader.feed(delta(tool_calls=[call]) + DONE) + reader.close()
     assert "not a JSON object" in error["error"]["message"]
+
+
+@pytest.mark.bug("B13")
+def test_upstream_dies_at_every_byte() -> None:
+    """Elsewhere: 200, half an answer, no error, no [DONE]. https://github.com/open-webui/open-webui/issues/29628"""
+    all_said = [json.loads(frame[6:]) for frame in FRAMES[:-2]]
+    finished = len(b"".join(FRAMES[:-2])) - 2  # bytes until all is said; usage and [DONE] may be missing
+    for n in range(len(STREAM) + 1):
+        reader = Reader()
+        chunks = reader.feed(STREAM[:n]) + reader.close()
+        complete = [chunk for chunk in chunks if "error" not in chunk]
+        outputs = Outputs(reader)
+        outputs.read(chunks)
+        end: Any = outputs.close(None)[-1]
+        assert (end.reason == "failed") == (n < finished)
+        assert chunks[: len(complete)] == all_said[: len(complete)]
+        assert [chunk["error"]["code"] for chunk in chunks[len(complete) :]] == ["server_error"] * (
+            n < finished
+        )
+        assert n < finished or complete == all_said
 
 
 # --- errors of upstreams ------------------------------------------------------------------------------------
@@ -276,31 +297,6 @@ def frames_of(body: bytes) -> list[Any]:
 CHUNKED_HEAD, LONGER = (head("text/event-stream", "200 OK", how) for how in (CHUNKED, "Content-Length: 300"))
 
 
-@pytest.mark.bug("B13")
-def test_upstream_dies_at_every_byte() -> None:
-    """Elsewhere: 200, half an answer, no error, no [DONE]. https://github.com/open-webui/open-webui/issues/29628"""
-    all_said = [json.loads(frame[6:]) for frame in FRAMES[:-2]]
-    begun = len(FRAMES[0] + FRAMES[1]) - 2  # bytes until something is said; before that others may be asked
-    finished = len(b"".join(FRAMES[:-2])) - 2  # until all is said; usage and [DONE] may be missing
-
-    async def check(worker: RemoteWorker, upstream: Upstream) -> None:
-        for n in range(len(STREAM) + 1):
-            upstream.answer = says(head() + STREAM[:n])
-            if n < begun:
-                assert await outcomes(worker) == REFUSED
-                continue
-            frames = frames_of((await passed(worker, STREAMED)).body)
-            complete = [frame for frame in frames if "error" not in frame]
-            errors = frames[len(complete) :]
-            assert complete == all_said[: len(complete)]
-            assert [error["error"]["code"] for error in errors] == ["server_error"] * (n < finished)
-            assert errors or complete == all_said
-            end = (await said(worker))[-1]
-            assert (end.reason == "failed") == bool(errors)
-
-    over(check, hangs)
-
-
 def reset(exchange: Exchange) -> None:
     exchange.send(head() + STREAM[:300])
     exchange.reset()
@@ -405,8 +401,6 @@ async def outcomes(worker: RemoteWorker) -> list[str]:
     return [await outcome(worker, body) for body in (STREAMED, ASK, {})]
 
 
-# --- what comes last ----------------------------------------------------------------------------------------
-
 BOOM = event({"error": {"message": "boom", "type": "server_error", "code": "x"}})
 TOO_MANY = head("application/json", "429 Too Many", "Retry-After: 7", "Content-Length: 500") + b'{"error": {'
 # fmt: off
@@ -451,9 +445,6 @@ def told(found: Any) -> list[Any]:
         last = frames_of(found.body)[-1]
         return [last.get("error", {}).get("message", ""), "usage" in last]
     return [found[-1].message, found[-1].usage is not None]
-
-
-# --- time -------------------------------------------------------------------------------------------------
 
 
 def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,9 +506,6 @@ def test_a_slow_client_slows_its_upstream_down() -> None:
     over(check, answer)
 
 
-# --- accounting ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.bug("B12", "I03")
 @pytest.mark.parametrize("how", ["done", "error", "disconnect"])
 def test_usage_is_settled_once_on_every_path(how: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -542,9 +530,6 @@ def test_usage_is_settled_once_on_every_path(how: str, caplog: pytest.LogCapture
     over(check, answer)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "remote"]
     assert line.endswith(f": {how}, usage: prompt=11 cached=3 completion=7 reasoning=0 total=21 cost=42")
-
-
-# --- which upstream -----------------------------------------------------------------------------------------
 
 
 def test_the_least_busy_is_asked() -> None:

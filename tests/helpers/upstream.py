@@ -12,7 +12,8 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 PATIENCE_S = 30
@@ -66,27 +67,26 @@ FRAMES = [
 STREAM = b"".join(FRAMES)
 
 
+@dataclass
 class Exchange:
     """One request, and the connection for its answer."""
 
-    def __init__(self, connection: socket.socket, path: str, headers: dict[str, str], body: Json) -> None:
-        self.path = path
-        self.headers = headers  # names in lower case
-        self.body = body
-        self._connection = connection
+    connection: socket.socket
+    headers: dict[str, str]  # names in lower case
+    body: Json
 
     def send(self, data: bytes) -> None:
-        self._connection.sendall(data)
+        self.connection.sendall(data)
 
     def reset(self) -> None:
         """End the connection with an error instead of an end."""
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._connection.close()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
 
     def wait_closed(self) -> bool:
         """Wait until the other side has closed the connection."""
         try:
-            return self._connection.recv(1) == b""
+            return self.connection.recv(1) == b""
         except ConnectionError:
             return True
 
@@ -125,9 +125,10 @@ class Upstream:
 
     def close(self) -> None:
         """From now on connections are refused."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(PATIENCE_S)
-        self._listener.close()
+        with contextlib.suppress(OSError):  # it may be closed already
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join(PATIENCE_S)
+            self._listener.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -139,26 +140,19 @@ class Upstream:
         connection.settimeout(PATIENCE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
-            request_line = lines.readline()
-            if not request_line:
+            if not (request_line := lines.readline()):
                 return
-            method, path, _ = request_line.split()
             headers = {name.lower(): value for name, value in http.client.parse_headers(lines).items()}
-            body = lines.read(int(headers.get("content-length", 0)))
-            exchange = Exchange(connection, path.decode(), headers, json.loads(body or b"{}"))
-            if method == b"GET":
-                assert path == b"/v1/models"
+            body = json.loads(lines.read(int(headers.get("content-length", 0))) or b"{}")
+            exchange = Exchange(connection, headers, body)
+            if request_line.startswith(b"GET /v1/models"):
                 exchange.send(json_answer(self.models))
                 return
             self.exchanges.append(exchange)
             self.answer(exchange)
 
 
-@contextlib.contextmanager
-def upstream(answer: Answer = SAYS_STREAM, *models: str, port: int = 0) -> Iterator[Upstream]:
-    running = Upstream(answer, models or ("m",), port)
-    try:
-        yield running
-    finally:
-        with contextlib.suppress(OSError):
-            running.close()
+def upstream(
+    answer: Answer = SAYS_STREAM, *models: str, port: int = 0
+) -> contextlib.AbstractContextManager[Upstream]:
+    return contextlib.closing(Upstream(answer, models or ("m",), port))
