@@ -369,7 +369,6 @@ class Api:
         if the task is cancelled, the worker's Finish is only counted, and Registry._run() ends the response.
         """
         watch = Stopwatch(self.metrics)
-        started_at = time.monotonic()
         restorer = Restorer(prompt.request.called)
         accepted = False
         end = Finish("cancelled")  # if the task is cancelled before the worker has said another end
@@ -399,9 +398,7 @@ class Api:
             usage = end.usage or Usage(0, 0)
             n_in, n_out = usage.input_tokens, usage.output_tokens
             watch.end(end.reason, n_in, usage.cached_tokens, n_out)
-            log.info(
-                "%s: %d tokens in, %d out, %.2f s", end.reason, n_in, n_out, time.monotonic() - started_at
-            )
+            log.info("%s: %d tokens in, %d out", end.reason, n_in, n_out)
         emit(end)
 
     # --- models, health -------------------------------------------------------------------------------------

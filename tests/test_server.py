@@ -432,20 +432,17 @@ def test_our_own_alias_is_answered_with_the_models_name(guarded: Server, asked: 
         assert f'"model":"{answered}"'.encode() in guarded.post(path, body | {"stream": True}, **KEY).body
 
 
-def test_done_line_can_be_turned_off(guarded: Server) -> None:
-    body = {"model": "one", "stream": True}
-    last = {path: guarded.post(path, body | says(path, "hi"), **KEY).body for path in (RESPONSES, CHAT)}
-    assert b"[DONE]" not in last[RESPONSES]
-    assert last[RESPONSES].endswith(b"}\n\n")
-    assert last[CHAT].endswith(sse.DONE)  # there it is OpenAI's own
-
-
-def test_reasoning_events_have_the_name_that_the_flag_says(guarded: Server, server: Server) -> None:
-    """The two authorities differ; never both in one stream."""
-    body = {"model": "default", "input": "hi", "stream": True, "max_output_tokens": 20}
-    for by, name in ((guarded, b"reasoning"), (server, b"reasoning_text")):
-        names = {*re.findall(rb"event: response\.(reasoning\S*)", by.post(RESPONSES, body, **KEY).body)}
-        assert names == {name + b".delta", name + b".done"}
+def test_flags_of_streams(guarded: Server, server: Server) -> None:
+    """Without a done line, which is OpenAI's own in chat; events of reasoning have one name or the other."""
+    body = {"model": "default", "stream": True, "max_output_tokens": 20}
+    for by, name, last in ((guarded, b"reasoning", b"}\n\n"), (server, b"reasoning_text", sse.DONE)):
+        stream = by.post(RESPONSES, body | says(RESPONSES, "hi"), **KEY).body
+        assert {*re.findall(rb"event: response\.(reasoning\S*)", stream)} == {
+            name + b".delta",
+            name + b".done",
+        }
+        assert stream.endswith(last)
+        assert by.post(CHAT, body | says(CHAT, "hi"), **KEY).body.endswith(sse.DONE)
 
 
 COUNTED = """

@@ -109,8 +109,8 @@ def on_the_wire(events: Iterable[Json]) -> list[Json]:
     return got
 
 
-async def read(log: EventLog) -> list[bytes]:
-    async with aclosing(log.read()) as logged:
+async def read(log: EventLog, after: int = -1) -> list[bytes]:
+    async with aclosing(log.read(after)) as logged:
         return [frame async for frames in logged for frame in frames]
 
 
