@@ -47,7 +47,7 @@ exit status: 0 all is well; 1 a must is broken (of a recording, or with --strict
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m audit",
+        prog=f"python {Path(sys.argv[0]).name}".replace("__main__.py", "-m audit"),
         description="Hold a server of the Responses or Chat Completions API, or a stream recorded of one, "
         "against the rules that clients rely on.",
         epilog=EXAMPLES,
@@ -73,9 +73,6 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     options = arguments().parse_args()
-    if not __debug__:
-        print("error: the rules are assertions, which python -O leaves out", file=sys.stderr)
-        return 2
     try:
         lines, status = task(options)
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
@@ -92,6 +89,8 @@ def main() -> int:
 
 def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     """Do what the options ask for; return the lines to print, and the exit status."""
+    if not __debug__:
+        raise ValueError("the rules are assertions, which python -O leaves out")
     if options.list:
         return listing(session.chosen(options.profile, options.rules)), 0
     if options.target.startswith(("http://", "https://")):
@@ -121,7 +120,7 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
 
 def status(results: Sequence[Result], strict: bool) -> int:
     """Return the exit status: 1 if a must fails, with `strict` any rule; 2 if no rule was judged."""
-    if all(result.verdict in ("error", "n/a") for result in results):
+    if {result.verdict for result in results} <= {"error", "n/a"}:
         return 2
     failures = [RULES[result.rule].strength for result in results if result.verdict == "fail"]
     return int("must" in failures or bool(strict and failures))
@@ -188,7 +187,8 @@ def judge_recording(stream: bytes, as_json: bool) -> tuple[list[str], int]:
     verdict = f"{len(faults)} violations" if faults else "OK"
     lines.append(f"{verdict}. {len(capture.raw)} events of a {capture.kind} stream")
     if as_json:
-        lines = [json.dumps([fault._asdict() for fault in faults], indent=2)]
+        report = {"kind": capture.kind, "events": len(capture.raw), "ok": not faults}
+        lines = [json.dumps(report | {"violations": [fault._asdict() for fault in faults]}, indent=2)]
     return lines, int(bool(faults))
 
 

@@ -120,20 +120,18 @@ class Connection(io.RawIOBase):
         return Reply(asked, head.status, headers, self._body(head), self)
 
     def _body(self, head: http.client.HTTPResponse) -> Iterator[bytes]:
-        if head.chunked:
-            while n_bytes := self._chunk_size():
-                yield self.exactly(n_bytes)
-                self.exactly(len(b"\r\n"))
-        elif head.length is None:
+        if head.length is not None:
+            yield self.exactly(head.length)
+        elif not head.chunked:
             yield from iter(self._reader.read1, b"")
         else:
-            yield self.exactly(head.length)
-
-    def _chunk_size(self) -> int:
-        line = self._reader.readline()
-        if not line.endswith(b"\n"):
+            while line := self._reader.readline():
+                n_bytes = int(line.partition(b";")[0], 16)
+                if n_bytes == 0:
+                    return
+                yield self.exactly(n_bytes)
+                self.exactly(len(b"\r\n"))
             raise EOFError("the connection ended before the last chunk")
-        return int(line.partition(b";")[0], 16)
 
     # --- what io and http.client call -----------------------------------------------------------------------
 

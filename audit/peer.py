@@ -36,15 +36,15 @@ BUDGET_S = 120.0  # of a rule: a small model on a busy machine
 CUT = 16  # tokens: the fewest that Open Responses allows
 STORY = "Tell me a very long story about a fox."
 TOKYO = "What is the weather in Tokyo?"
-WEATHER: Json = json.loads("""{
+WEATHER = json.loads("""{
     "name": "get_weather",
     "description": "Get the weather of a city",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 }""")
-TIME: Json = WEATHER | {"name": "get_time", "description": "Get the time in a city"}
+TIME = WEATHER | {"name": "get_time", "description": "Get the time in a city"}
 CALLED: Json = {"said": TOKYO, "tools": (WEATHER,), "tool_choice": "required"}
 #   stream           what is asked
-STREAMS: dict[str, Json] = json.loads("""{
+STREAMS = json.loads("""{
     "text":          {},
     "echo":          {"instructions": "Be brief.\\u2028\\u0085\\u2029"},
     "cut":           {"said": "Tell me a very long story about a fox.", "limit": 16},
@@ -151,7 +151,7 @@ class Peer:
                 yield reply
         except (EOFError, ConnectionResetError) as error:
             raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:  # no HTTP, or no size of a chunk
+        except (OSError, http.client.HTTPException) as error:
             raise NoReply(f"{asked} -> {error!r}") from error
 
     def ask(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Reply:

@@ -49,7 +49,7 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {}
-OF_STREAMS = ("audit.frames", "audit.events", "audit.chunks")  # groups
+OF_STREAMS = ("frames", "events", "chunks")  # groups
 
 
 def rules_of(usual: str, before: str = "") -> list[Callable[..., Check]]:
@@ -73,7 +73,17 @@ def rules_of(usual: str, before: str = "") -> list[Callable[..., Check]]:
             bugs, _, url = link.rpartition(" ")
             own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
             RULES[name] = Rule(
-                name, check.__module__, own, strength, title, source, url, bugs, after, rows, check
+                name,
+                check.__module__.rpartition(".")[2],
+                own,
+                strength,
+                title,
+                source,
+                url,
+                bugs,
+                after,
+                rows,
+                check,
             )
         return check
 

@@ -15,7 +15,7 @@ Rules of this file:
 Not here: the rules, what is printed (__main__.py).
 """
 
-import fnmatch
+from fnmatch import fnmatch
 from typing import NamedTuple
 
 # Importing these enters their rules.
@@ -38,10 +38,10 @@ class Result(NamedTuple):
 def chosen(profile: str, patterns: list[str]) -> list[str]:
     """Return the rules of a profile whose names match a pattern, if there are any; raises ValueError."""
     names = [name for name, rule in RULES.items() if profile in ("all", *rule.profiles.split())]
-    matching = {name for pattern in patterns or "*" for name in fnmatch.filter(names, pattern)}
+    matching = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns or "*")]
     if not matching:
         raise ValueError(f"no rule of the profile {profile!r} is called {patterns}: see --list")
-    return [name for name in names if name in matching]
+    return matching
 
 
 def judge(peer: Peer, name: str) -> Result:
@@ -69,7 +69,7 @@ def check(peer: Peer, name: str) -> None:
     peer.api = "chat" if is_chat_only else "responses"
     if rule.group in OF_STREAMS:
         judged(rule, peer)
-    elif rule.group == "audit.turns":
+    elif rule.group == "turns":
         with turns.connected(peer) as socket:
             rule.check(socket)
     elif rule.requests:

@@ -16,11 +16,9 @@ import argparse
 import ast
 import os
 import queue
-import resource
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,11 +48,6 @@ class Mutant(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.module}.py: {self.undoes}: {self.test}"
-
-
-class Outcome(NamedTuple):
-    verdict: str  # KILLED, or why not
-    said: str = ""  # what pytest said, if it is worth reading
 
 
 def mutants() -> Iterator[Mutant]:
@@ -89,49 +82,42 @@ def copied(folder: Path) -> Path:
     return shutil.copytree(ROOT, folder / "copy", ignore=LEFT_OUT)
 
 
-def outcome(mutant: Mutant, copy: Path) -> Outcome:
-    """Run the mutant's test in the copy, which is as it was before when this returns."""
-    try:
-        text = mutated(mutant)
-    except (OSError, ValueError) as error:
-        return Outcome("CANNOT BE MADE", str(error))
-    path = copy / f"{mutant.module}.py"
-    before = path.read_text(encoding="utf-8")
-    path.write_text(text, encoding="utf-8")
-    try:
-        return run(mutant.test, copy)
-    finally:
-        path.write_text(before, encoding="utf-8")
+def outcome(mutant: Mutant, copy: Path) -> tuple[str, str]:
+    """Run the mutant's test in the copy, which is as it was before when this returns.
 
-
-def run(test: str, copy: Path) -> Outcome:
-    """Run a test of a mutated program, and judge."""
-    is_replay = test.startswith(REPLAY)
+    Returns KILLED or why it is not, and what pytest said of that.
+    """
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is found by time and size
+    is_replay = mutant.test.startswith(REPLAY)
     if is_replay:
         environment |= YIELDS_WAS
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
+    path = copy / f"{mutant.module}.py"
+    before = path.read_bytes()
     try:
+        path.write_text(mutated(mutant), encoding="utf-8")
         ended = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
         )
+    except ValueError as error:
+        return "CANNOT BE MADE", str(error)
     except subprocess.TimeoutExpired:
-        return Outcome(f"NOT IN {PATIENCE_S} S")
-    failure = "\n".join(line for line in ended.stdout.splitlines() if line.startswith("E  "))
+        return f"NOT IN {PATIENCE_S} S", ""
+    finally:
+        path.write_bytes(before)
     if ended.returncode not in (ALL_PASSED, SOME_FAILED):
-        return Outcome(f"NOT RUN (pytest ended with {ended.returncode})", ended.stdout + ended.stderr)
+        return f"NOT RUN (pytest ended with {ended.returncode})", ended.stdout + ended.stderr
     if ended.returncode == (ALL_PASSED if is_replay else SOME_FAILED):
-        return Outcome(KILLED)
-    if not is_replay or SURVIVED in failure:
-        return Outcome(SURVIVED)
-    return Outcome(ANOTHER_BUG, failure)
+        return KILLED, ""
+    failure = "\n".join(line for line in ended.stdout.splitlines() if line.startswith("E  "))
+    return SURVIVED if not is_replay or SURVIVED in failure else ANOTHER_BUG, failure
 
 
-def run_all(chosen: list[Mutant], n: int) -> Iterator[tuple[Mutant, Outcome]]:
+def run_all(chosen: list[Mutant], n: int) -> Iterator[tuple[Mutant, tuple[str, str]]]:
     """Run mutants in `n` copies of the checkout; yield them in their order."""
     copies = queue.SimpleQueue[Path]()
 
-    def run_one(mutant: Mutant) -> Outcome:
+    def run_one(mutant: Mutant) -> tuple[str, str]:
         copy = copies.get()
         try:
             return outcome(mutant, copy)
@@ -146,32 +132,21 @@ def run_all(chosen: list[Mutant], n: int) -> Iterator[tuple[Mutant, Outcome]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Undo what keeps bugs out, and see that they are noticed.")
-    parser.add_argument("words", nargs="*", help="run only mutants with one of these words in them")
+    parser.add_argument("words", nargs="*", default=[""], help="run only mutants with one of these in them")
     parser.add_argument("--module", default="", help="run only mutants of these modules: sse,gateway/relay")
     parser.add_argument("-n", type=int, default=1, help="how many to run at a time")
     arguments = parser.parse_args()
     modules = arguments.module.split(",")
-    unknown = {*modules} - {mutant.module for mutant in mutants()} - {""}
-    if unknown:
-        parser.error(f"no mutant is of {', '.join(sorted(unknown))}")
-    chosen: list[Mutant] = []
-    for mutant in mutants():
-        is_named = not arguments.words or any(word in str(mutant) for word in arguments.words)
-        if is_named and (modules == [""] or mutant.module in modules):
-            chosen.append(mutant)
+    chosen = [mutant for mutant in mutants() if any(word in str(mutant) for word in arguments.words)]
+    chosen = [mutant for mutant in chosen if modules == [""] or mutant.module in modules]
     if not chosen:
-        parser.error(f"no mutant has one of these words in it: {arguments.words}")
-    started = time.monotonic()
+        parser.error(f"no mutant of {arguments.module or 'any module'} has one of {arguments.words} in it")
     alive: list[str] = []
     for mutant, (verdict, said) in run_all(chosen, arguments.n):
-        print(f"{verdict:8} {mutant}", flush=True)
+        print(f"{verdict:8} {mutant}\n{said}".rstrip(), flush=True)
         if verdict != KILLED:
             alive.append(f"{verdict}: {mutant}")
-            print(said, flush=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = f"{time.monotonic() - started:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of processor time"
-    print(f"{len(chosen) - len(alive)} of {len(chosen)} mutants killed in {seconds}")
-    print("\n".join(alive))
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} mutants killed", *alive, sep="\n")
     return int(bool(alive))
 
 

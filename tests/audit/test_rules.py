@@ -181,8 +181,9 @@ def test_a_recording_is_judged(tmp_path: Path) -> None:
     link = "https://github.com/lemonade-sdk/lemonade/issues/3607"
     assert fault == f"event 9: response.content_part.added lacks item_id (fields: {link})"
     assert (status, last) == (1, f"5 violations. {summary}")
-    violations = json.loads(command(b"", str(path), "--json")[1])
-    assert [(v["event"], v["rule"]) for v in violations] == [(n, "fields") for n in range(9, 14)]
+    report = json.loads(command(b"", str(path), "--json")[1])
+    assert (report["kind"], report["events"], report["ok"]) == ("responses", 21, False)
+    assert [(v["event"], v["rule"]) for v in report["violations"]] == [(n, "fields") for n in range(9, 14)]
 
 
 @pytest.mark.parametrize(
