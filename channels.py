@@ -15,9 +15,6 @@ Rules of this file:
 5. Stop strings are looked for in what the user reads, without its markers, and never in the reasoning.
 6. Malformed output becomes text; only what a malformed header of a message says is dropped. Nothing here
    raises on what a model says.
-
-Not here: the markers (dialects/families.py), how a call is written between them (dialects/calls.py), token
-ids (tokenizer.py), item and call ids (responses.py), when generation stops (worker.py).
 """
 
 import json

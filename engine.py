@@ -16,11 +16,8 @@ Rules of this file:
    after that one is dropped.
 6. While the device is busy, the next step is launched before the tokens of the last one leave this thread, so
    that the event loop's work with them does not hold up the launch.
-7. A step waits a moment for the masks of structured output. A sequence whose mask was late does
-   not hold up the others again.
-
-Not here: who runs next (scheduler.py), text (tokenizer.py, worker.py), the forward pass and the choice of a
-token (model.py, sampling.py), what makes the masks (dialects/matchers.py).
+7. A step waits a moment for the masks of structured output. A sequence whose mask was late does not hold up
+   the others again.
 """
 
 import asyncio

@@ -16,10 +16,6 @@ Rules of this file:
    chunk, and wherever its pages lie. NumpyOps multiplies one row at a time, because BLAS sums in
    another order for several rows than for one.
 3. Rotary pairs are ADJACENT: a pair of a head is a complex number (checkpoint/weights.py orders them so).
-
-Not here: which rows to compute next (scheduler.py), which page is whose (pages.py), how the families of
-models differ (checkpoint/config.py), files (checkpoint/weights.py), logits to a token (sampling.py), speed
-(devices/).
 """
 
 import math

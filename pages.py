@@ -14,8 +14,6 @@ Rules of this file:
    a prompt.
 4. A free page stays in the prefix cache until it is taken. Free pages that are not in the cache are taken
    first, then the least recently used.
-
-Not here: what is in the pages (model.py), which sequences may share one (scheduler.py).
 """
 
 from array import array

@@ -20,8 +20,6 @@ Rules of this file:
 6. No event has its `sequence_number` yet: it is given when the event enters the log (event_log.py).
 7. Logprobs, which several events repeat, are encoded once (sse.Encoded). So the events that close an item
    cost the copying of their bytes.
-
-Not here: time and randomness (arguments), frames (sse.py), what the request may say (request/params.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -12,8 +12,6 @@ Rules of this file:
    was cut into steps.
 2. Logprobs are the model's own, before temperature, penalties and bias.
 3. Arithmetic on probabilities is float64, because it sums over the whole vocabulary.
-
-Not here: the logits (model.py), the masks of structured output (dialects/matchers.py).
 """
 
 from collections.abc import Mapping, Sequence

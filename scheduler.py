@@ -19,9 +19,6 @@ Rules of this file:
 4. When pages run out, the youngest sequence of the owner with the most pages is preempted. No sequence is
    preempted for a draft.
 5. A sequence ends once. Its pages are free before the next step.
-
-Not here: threads, clocks, readers and the steps in flight (engine.py), what makes the masks of structured
-output (dialects/matchers.py), the pool of pages (pages.py), the forward pass (model.py).
 """
 
 import math
@@ -449,8 +446,11 @@ class Scheduler:
                     computed_by[page_hash] = scheduled.sequence
         ready: list[Sequence] = []
         for sequence in self._in_turn(prefilling, []):
-            self._use_prefix_cache(sequence)  # pages that were filled since the last step
-            page_hash = sequence.hash_at(sequence.n_computed)
+            while page_hash := sequence.hash_at(sequence.n_computed):
+                page = self.pool.find(page_hash)  # it may have been filled since the last step
+                if page is None:
+                    break
+                self._share(sequence, page)
             is_first = page_hash is None or computed_by.setdefault(page_hash, sequence) is sequence
             if is_first and sequence.n_ready > 0:
                 ready.append(sequence)
@@ -473,21 +473,17 @@ class Scheduler:
             sequence.page_table.append(self.pool.take())
         return span
 
-    def _use_prefix_cache(self, sequence: Sequence) -> None:
-        """Share the next pages that are in the prefix cache, and move n_computed past them."""
-        while (page_hash := sequence.hash_at(sequence.n_computed)) is not None:
-            page = self.pool.find(page_hash)
-            if page is None:
-                return
-            number = sequence.n_computed // PAGE
-            self.pool.share(page)
-            self.pool.release(sequence.page_table[number:])  # taken for a batch that ran out of pages
-            sequence.page_table[number:] = [page]
-            n_found = (number + 1) * PAGE - sequence.n_computed  # less than a page if it had begun that page
-            sequence.n_computed += n_found
-            if not sequence.n_preemptions:  # to find again what it had computed saves nothing
-                sequence.n_cached += n_found
-                self.counts["cached_tokens"] += n_found
+    def _share(self, sequence: Sequence, page: int) -> None:
+        """Take the next page from the prefix cache, and move n_computed past it."""
+        number = sequence.n_computed // PAGE
+        self.pool.share(page)
+        self.pool.release(sequence.page_table[number:])  # taken for a batch that ran out of pages
+        sequence.page_table[number:] = [page]
+        n_found = (number + 1) * PAGE - sequence.n_computed  # less than a page if it had begun that page
+        sequence.n_computed += n_found
+        if not sequence.n_preemptions:  # to find again what it had computed saves nothing
+            sequence.n_cached += n_found
+            self.counts["cached_tokens"] += n_found
 
     # --- drafts ---------------------------------------------------------------------------------------------
 

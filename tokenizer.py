@@ -15,9 +15,6 @@ Rules of this file:
    https://www.unicode.org/versions/Unicode15.0.0/ch03.pdf, section 3.9
 3. An added token ends what came before it: a character still open there will never be finished.
 4. Up to a control token (no text) the joined pieces are what the library decodes from the ids at once.
-
-Not here: which added tokens of a prompt count (request/special_tokens.py), what they mean (channels.py),
-which of them end the generation (worker.py).
 """
 
 import codecs

@@ -17,9 +17,6 @@ Rules of this file:
    Finish("cancelled") has what was counted until then.
 5. An answer ends with "length" after max_output_tokens, and after MAX_LOGPROBS logprobs: there may be 21 of
    them for a token, and the events that end an item repeat them.
-
-Not here: what the pieces mean (channels.py), which tokens come (engine.py), what keeps rule 2 if a worker has
-a bug (api.py).
 """
 
 import asyncio
