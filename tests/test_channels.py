@@ -26,9 +26,6 @@ from request import tools
 from tokenizer import Tokenizer
 
 TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
-TOKEN_OF_BYTE = {TINY.token_bytes(i)[0]: i for i in range(vocab_size(TINY)) if len(TINY.token_bytes(i)) == 1}
-CALL = '{"name": "f", "arguments": {"a": "<think>\\n"}}'
-BARE = '{"name": "f"}'
 TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"]}
 SCHEMA = {"type": "object", "properties": {name: {"type": of_type} for name, of_type in TYPES.items()}}
 Options = dict[str, Any]
@@ -428,74 +425,49 @@ CASES = {
         (f"{ASSISTANT}<|channel|>analysis<|end|>",                    ""),
     ],
 }
-OVER = [
-    # dialect       text                                                         items
-    ("harmony",     f"{FINAL}a<|return|>",                                       "[final]a"),
-    ("harmony",     f"{TO_F}{{}}<|call|>",                                       "[call f]{}"),
-    ("llama",       "a<|eot_id|>",                                               "[final]a"),
-]
-CUT = [
-    # dialect       text                                                         items
-    *(("hermes",    f"a\n<tool_call>{body}", "[final]a") for body in ("", "\n", "{'na", "{'arguments': {}")),
-    ("hermes",      "a<tool_call>{'name': 'f', 'arguments': {'a'",               "[final]a[call f]{'a'"),
-    ("qwen3-coder", "<tool_call><function=f><parameter=s>a",                     "[call f]{'s': 'a"),
-    ("qwen3-coder", "<tool_call><function=f><parameter=n>1",                     "[call f]{'n': "),
-    ("llama",       "{'name': 'f', 'parameters': {",                             "[call f]{"),
-    ("mistral",     "[TOOL_CALLS]get_weath",                                     ""),
-    ("harmony",     "<|start|>assistant to=functions.get_w",                     ""),
-    ("harmony",     "<|channel|>commentary to=functions.f<|message|>",           "[call f]"),
-    ("harmony",     "comment",                                                   "[final]comment"),
-]
-STOPPED = [
-    # options                                 text                      items, and has it stopped
-    ({"stop": ["\n"]},                        "a\n\n",                  "[final]a",             True),
-    ({"stop": ["\n"]},                        "<think>a\nb",            "[analysis]a\nb",       False),
-    ({"stop": ["\n"], "after_marker": True},  "\n\nb",                 "[final]b",             False),
-    ({"stop": ["b"]},                         "ab c<think>d",           "[final]a",             True),
-    ({"stop": ["ab"]},                        "a<think>b",              "[final]a[analysis]b",  False),
-    ({"one_call": True},                      f"a{NONE}b",              f"[final]a{NONE}b",     False),
-    ({"one_call": True},    "<tool_call>{'name': 'f'}</tool_call>a",    "[call f]{}",           True),
+CUT, AFTER, ONE_CALL = ({option: True} for option in ("cut", "after_marker", "one_call"))
+STOPPED, GOES_ON = Options(stopped=True), Options(stopped=False)
+ENDS = [
+    # dialect      text                                               items                   options
+    # What ends the turn ends the answer: https://github.com/openai/harmony/issues/60
+    ("harmony",     f"{FINAL}a<|return|>more<|channel|>",              "[final]a",             STOPPED),
+    ("harmony",     f"{TO_F}{{}}<|call|>more<|start|>",                "[call f]{}",           STOPPED),
+    ("llama",       "a<|eot_id|>more<|eom_id|>",                       "[final]a",             STOPPED),
+    # Cut off by a limit: half a tag is no answer, for the rest, which would tell call from text, is missing.
+    *(("hermes",   f"a\n<tool_call>{body}", "[final]a", CUT) for body in ("", "\n", "{'na", "{'a': {}")),
+    ("hermes",      "a<tool_call>{'name': 'f', 'arguments': {'a'",     "[final]a[call f]{'a'", CUT),
+    ("qwen3-coder", "<tool_call><function=f><parameter=s>a",           "[call f]{'s': 'a",     CUT),
+    ("qwen3-coder", "<tool_call><function=f><parameter=n>1",           "[call f]{'n': ",       CUT),
+    ("llama",       "{'name': 'f', 'parameters': {",                   "[call f]{",            CUT),
+    ("mistral",     "[TOOL_CALLS]get_weath",                           "",                     CUT),
+    ("harmony",     "<|start|>assistant to=functions.get_w",           "",                     CUT),
+    ("harmony",     "<|channel|>commentary to=functions.f<|message|>", "[call f]",             CUT),
+    ("harmony",     "comment",                                         "[final]comment",       CUT),
+    # Stop strings, and a single call.
+    ("hermes",      "a\n\n",     "[final]a",     STOPPED | {"stop": ["\n"]}),
+    ("hermes",      "<think>a\nb",      "[analysis]a\nb",       GOES_ON | {"stop": ["\n"]}),
+    ("hermes",      "\n\nb",     "[final]b",     AFTER | {"stop": ["\n"]}),
+    ("hermes",      "ab c<think>d",      "[final]a",     STOPPED | {"stop": ["b"]}),
+    ("hermes",      "a<think>b",   "[final]a[analysis]b",  GOES_ON | {"stop": ["ab"]}),
+    ("hermes",      f"a{NONE}b",        f"[final]a{NONE}b",     GOES_ON | ONE_CALL),
+    ("hermes",      "<tool_call>{'name': 'f'}</tool_call>a",    "[call f]{}",   STOPPED | ONE_CALL),
 ]
 # fmt: on
 
 
-@pytest.mark.bug("E01", "E12", "E14", "E15")
+@pytest.mark.bug("E01", "E05", "E12", "E14", "E15")
 @pytest.mark.parametrize(
-    ("name", "text", "items"), [(name, *case) for name, cases in CASES.items() for case in cases]
+    ("name", "text", "items", "options"),
+    [*((name, *case, {}) for name, cases in CASES.items() for case in cases), *ENDS],
 )
-def test_case(name: str, text: str, items: str) -> None:
-    """Whole, and cut anywhere."""
-    for place in range(len(text)):
-        for found in read(name, [text.replace("'", '"')], [place]):
-            assert written_down(found) == items
-
-
-@pytest.mark.parametrize(("options", "text", "items", "stopped"), STOPPED)
-def test_stop(options: Options, text: str, items: str, stopped: bool) -> None:
-    for rows, pieces in WAYS:
-        reader = parser(rows["hermes"], **options)
-        assert written_down(parse(pieces([text.replace("'", '"')], []), reader)) == items
-        assert reader.stopped == stopped
-
-
-@pytest.mark.parametrize(("name", "text", "items"), OVER)
-def test_what_ends_the_turn(name: str, text: str, items: str) -> None:
-    """Nothing that comes behind it is said: https://github.com/openai/harmony/issues/60"""
-    for rows, pieces in WAYS:
-        reader = parser(rows[name])
-        behind = text + "more" + "".join(rows[name].markers)
-        assert (
-            written_down(parse(pieces([behind.replace("'", '"')], [], rows[name].markers), reader)) == items
-        )
-        assert reader.stopped
-
-
-@pytest.mark.bug("E05")
-@pytest.mark.parametrize(("name", "text", "items"), CUT)
-def test_what_is_cut_off(name: str, text: str, items: str) -> None:
-    """By a limit. The rest, which would tell call from text, is not to be had: half a tag is no answer."""
-    for found in read(name, [text.replace("'", '"')], cut=True):
-        assert written_down(found) == items
+def test_case(name: str, text: str, items: str, options: Options) -> None:
+    """Whole, and cut anywhere. `cut`: by a limit. `stopped`: nothing that comes after is said."""
+    given = {option: value for option, value in options.items() if option not in ("cut", "stopped")}
+    for (rows, pieces), place in itertools.product(WAYS, range(len(text))):
+        reader = parser(rows[name], **given)
+        units = pieces([text.replace("'", '"')], [place], rows[name].markers)
+        assert written_down(parse(units, reader, options.get("cut", False))) == items
+        assert reader.stopped == options.get("stopped", reader.stopped)
 
 
 def test_an_added_token_that_is_not_a_marker_is_text_outside_of_strings() -> None:
@@ -524,13 +496,10 @@ def test_logprobs_of_what_was_held_leave_with_it(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("file", TEMPLATES)
 def test_the_template_says_which_dialect_it_is(file: str) -> None:
+    """One that takes no tools is taught them as Hermes is."""
     found = families.recognised(TEMPLATES[file].source, TEMPLATES[file].takes_tools)
     assert found == {"deepseek-r1": "hermes"}.get(file, file)
-
-
-def test_where_the_template_takes_no_tools_they_are_taught_as_hermes_does() -> None:
     assert families.recognised("[TOOL_CALLS]", takes_tools=False) == "hermes"
-    assert families.recognised("<|channel|><|message|>", takes_tools=False) == "harmony"
 
 
 # fmt: off

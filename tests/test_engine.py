@@ -160,7 +160,7 @@ class NeverReady:
         self._theirs.close()
 
 
-class Allows:
+class Allows(NeverReady):
     """A constraint with the same mask before every token, and none after so many."""
 
     def __init__(self, *token_ids: int, n_tokens: int = 1000) -> None:
@@ -175,9 +175,6 @@ class Allows:
         mask = np.zeros(tiny().config.vocab_size, np.bool_)
         mask[self._token_ids] = True
         return mask
-
-    def fileno(self) -> int:
-        raise NotImplementedError
 
     def close(self) -> None:
         self.is_followed = False
@@ -352,7 +349,7 @@ def test_an_unforeseen_exception_fails_all_and_hangs_none(caplog: pytest.LogCapt
     assert "a fault made on purpose" in caplog.text
 
 
-def test_close_fails_what_runs_and_what_waits(tiny_engine: Engine, watch: Watch) -> None:
+def test_close_fails_what_runs_what_waits_and_what_comes_later(tiny_engine: Engine, watch: Watch) -> None:
     async def main() -> list[Answer]:
         async with watch.paused(tiny_engine):
             readers = [
@@ -363,10 +360,5 @@ def test_close_fails_what_runs_and_what_waits(tiny_engine: Engine, watch: Watch)
 
     assert all(failed(answer, CLOSING) for answer in play(main(), "the end of all"))
     assert tiny_engine.counts()["running"] == tiny_engine.counts()["waiting"] == 0
-
-
-def test_a_request_after_close_fails_at_once(tiny_engine: Engine) -> None:
-    """It waited for ever: nobody read the queue of jobs any more."""
-    tiny_engine.close()
     assert failed(alone(tiny_engine, job("hi")), CLOSING)
     tiny_engine.close()  # once more is harmless

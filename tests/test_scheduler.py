@@ -6,7 +6,7 @@ device whose KV cache holds, in place of keys and values, the text that they bel
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,16 +39,11 @@ def added(to: Scheduler, *sequences: Sequence) -> None:
         to.add(one)
 
 
-class Row(NamedTuple):
-    """What a step computes of a sequence: tokens from start to end."""
-
-    sequence: Sequence
-    start: int
-    end: int
+Row = tuple[Sequence, int, int]  # what a step computes of a sequence: tokens from start to end
 
 
 def rows(batch: list[Scheduled]) -> list[Row]:
-    return [Row(scheduled.sequence, scheduled.span.start, scheduled.span.end) for scheduled in batch]
+    return [(scheduled.sequence, scheduled.span.start, scheduled.span.end) for scheduled in batch]
 
 
 def finish(to: Scheduler, batch: list[Scheduled], *token_ids: int) -> None:
@@ -84,11 +79,11 @@ def test_the_example_of_the_theory() -> None:
     s.add(b)
     step(s)
     s.add(a)
-    assert step(s) == [Row(b, 5, 6), Row(a, 0, 128)]
+    assert step(s) == [(b, 5, 6), (a, 0, 128)]
     assert (a.n_computed, len(a.output)) == (128, 0)
-    assert step(s) == [Row(b, 6, 7), Row(a, 128, 200)]
+    assert step(s) == [(b, 6, 7), (a, 128, 200)]
     assert (a.n_computed, len(a.output)) == (200, 1)
-    assert step(s) == [Row(b, 7, 8), Row(a, 200, 201)]
+    assert step(s) == [(b, 7, 8), (a, 200, 201)]
     assert (a.n_computed, len(a.output)) == (201, 2)
 
 
@@ -97,11 +92,11 @@ def test_prompts_share_the_budget() -> None:
     s = scheduler()
     a, b, c = (sequence(n, first=1000 * i) for i, n in enumerate((4 * CHUNK, 4 * CHUNK, CHUNK)))
     added(s, a, b, c)
-    assert step(s) == [Row(a, 0, CHUNK), Row(b, 0, CHUNK)]
+    assert step(s) == [(a, 0, CHUNK), (b, 0, CHUNK)]
     s = scheduler()
     a, b, c = (sequence(n, first=1000 * i) for i, n in enumerate((5, 4 * CHUNK, 4 * CHUNK)))
     added(s, a, b, c)
-    assert step(s) == [Row(a, 0, 5), Row(b, 0, CHUNK), Row(c, 0, CHUNK - 5)]
+    assert step(s) == [(a, 0, 5), (b, 0, CHUNK), (c, 0, CHUNK - 5)]
 
 
 @pytest.mark.parametrize(("max_rows", "n_rows"), [(1000, 2 * CHUNK), (50, 49), (20, 19), (1, MIN_ROWS)])
@@ -112,7 +107,7 @@ def test_beside_decoding_sequences_a_prompt_has_the_rows_that_there_is_time_for(
     s.add(b)
     finish(s, s.schedule(max_rows=max_rows))
     s.add(a)
-    assert rows(s.schedule(max_rows=max_rows)) == [Row(b, 5, 6), Row(a, 0, n_rows)]
+    assert rows(s.schedule(max_rows=max_rows)) == [(b, 5, 6), (a, 0, n_rows)]
 
 
 def test_a_page_that_is_computed_bit_by_bit_is_waited_for_and_shared() -> None:
@@ -199,7 +194,7 @@ def test_prompts_of_owners_are_computed_in_turn() -> None:
     """Three prompts of A, two chunks a step: B and C do not wait for all of them."""
     s = scheduler(max_batch=5)
     added(s, *owned("A", 3, n_prompt=6 * CHUNK), *owned("B", 1, 6 * CHUNK), *owned("C", 1, 6 * CHUNK))
-    turns = [owners(row.sequence for row in step(s)) for _ in range(6)]
+    turns = [owners(sequence for sequence, _, _ in step(s)) for _ in range(6)]
     assert turns == ["BC", "AB", "CA"] * 2
 
 
@@ -229,7 +224,7 @@ def test_a_prompt_is_found_in_the_prefix_cache_except_for_its_last_token(
     while not a.finish:
         step(s)
     s.add(b)
-    assert step(s) == [Row(b, n_cached, n_prompt)]
+    assert step(s) == [(b, n_cached, n_prompt)]
     assert (a.n_cached, b.n_cached, s.counts["cached_tokens"]) == (0, n_cached, n_cached)
 
 
@@ -240,10 +235,10 @@ def test_a_sequence_waits_for_the_page_that_another_is_computing() -> None:
     first = s.schedule()
     s.add(c)
     second = s.schedule([first])
-    assert rows(first) == [Row(a, 0, 2 * CHUNK)]
-    assert rows(second) == [Row(a, 2 * CHUNK, 3 * CHUNK), Row(c, 0, CHUNK)]
+    assert rows(first) == [(a, 0, 2 * CHUNK)]
+    assert rows(second) == [(a, 2 * CHUNK, 3 * CHUNK), (c, 0, CHUNK)]
     finish(s, first)
-    assert rows(s.schedule([second]))[-1] == Row(b, 2 * CHUNK, 3 * CHUNK)
+    assert rows(s.schedule([second]))[-1] == (b, 2 * CHUNK, 3 * CHUNK)
     assert b.n_cached == 2 * CHUNK
 
 
@@ -294,7 +289,7 @@ def test_what_is_found_again_after_a_preemption_is_not_counted_as_cached() -> No
     while s.counts["preemptions"] == 0:
         step(s)
     s.remove(old)
-    assert rows(s.schedule()) == [Row(young, 2 * PAGE, 2 * PAGE + 1)]
+    assert rows(s.schedule()) == [(young, 2 * PAGE, 2 * PAGE + 1)]
     assert (young.n_cached, s.counts["cached_tokens"]) == (0, 0)
 
 
@@ -305,29 +300,14 @@ def test_none_is_preempted_while_a_step_is_in_flight() -> None:
     added(s, old, young)
     first = s.schedule()
     second = s.schedule([first])
-    assert rows(second) == [Row(old, PAGE - 1, PAGE), Row(young, PAGE - 1, PAGE)]
+    assert rows(second) == [(old, PAGE - 1, PAGE), (young, PAGE - 1, PAGE)]
     assert s.schedule([first, second]) == []
     finish(s, first, 7, STOP)
-    assert rows(s.schedule([second])) == [Row(old, PAGE, PAGE + 1)]
+    assert rows(s.schedule([second])) == [(old, PAGE, PAGE + 1)]
     assert s.counts["preemptions"] == 0
 
 
 # --- steps in flight ----------------------------------------------------------------------------------------
-
-
-def test_a_span_is_chained_to_a_token_that_is_not_read() -> None:
-    s, a = scheduler(), sequence(5, max_tokens=3)
-    s.add(a)
-    in_flight = [s.schedule()]
-    for n_unread in (1, 2):
-        (chained,) = s.schedule(in_flight)
-        assert (chained.span.token_ids, chained.span.start) == (None, 4 + n_unread)
-        assert [context.n_unread for context in chained.contexts] == [n_unread]
-        in_flight.append([chained])
-    assert s.schedule(in_flight) == []  # max_tokens are under way
-    for batch in in_flight:
-        finish(s, batch)
-    assert (a.output, a.finish) == ([7, 7, 7], "length")
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
@@ -359,17 +339,6 @@ def with_first_token(s: Scheduler, one: Sequence) -> Sequence:
     return one
 
 
-def test_drafts_are_kept_as_far_as_they_are_chosen() -> None:
-    s = scheduler(speculate=4)
-    a = with_first_token(s, repeating())
-    (scheduled,) = batch = s.schedule()
-    assert (scheduled.drafts, scheduled.span.token_ids) == ([3, 1, 2, 3], [2, 3, 1, 2, 3])
-    assert [context.output for context in scheduled.contexts[:3]] == [[2], [2, 3], [2, 3, 1]]
-    finish(s, batch, 3, 1, 8, 8, 8)
-    assert (a.output, a.n_tokens, a.n_computed) == ([2, 3, 1, 8], 44, 43)
-    assert (s.counts["drafted"], s.counts["accepted"]) == (4, 2)
-
-
 def test_fewer_drafts_while_they_are_wrong() -> None:
     s = scheduler(speculate=4)
     with_first_token(s, repeating())
@@ -388,7 +357,7 @@ def test_no_step_is_chained_to_one_with_drafts() -> None:
     step = s.schedule()
     assert len(step[0].drafts) == 1
     s.add(other)
-    assert rows(s.schedule([step])) == [Row(other, 0, 5)]
+    assert rows(s.schedule([step])) == [(other, 0, 5)]
 
 
 @pytest.mark.parametrize(("n_prompt", "n_pages", "n_drafts"), [(61, 2, 2), (61, 3, 8), (64, 2, 8)])
@@ -430,16 +399,16 @@ def test_a_sequence_whose_mask_is_late_holds_up_no_other() -> None:
     s, a, b = scheduler(), sequence(100, constraint=slow), sequence(5, first=1000)
     slow.is_late = True
     added(s, a, b)
-    assert step(s) == [Row(a, 0, 64), Row(b, 0, 5)]
-    assert step(s) == [Row(b, 5, 6), Row(a, 64, 99)]  # its prompt is computed, up to the last token
+    assert step(s) == [(a, 0, 64), (b, 0, 5)]
+    assert step(s) == [(b, 5, 6), (a, 64, 99)]  # its prompt is computed, up to the last token
     assert a.n_ready == 0
-    assert step(s) == [Row(b, 6, 7)]
+    assert step(s) == [(b, 6, 7)]
     slow.is_late = False
-    assert step(s, 7, 3) == [Row(b, 7, 8), Row(a, 99, 100)]
+    assert step(s, 7, 3) == [(b, 7, 8), (a, 99, 100)]
     slow.is_late = True
-    assert step(s) == [Row(b, 8, 9)]
+    assert step(s) == [(b, 8, 9)]
     slow.is_late = False
-    assert step(s) == [Row(a, 100, 101), Row(b, 9, 10)]
+    assert step(s) == [(a, 100, 101), (b, 9, 10)]
 
 
 # fmt: off

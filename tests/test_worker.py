@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
 import jsonschema
@@ -23,7 +22,6 @@ from helpers.scripted import END, ids_of, in_steps, said, vocabulary, worker_of
 from helpers.serving import TINY, serve
 from model import NumpyOps
 from request import params
-from request.messages import Message
 from request.refusals import BadInput
 from request.template import ChatTemplate
 from responses import Builder
@@ -296,8 +294,8 @@ class MeasuredTemplate(ChatTemplate):
 
     n_characters = 0
 
-    def render(self, messages: list[Message], tools: Any, now: datetime, /, **kwargs: Any) -> str:
-        prompt = super().render(messages, tools, now, **kwargs)
+    def render(self, *args: Any, **kwargs: Any) -> str:
+        prompt = super().render(*args, **kwargs)
         self.n_characters += len(prompt)
         return prompt
 

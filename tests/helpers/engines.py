@@ -35,14 +35,6 @@ PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
 CHUNK = NumpyOps.chunk
 MAX_BATCH = 16
 GREEDY = Sampling(temperature=0, n_top_logprobs=2)  # with logprobs, == compares the bits of logits as well
-QUESTIONS = [
-    "What is 2+2? Answer with just the number.",
-    "hi",
-    "Say OK",
-    "What is the capital of France?",
-    "What is 17 plus 25?",
-    "Tell me a story about a fox that wanted to learn how to read, and about the owl who taught it.",
-]
 
 
 class WatchedStep(NamedTuple):
