@@ -125,9 +125,8 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
             # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
             handler = scope["route"].path if "route" in scope else "none"
             metrics.add("http_requests", 1, handler, method, str(status))
-            level = logging.DEBUG if scope["path"] in KEYLESS_PATHS else logging.INFO
             fields = {"method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
-            log.log(level, "%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
+            log.info("%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
 
     return answer
 
@@ -207,15 +206,10 @@ def refusal(
     if not origin or origin.partition("://")[2] == host or origins & {origin, "*"}:
         return None
     # A browser has sent this for a page of another site.
-    if is_socket:
-        expected = "Expected a page of this server, or of a site that --cors-origin names"
-        return error_response(403, f"{expected}, got one of {shown(origin)}.", None, "origin_not_allowed")
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-    if has_body and content_type != "application/json":
-        expected = "Expected 'Content-Type: application/json' from a page of a site"
-        message = f"{expected} that --cors-origin does not name."
-        return error_response(415, message, None, "unsupported_content_type")
+    if is_socket or (scope["method"] == "POST" and content_type != "application/json"):
+        expected = "Expected 'Content-Type: application/json', or a site that --cors-origin names"
+        return error_response(403, f"{expected}; got {shown(origin)}.", None, "origin_not_allowed")
     return None
 
 

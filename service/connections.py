@@ -71,7 +71,7 @@ MAX_FRAMES = 1000  # of a WebSocket in FRAMES_S: messages, their fragments, ping
 FRAMES_S = 20
 MAX_LARGEST = 2  # times --max-body: a larger message closes its connection
 MAX_FRAMING_BYTES = 32 * 1024  # of a request, all but its body: head, chunk sizes, trailers
-MAX_URL = 8000  # bytes; RFC 9112, section 3, demands to take so many
+NEVER_S = 10**6
 KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it before we do
 # Of a connection; Linux takes twice as many. With the second one the buffer does not grow by itself any more:
 # a client that is 100 ms away, there and back, sends 2 MB/s.
@@ -176,16 +176,15 @@ class Limited(asyncio.Protocol):
     read_bytes: int
     reader_timeout: float  # seconds
     stop_s: float  # after which a stop drops the connection
-    timer: asyncio.TimerHandle | None = None  # drops the connection: rule 1
+    timer: asyncio.TimerHandle | None = None  # drops a client that does not read
 
     def connection_made(self, transport: Any) -> None:
         transport.max_size = self.read_bytes  # asyncio's own is 256 KiB
         super().connection_made(transport)
         self.transport = transport
 
-    def drop_after(self, seconds: float) -> None:
-        self.cancel_drop()
-        self.timer = asyncio.get_running_loop().call_later(seconds, self.transport.abort)
+    def drop_after(self, seconds: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self.transport.abort)
 
     def cancel_drop(self) -> None:
         if self.timer:
@@ -193,7 +192,7 @@ class Limited(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.drop_after(self.reader_timeout)
+        self.timer = self.drop_after(self.reader_timeout)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -208,7 +207,7 @@ class Limited(asyncio.Protocol):
 
         The application itself closes WebSockets, after their turns.
         """
-        asyncio.get_running_loop().call_later(self.stop_s, self.transport.abort)
+        self.drop_after(self.stop_s)
 
 
 # --- HTTP ---------------------------------------------------------------------------------------------------
@@ -233,7 +232,8 @@ class Protocol(Limited, HttpToolsProtocol):
 
     read_bytes = READ_BYTES
     max_connections: int
-    idle: "OrderedDict[Protocol, None]"  # all without a request that has started, the longest first
+    # All without a request that has started, the longest first, and what will drop each: rule 1.
+    idle: "OrderedDict[Protocol, asyncio.TimerHandle]"
     is_coming = False  # the newest request has begun, and is not whole
     has_started = False  # it has been passed on to uvicorn
     is_answering = False  # and has no whole answer yet
@@ -245,22 +245,22 @@ class Protocol(Limited, HttpToolsProtocol):
         super().connection_made(transport)
         self.is_idle()
         if len(self.connections) > self.max_connections:
-            longest_idle, _ = self.idle.popitem(last=False)
+            longest_idle, timer = self.idle.popitem(last=False)
+            timer.cancel()
             longest_idle.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.idle.pop(self, None)
+        self.is_busy()
 
     def is_idle(self) -> None:
         """There is no request, or only a part of one."""
-        self.idle[self] = None
-        self.drop_after(KEEP_ALIVE_S)
+        self.idle[self] = self.drop_after(KEEP_ALIVE_S)
 
     def is_busy(self) -> None:
-        """There is a request that has started, or a WebSocket."""
-        self.idle.pop(self, None)
-        self.cancel_drop()
+        """There is a request that has started, or a WebSocket, or the end."""
+        if self in self.idle:
+            self.idle.pop(self).cancel()
 
     def shutdown(self) -> None:
         """Stop: a request that is being answered ends, one that is not whole yet has not been accepted."""
@@ -296,8 +296,6 @@ class Protocol(Limited, HttpToolsProtocol):
         names = [name for name, _ in self.headers]
         if self.parser.get_method() == b"CONNECT":
             raise BadHttp("this is not a proxy")
-        if len(self.url) > MAX_URL:
-            raise BadHttp(f"the URL is more than {MAX_URL} bytes")
         if b"host" not in names and self.parser.get_http_version() == "1.1":  # RFC 9112, section 3.2
             raise BadHttp("the Host header is missing")
         for name in SINGLE_HEADERS:
@@ -447,6 +445,6 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=NEVER_S,  # Protocol.is_idle() has a timer that ends when the next request starts
         timeout_graceful_shutdown=stop_s + 1,  # for clients that neither read nor leave: Limited.shutdown()
     )

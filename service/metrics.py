@@ -48,12 +48,10 @@ Seconds = partial(Histogram, buckets=[n * 10**i / 1000 for i in range(6) for n i
 METRICS: dict[str, tuple[Any, ...]] = {
     "prompt_tokens":                         (Counter, "Tokens of prompts."),
     "generation_tokens":                     (Counter, "Tokens generated, in aborted runs too."),
-    "prefix_cache_queries":                  (Counter, "Tokens of prompts looked for in it."),
-    "prefix_cache_hits":                     (Counter, "Tokens of prompts found in it."),
+    "prefix_cache_hits":                     (Counter, "Tokens of prompts found in the prefix cache."),
     "request_success":                       (Counter, "Runs that have ended, and how.", "finished_reason"),
     "http_requests":                         (Counter, "Requests answered.", "handler", "method", "status"),
     "time_to_first_token_seconds":           (Seconds, "To a run's first piece."),
-    "request_time_per_output_token_seconds": (Seconds, "Of a run, after its first piece."),
     "e2e_request_latency_seconds":           (Seconds, "To a run's end."),
 }
 
@@ -71,8 +69,6 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "engine_steps":                    (Total, "Forward passes.",                "steps"),
     "upstreams_down":                  (Gauge, "Upstreams not asked now.",       "upstreams_down"),
     "relayed_requests_done":           (Total, "Requests answered by upstreams.", "relayed_done"),
-    "relayed_requests_failed":         (Total, "Requests that no upstream has answered.", "relayed_error"),
-    "relayed_requests_left":           (Total, "Requests whose client has left.", "relayed_disconnect"),
     "relayed_tokens":                  (Total, "Tokens of answers by upstreams.", "relayed_total"),
     "relayed_cost":                    (Total, "Cost in units of the price.",    "relayed_cost"),
     "background_responses":            (Gauge, "Background responses that run.", "live", "status"),
@@ -139,27 +135,22 @@ class Stopwatch:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._started_at = time.perf_counter()
-        self._first_output_at = 0.0
+        self._has_begun = False
 
     def piece(self) -> None:
         """Note that a piece of output came."""
-        if not self._first_output_at:
-            self._first_output_at = time.perf_counter()
-            self._metrics.add("time_to_first_token_seconds", self._first_output_at - self._started_at)
+        if not self._has_begun:
+            self._has_begun = True
+            self._metrics.add("time_to_first_token_seconds", time.perf_counter() - self._started_at)
 
     def end(self, reason: str, n_prompt: int, n_cached: int, n_generated: int) -> None:
         """Note that the run has ended; a count that is not known is 0."""
-        ended_at = time.perf_counter()
         values = {
             "prompt_tokens": n_prompt,
             "generation_tokens": n_generated,
-            "prefix_cache_queries": n_prompt,
             "prefix_cache_hits": n_cached,
-            "e2e_request_latency_seconds": ended_at - self._started_at,
+            "e2e_request_latency_seconds": time.perf_counter() - self._started_at,
         }
-        if self._first_output_at and n_generated > 1:
-            seconds = (ended_at - self._first_output_at) / (n_generated - 1)
-            values["request_time_per_output_token_seconds"] = seconds
         for name, value in values.items():
             self._metrics.add(name, value)
         self._metrics.add("request_success", 1, REASONS.get(reason, reason))

@@ -129,9 +129,9 @@ class Steps:
             for step, shares in list(self.steps):  # the engine's thread goes on
                 if step["step"] >= next_step:
                     next_step = step["step"] + 1
-                    sequences = []
-                    for whose, share in shares:
-                        hidden = () if whose == owner else OWN  # rule 3
-                        sequences.append({name: share[name] for name in share if name not in hidden})
+                    sequences = [
+                        {name: share[name] for name in share if whose == owner or name not in OWN}  # rule 3
+                        for whose, share in shares
+                    ]
                     yield sse.encode(sse.dumps(step | {"sequences": sequences}))
             await asyncio.sleep(POLL_S)

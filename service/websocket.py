@@ -62,18 +62,6 @@ CANNOT_STEER = "A response cannot be steered here. After its end, send this inpu
 # --- messages -----------------------------------------------------------------------------------------------
 
 
-def lane_of(message: Any) -> str:
-    """Return the name of the lane that a message is for; raises BadInput."""
-    if not isinstance(message, dict):
-        raise wrong_type("message", "an object", message)
-    name = message.get("stream_id")
-    if name is None:
-        return ""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise wrong_value("stream_id", f"1 to {MAX_NAME} characters", name)
-    return name
-
-
 @asynccontextmanager
 async def body_of(parsing: AbstractAsyncContextManager[Any]) -> AsyncIterator[dict[str, Any]]:
     """Yield the body that POST /v1/responses would have; raises BadInput."""
@@ -146,7 +134,11 @@ class Connection:
             expected = f"Expected a message of at most {max_bytes} bytes, see --max-body"
             raise BadInput(f"{expected}, got {len(json_text)}.", None, "websocket_message_too_large")
         async with parsed(json_text, self.visit) as message:
-            name = lane_of(message)
+            if not isinstance(message, dict):
+                raise wrong_type("message", "an object", message)
+            name = message.get("stream_id") or ""
+            if not isinstance(name, str) or len(name) > MAX_NAME:
+                raise wrong_value("stream_id", f"1 to {MAX_NAME} characters", name)
             if name not in self.lanes and len(self.lanes) > MAX_LANES:
                 expected = f"Expected at most {MAX_LANES} different values of 'stream_id' on a connection."
                 raise BadInput(expected, "stream_id", "websocket_stream_limit_reached")

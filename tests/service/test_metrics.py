@@ -127,17 +127,6 @@ def test_clients_cannot_make_series(server: Server) -> None:
     assert scrape(server).keys() == was
 
 
-def test_a_worker_without_pages_has_no_pages() -> None:
-    """A reading that the worker cannot give is left out; one that it can is there."""
-    counts = {"running": 1, "waiting": 0, "steps": 7}
-    told = metrics.Metrics("m", lambda: counts).render()
-    assert b'llmref:engine_steps_total{model_name="m"} 7.0' in told
-    assert b"kv_cache" not in told
-    counts |= {"pages": 8, "free_pages": 6}
-    told = metrics.Metrics("m", lambda: counts).render()
-    assert b'llmref:kv_cache_usage_perc{model_name="m"} 0.25' in told
-
-
 # --- the log ------------------------------------------------------------------------------------------------
 
 

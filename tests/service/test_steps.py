@@ -85,16 +85,6 @@ def test_the_tokens_of_the_steps_are_those_of_the_response(server: Server) -> No
     assert shares[-1]["ended"] == "stop"
 
 
-def test_drafts_are_seen_as_they_are_counted(server: Server) -> None:
-    with events_of(server) as events:
-        request_id, _ = ask(server, "yes no yes no yes no", max_output_tokens=150, ignore_eos=True)
-        steps = until_ended(events, request_id)
-    shares = [share for step in steps for share in step["sequences"]]
-    health = server.health()
-    assert sum(share.get("n_drafts", 0) for share in shares) == health["drafted"] > 0
-    assert sum(max(0, share["n_tokens"] - 1) for share in shares) == health["accepted"]
-
-
 # --- who may see it, and who is late or slow ----------------------------------------------------------------
 
 

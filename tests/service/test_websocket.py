@@ -8,11 +8,10 @@ import asyncio
 import gc
 import json
 import re
-import socket
 import tomllib
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -259,18 +258,6 @@ def same_as_http(server: Server, client: ClientConnection, body: Json) -> None:
 RUNS: Json = LONG | {"seed": SLOW, "store": False, "temperature": 1}
 
 
-def test_lanes_run_beside_each_other(client: ClientConnection) -> None:
-    send(client, RUNS | {"stream_id": "a", "max_output_tokens": 100})
-    send(client, ASKED | {"stream_id": "b"})
-    send(client, ASKED)
-    ended: list[str] = []
-    while len(ended) < 3:
-        message = json.loads(client.recv(timeout=30))
-        if message["type"] in LAST:
-            ended.append(message.get("stream_id", ""))
-    assert ended[-1] == "a"
-
-
 def test_a_lane_has_an_order(client: ClientConnection) -> None:
     """Nothing of a turn comes before the end of the one before it."""
     for max_tokens in (60, 16, 16):
@@ -469,30 +456,6 @@ HANDSHAKE = (
 
 def frame(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
     return Frame(opcode, data, fin).serialize(mask=True)
-
-
-@contextmanager
-def deaf_client(server: Server) -> Iterator[socket.socket]:
-    """A connection that reads nothing but the handshake."""
-    with server.connect(HANDSHAKE) as connection:
-        head = b""
-        while not head.endswith(b"\r\n\r\n"):
-            head += connection.recv(1)
-        assert head.startswith(b"HTTP/1.1 101 ")
-        yield connection
-
-
-def test_a_reader_that_stops_is_dropped(server: Server) -> None:
-    """Its turn ends with it."""
-    shown = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "reasoning": {"effort": "none"}}
-    message = json.dumps({"type": "response.create"} | RUNS | shown).encode()
-    n_logged = len(server.log())
-    with deaf_client(server) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall(frame(Opcode.TEXT, message))
-        until(lambda: server.health()["running"] == 1, "it runs")
-        until(lambda: is_idle(server), "it has been dropped")
-    assert "cancelled: " in server.log()[n_logged:]
 
 
 def test_a_handshake_with_what_is_wrong_is_dropped(server: Server) -> None:
