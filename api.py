@@ -181,7 +181,7 @@ class Api:
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": ALIAS} | body  # the SDK allows a body without a model
             defaults = self._worker(params.model_name(body)).defaults
-            values = await visit.call(params.read_responses, body, defaults)
+            values = await visit.call(params.read, params.RESPONSES, body, defaults, visit.owner)
             if purpose != "respond":
                 values |= {"store": False, "background": False, "stream": False}
             if values["background"] and not (values["store"] or self.temporary):
@@ -201,7 +201,7 @@ class Api:
             chain, own = await items.resolve(values["input"], previous_id, find, sealer_of, visit.call)
             if purpose != "respond" and chain and not own:  # as if the client had sent all of it
                 chain, own = [], chain
-            request = await visit.call(params.responses_request, values, chain, own, visit.owner)
+            request = await visit.call(params.responses_request, values, chain, own)
             conversation = [*chain, *own]
             if purpose == "compact":
                 conversation.append(items.TRIGGER)

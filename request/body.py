@@ -50,7 +50,7 @@ ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": 
 
 async def receive(http: HttpRequest, visit: Visit) -> AbstractAsyncContextManager[Any]:
     """Wait for the body of a request, which then takes a stream; return parsed() of it. Raises BadInput."""
-    encoding = http.headers.get("content-encoding", "").strip().lower() or "identity"
+    encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
         message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
         raise BadInput(message, None, "unsupported_content_encoding")

@@ -229,7 +229,7 @@ def retained(conversation: Sequence[Item]) -> list[Item]:
 
 
 def new_row(request: Request, values: Mapping[str, Any], conversation: Sequence[Item]) -> Row:
-    """Return the row of a response that is about to start; `values` are those that read_responses() has read.
+    """Return the row of a response that is about to start; `values` are those that read() has read.
 
     It can be run again with what the client has set, as the response object repeats it. The items are encoded
     one by one, so that another thread can get Python's lock between two of them.
@@ -301,12 +301,12 @@ def unsaid(
                 texts.append(text)
             case Finish("stop" | "length", usage):
                 output = Finish("stop", usage)
-                if seal and any(texts):
-                    emit(Compaction(seal("".join(texts))))
-                elif seal:
+                if seal is None:
+                    output = Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))
+                elif summary := "".join(texts):
+                    emit(Compaction(seal(summary)))
+                else:
                     output = Finish("failed", usage, "The model wrote no summary.")
-                elif usage:
-                    output = Finish("stop", replace(usage, output_tokens=0, reasoning_tokens=0))
                 emit(output)
             case Accepted() | Finish():
                 emit(output)

@@ -17,6 +17,7 @@ Rules of this file:
 3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
 4. The results of a turn follow it, once, in the order of its calls, whenever they have come. Each call of a
    function has its result, unless it could not be run: a limit cut it, or its arguments are not an object.
+   Many templates show neither the id nor the name of a result.
 5. The arguments of a call are an object, as Llama's, Mistral's and Qwen3-Coder's templates want it. Those
    that are not a JSON object are the one member of one: https://github.com/vllm-project/vllm/issues/43995
 6. Each call has an id of ours, which Mistral's template takes: nine letters and digits. Some clients begin
@@ -55,10 +56,11 @@ class Conversation:
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
+        self._current: Message = {}  # the last turn; {}: results of its calls have come
         self._n_calls = 0
         self._n_argument_values = 0  # in all calls: each is held as an object
-        # By the client's id, which a later turn may use again: the message of the result without its content,
-        # and whether the result must come.
+        # By the client's id, which a later turn may use again: the message of the result, which has its place
+        # and no content yet; and whether the result must come.
         self._open_calls: dict[str, tuple[Message, bool]] = {}
 
     def _turn(self, role: str) -> Message:
@@ -66,9 +68,10 @@ class Conversation:
 
         A turn of the assistant is one message, and so is what the system says at one place (rules 1 and 2).
         """
-        if role == "user" or not self._messages or self._messages[-1]["role"] != role:
-            self._messages.append({"role": role, "content": []})
-        return self._messages[-1]
+        if role == "user" or self._current.get("role") != role:
+            self._current = {"role": role, "content": []}
+            self._messages.append(self._current)
+        return self._current
 
     def add_text(self, role: str, text: str, member: str = "content") -> None:
         self._turn(role).setdefault(member, []).append(text)
@@ -90,6 +93,7 @@ class Conversation:
         call = {"id": own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
         result = {"role": "tool", "tool_call_id": own_id, "name": name}
+        self._messages.append(result)
         self._open_calls[call_id] = result, needs_result
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
@@ -97,13 +101,11 @@ class Conversation:
         if call_id not in self._open_calls:
             raise BadInput(f"No tool call found for function call output with call_id {call_id}.", path)
         result, _ = self._open_calls.pop(call_id)
-        self._messages.append(result | {"content": [text]})
+        result["content"] = [text]
+        self._current = {}
 
     def close(self, path: str) -> list[Message]:
-        """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result.
-
-        Results follow their turn in the order of its calls: many templates show neither an id nor a name.
-        """
+        """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result."""
         if not self._messages:
             raise missing(path)
         for call_id, (_, needs_result) in self._open_calls.items():
@@ -112,14 +114,7 @@ class Conversation:
         for message in self._messages:
             for name in message.keys() & {"content", "reasoning_content"}:
                 message[name] = paragraphs(*message[name])
-        results = {message.get("tool_call_id"): [message] for message in self._messages}
-        ordered = []
-        for message in self._messages:
-            if message["role"] != "tool":
-                ordered.append(message)
-            for call in message.get("tool_calls", []):
-                ordered += results.get(call["id"], [])
-        return ordered
+        return [message for message in self._messages if "content" in message]
 
 
 def paragraphs(*texts: str) -> str:

@@ -21,9 +21,8 @@ Rules of this file:
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from request import messages
@@ -106,7 +105,7 @@ def token_id(value: str, path: str) -> int:
 
 def stop(value: Any, path: str) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
-    return tuple(list_of(string(1, MAX_STOP), max_items=4)(strings, path))
+    return tuple(list_of(string(1, MAX_STOP), 4)(strings, path))
 
 
 items = list_of(mapping, messages.MAX_ITEMS)
@@ -163,7 +162,7 @@ NOT_BUILT = (
     "include_stop_str_in_output", "add_special_tokens", "truncate_prompt_tokens", "thinking_token_budget",
     "repetition_detection", "documents", "chat_template", "continue_final_message", "min_tokens",
     "moderation", "background_options", "prompt", "context_management", "audio", "prediction",
-    "web_search_options",
+    "web_search_options", "functions", "function_call",
 )  # fmt: skip
 # And these for true, or 1, which is their default.
 NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_generation_prompt")
@@ -172,7 +171,7 @@ reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
 stream_options = members(include_usage=boolean)
 
-NOT_HERE = "It is not built here."
+NOT_HERE = "It is not built here: leave it out. For functions there are 'tools' and 'tool_choice'."
 
 # fmt: off
 #   in chat completions       in the Responses API
@@ -249,8 +248,6 @@ CHAT = COMMON | {
     "response_format":        Parameter(text_format,                     {}),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
     "modalities":             Parameter(refused("This server takes and gives text.", ["text"])),
-    "functions":              Parameter(refused("Use 'tools'.")),
-    "function_call":          Parameter(refused("Use 'tool_choice'.")),
 }
 # fmt: on
 
@@ -265,7 +262,7 @@ def model_name(body: Any) -> str:
     return str(COMMON["model"].check(body.get("model"), "model"))
 
 
-def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults) -> Object:
+def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: str = "") -> Object:
     """Return the value of every parameter in the table, each checked by itself; raises BadInput.
 
     `defaults` are the model's own (generation_config.json).
@@ -281,26 +278,17 @@ def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults) -> Object
     if "stream_options" in given and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
     not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
-    return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run}
-
-
-# The parameters of a body of POST /v1/responses: all that can be checked without its chain.
-read_responses = partial(read, RESPONSES)
+    return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run, "owner": owner}
 
 
 def from_responses(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/responses that refers to nothing; raises BadInput."""
-    values = read_responses(body, defaults)
-    return responses_request(values, [], values["input"], owner)
+    values = read(RESPONSES, body, defaults, owner)
+    return responses_request(values, [], values["input"])
 
 
-def responses_request(
-    values: Object, chain: messages.Items, input: messages.Items, owner: str = ""
-) -> Request:
-    """Return the Request of what read_responses() has read and items.resolve() has resolved.
-
-    Raises BadInput.
-    """
+def responses_request(values: Object, chain: messages.Items, input: messages.Items) -> Request:
+    """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
     conversation, brought = messages.from_responses(input, values["instructions"], chain)
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
     echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
@@ -310,34 +298,34 @@ def responses_request(
         "service_tier": SERVICE_TIER,
     }
     by_chats_names = {
-        "owner": owner,
         "messages": conversation,
         "echo": echo,
         # To warm the cache up, one token is chosen with the last row of the prompt; no client is told of it.
         "max_tokens": values["max_output_tokens"] if generate else 1,
         "logprobs": LOGPROBS in values["include"],
         "response_format": echo["text"]["format"],
-        "schema_path": "text.format.schema",
         "reasoning_effort": echo["reasoning"]["effort"],
         "generate": generate,
         "truncate": values["truncation"] == "auto",
         "seal_reasoning": SEALED_REASONING in values["include"],
     }
-    return request(values | by_chats_names, brought)
+    return request(values | by_chats_names, "text.format.schema", brought)
 
 
 def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/chat/completions; raises BadInput."""
-    values = read(CHAT, body, defaults) | {"owner": owner, "echo": {}}
+    values = read(CHAT, body, defaults, owner) | {"echo": {}}
     values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
     values["logprobs"] |= values["top_logprobs"] > 0
     values["messages"] = messages.from_chat(values["messages"])
-    values["schema_path"] = "response_format.json_schema.schema"
-    return request(values)
+    return request(values, "response_format.json_schema.schema", [])
 
 
-def request(values: Object, brought: Sequence[DeclaredTool] = ()) -> Request:
-    """Return the Request of parameters that have chat's names, and of the tools that items have brought."""
+def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Request:
+    """Return the Request of parameters that have chat's names, and of the tools that items have brought.
+
+    `schema_path` is where the schema of the text stands in the body.
+    """
     names = [tool.qualified_name for entry in values["tools"] for tool in entry.tools]
     if len({*names}) < len(names):
         raise wrong_value("tools", "every name once", names)
@@ -348,7 +336,7 @@ def request(values: Object, brought: Sequence[DeclaredTool] = ()) -> Request:
             tools.setdefault(tool.qualified_name, tool)
     choice = tool_choice(tools, values["tool_choice"])
     must = structured_output(
-        tools, choice, values["response_format"], values["schema_path"], values["parallel_tool_calls"]
+        tools, choice, values["response_format"], schema_path, values["parallel_tool_calls"]
     )
     not_offered = [entry.echo["type"] for entry in entries if not entry.tools]
     not_run = [*dict.fromkeys(values["not_run"] + not_offered)][:MAX_NOT_RUN]
@@ -356,7 +344,7 @@ def request(values: Object, brought: Sequence[DeclaredTool] = ()) -> Request:
     thinking = {}  # what the chat templates of reasoning models take
     if effort:
         thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
-    meant = {
+    known = values | {
         # As much of each name as a header may repeat: printable ASCII without quotes.
         "not_run": tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in not_run),
         "tools": [tool.definition() for tool in tools.values()],
@@ -368,5 +356,4 @@ def request(values: Object, brought: Sequence[DeclaredTool] = ()) -> Request:
         "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
         "template_kwargs": thinking | values["chat_template_kwargs"],
     }
-    known = values | meant
     return Request(**{name: known[name] for name in Request.__annotations__.keys() & known})

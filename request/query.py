@@ -24,8 +24,7 @@ NUMBER = re.compile("[0-9]{1,18}")  # int() raises for thousands of digits
 
 def wants_stream(query: Query) -> bool:
     """Return whether a GET of a response asks for its events; raises BadInput."""
-    value = one_of("true", "false")(query.get("stream", "false").lower(), "stream")
-    return bool(value == "true")
+    return bool(one_of("true", "false")(query.get("stream", "false").lower(), "stream") == "true")
 
 
 def starting_after(query: Query) -> int:

@@ -114,5 +114,5 @@ def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """Return the body of an error: one object with all four keys, as openai-openapi, `Error`, has it."""
-    error_type = ERROR_TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+    type_ = ERROR_TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}

@@ -21,7 +21,6 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +30,7 @@ import jinja2.sandbox
 from request.messages import Message, paragraphs
 from request.refusals import BadInput
 from request.special_tokens import without_marks
-from request.tools import as_json
+from request.tools import Tool, as_json
 from request.validation import Object
 
 Tools = list[Object] | None  # None: none are offered
@@ -56,13 +55,12 @@ To call a function, write its name and arguments as one JSON object within <tool
 
 def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
     """Put the tools into the system message, calls into the assistant's text, results into the user's."""
+    told: list[Message] = []
     if tools:
         signatures = TOOLS.format("\n".join(map(as_json, tools)))
-        n_system = int(messages[0]["role"] == "system")
-        instructions = [message["content"] for message in messages[:n_system]]
-        system = {"role": "system", "content": paragraphs(*instructions, signatures)}
-        messages = [system, *messages[n_system:]]
-    told: list[Message] = []
+        instructions = [message["content"] for message in messages[:1] if message["role"] == "system"]
+        told.append({"role": "system", "content": paragraphs(*instructions, signatures)})
+        messages = messages[len(instructions) :]
     for message in messages:
         role = message["role"]
         lines = [message["content"]] if message["content"] else []
@@ -128,16 +126,10 @@ def _raise_exception(message: str) -> NoReturn:
 ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
 )
-ENVIRONMENT.filters["tojson"] = partial(
-    json.dumps, ensure_ascii=False
-)  # Jinja's own escapes < and > for HTML
+ENVIRONMENT.filters["tojson"] = as_json  # Jinja's own escapes < and > for HTML
 ENVIRONMENT.globals["raise_exception"] = _raise_exception
-
-
-def _parsed(source: str) -> jinja2.Template:
-    """`{% generation %}` marks for training what the assistant wrote; in a prompt its content just stands."""
-    source = re.sub(r"({%[-+]?\s*)generation(?=\s*[-+]?%})", r"\1if true", source)
-    return ENVIRONMENT.from_string(re.sub(r"({%[-+]?\s*)endgeneration", r"\1endif", source))
+# `{% generation %}` marks for training what the assistant wrote; in a prompt its content just stands.
+GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 
 
 # --- probes: messages whose words a prompt shows, or not ----------------------------------------------------
@@ -147,8 +139,7 @@ PROBE, SECOND_PROBE = "probe_4711", "probe_4712"  # words that stand in no templ
 USER: Message = {"role": "user", "content": "Hi"}
 ASSISTANT: Message = {"role": "assistant", "content": "Hello"}
 SYSTEM: Message = {"role": "system", "content": PROBE}
-PROBE_FUNCTION = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
-PROBE_TOOLS = [{"type": "function", "function": PROBE_FUNCTION}]
+PROBE_TOOLS = [Tool(PROBE, "", PROBE, {"type": "object", "properties": {}}).definition()]
 PROBE_CALLS = [
     {"id": f"call{n:05}", "type": "function", "function": {"name": name, "arguments": {}}}
     for n, name in enumerate(("first", SECOND_PROBE))
@@ -174,7 +165,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = tokens
         try:
-            self._template = _parsed(source)
+            self._template = ENVIRONMENT.from_string(GENERATION.sub(r"\1with", source))
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)

@@ -37,7 +37,7 @@ class Restorer:
         self._call: Call | None = None  # the one that is open, in the client's words
         self._arguments: list[str] = []  # of that call, as the model wrote them
         self._decoder = InputDecoder()  # of that call, if its tool is a custom one
-        self._broken = ""  # the name in the first call that cannot be run
+        self._broken = ""  # the name in the last call that cannot be run
 
     def feed(self, output: Output | Finish) -> Iterator[Output | Finish]:
         """Yield what the client is told. A call that cannot be run fails the answer: rule 3."""
@@ -57,7 +57,7 @@ class Restorer:
                 if rest := self._decoder.close():
                     yield Arguments(rest)
             elif not is_object("".join(self._arguments)):
-                self._broken = self._broken or call.name
+                self._broken = call.name
                 yield Close(is_cut=True)
                 if isinstance(output, Close):
                     return

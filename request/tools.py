@@ -47,7 +47,7 @@ Schema = Object  # a JSON schema
 ByName = Mapping[str, "Tool"]  # tools by Tool.qualified_name
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-MAX_QUALIFIED_NAME = 64 + len("__") + 64  # characters of Tool.qualified_name
+MAX_QUALIFIED_NAME = 130  # characters of Tool.qualified_name: two names, and "__" between them
 MAX_TOOLS = 128
 MAX_GRAMMAR = 2**16  # characters
 
@@ -130,9 +130,7 @@ class Tool(NamedTuple):
         return {"type": "function", "function": function}
 
 
-def as_json(value: Any) -> str:
-    """Return the JSON that a model reads: as text, without escapes."""
-    return json.dumps(value, ensure_ascii=False)
+as_json = partial(json.dumps, ensure_ascii=False)  # as a model reads it: text without escapes
 
 
 # --- tools of a request -------------------------------------------------------------------------------------
@@ -148,11 +146,13 @@ class DeclaredTool(NamedTuple):
 # A function has all of these in the response object: zod schema of github.com/openresponses/openresponses.
 NOT_GIVEN = {"description": None, "parameters": None, "strict": False}
 
-check_tool = members(
+# What is read of a tool, or of the format of a text.
+check_members = members(
     type=text,
     name=identifier,
     description=text,
     parameters=mapping,
+    schema=mapping,
     strict=boolean,
     format=mapping,
     defer_loading=boolean,  # a hint: to load a tool later saves tokens, and changes no answer
@@ -167,7 +167,7 @@ def read_tool(value: Any, path: str, namespace: str = "") -> DeclaredTool:
     if type_ not in (*CLIENT_TOOLS, "namespace"):
         return DeclaredTool(tool.members, [])  # rule 3
     name = tool.need("name", identifier)
-    echo = check_tool(*tool)
+    echo = check_members(*tool)
     if type_ == "namespace":
         inner = tool.need("tools", list_of(partial(read_tool, namespace=name), MAX_TOOLS))
         echo["tools"] = [entry.echo for entry in inner]
@@ -244,10 +244,7 @@ class StructuredOutput(NamedTuple):
     one_call: bool = False  # at most one
     inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
     schema: Schema | None = None  # what the text must fit; None: any text
-    schema_path: str = ""  # where `schema` stands in the request
-
-
-check_format = members(type=text, name=identifier, description=text, schema=mapping, strict=boolean)
+    schema_path: str = ""  # where `schema` stands in the request, if there is one
 
 
 def text_format(value: Any, path: str) -> Object:
@@ -256,8 +253,7 @@ def text_format(value: Any, path: str) -> Object:
     if given.need("type", one_of("text", "json_schema", "json_object")) == "json_schema":
         given.need("name", identifier)
         given.need("schema", mapping)
-    checked: Object = check_format(*given)
-    return checked
+    return dict(check_members(*given))
 
 
 def structured_output(
@@ -286,6 +282,5 @@ def structured_output(
         functions.append((name, arguments))
         if tool.grammar:
             inputs.append((name, tool.grammar))
-    schema_path = "" if schema is None else path
     one_call = choice.named or not parallel
-    return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, schema_path)
+    return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, path)

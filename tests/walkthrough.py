@@ -82,8 +82,8 @@ def walkthrough() -> str:
     tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
     grammars = Grammars(TINY / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     engine = TracedEngine(NumpyOps(config, read_weights(TINY, config, NumpyOps.pack), 256, 4, 1))
-    values = params.read_responses(sse.loads(BODY), {})
-    request = params.responses_request(values, [], values["input"], "")
+    values = params.read(params.RESPONSES, sse.loads(BODY), {})
+    request = params.responses_request(values, [], values["input"])
     asyncio.run(run(LocalWorker(engine, tokenizer, template, grammars), engine, request))
     engine.close()
 

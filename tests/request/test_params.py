@@ -38,7 +38,7 @@ PLAIN = {"format": {"type": "text"}}
 JSON = {"type": "json_object"}
 SCHEMA = {"type": "json_schema", "name": "x"}
 UNWRAPPED = {"type": "json_schema", "json_schema": {"type": "object", "properties": {}}}
-OBJECT = Must("none", schema={"type": "object"}, schema_path="response_format.json_schema.schema")
+OBJECT = Must("none", schema={"type": "object"})
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
 ONE_TOOL = {"tools": [FUNCTION]}
 TOO_MANY = [FUNCTION] * 129
@@ -150,7 +150,6 @@ VALUES: dict[str, dict[str, Values]] = {
     "logprobs":              ([False],                       [],          [],               [True, 5]),
   },
   "chat": COMMON | {
-    **dict.fromkeys(("functions", "function_call"), NEVER),
     "messages":              ([[HI]],                        ["hi", 5],   [],               []),
     "n":                     ([1, 16],                       ["1", True], [0, 17],          []),
     "max_tokens":            ([1, 2**31],                    [1.5],       [0],              []),
@@ -355,7 +354,10 @@ ECHOES: list[tuple[Json, Json]] = [
 
 @pytest.mark.parametrize(("api", "attribute", "value", "change"), MEANING)
 def test_meaning(api: str, attribute: str, value: Any, change: Json) -> None:
-    assert getattr(read(api, change), attribute) == value
+    found = getattr(read(api, change), attribute)
+    if isinstance(found, Must):
+        found = found._replace(schema_path="")
+    assert found == value
 
 
 @pytest.mark.parametrize("api", APIS)
