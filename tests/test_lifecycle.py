@@ -565,8 +565,8 @@ ODD: Json = {
 @pytest.mark.bug("I06")
 def test_what_is_kept_of_a_request_is_what_means_something() -> None:
     """Its members that no table knows were held as long as it waited, and stored: 200 MB of 8 kB of gzip."""
-    values = params.read_responses(ODD, {})
-    asked = params.responses_request(values, [], values["input"], "")
+    values = params.read(params.RESPONSES, ODD, {})
+    asked = params.responses_request(values, [], values["input"])
     kept = items.new_row(asked, values, values["input"])
     assert "zz" not in kept.request_json
     again = params.from_responses(items.body_of(kept), {})
