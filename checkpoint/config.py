@@ -45,12 +45,6 @@ One = Annotated[float, Meta(ge=1, le=1)]
 RopeFields = dict[str, int | float | str | bool | None]  # one set of numbers for all layers
 
 
-class Mxfp4Fields(msgspec.Struct):
-    """Of `quantization_config`. A fuller program would read the scales of other quantised tensors."""
-
-    quant_method: Annotated[str, Meta(pattern="^mxfp4$")]
-
-
 class Fields(msgspec.Struct):
     """Those of config.json that are read. A default is for families that have none of their own."""
 
@@ -89,7 +83,7 @@ class Fields(msgspec.Struct):
     mlp_only_layers: list[Index] | None = None
     swiglu_alpha: Number = 1.702
     swiglu_limit: Number = 7.0
-    quantization_config: Mxfp4Fields | None = None
+    quantization_config: dict[str, Any] | None = None
 
 
 class OtherRope(msgspec.Struct):
@@ -302,8 +296,10 @@ def parse_windows(fields: Fields) -> tuple[int | None, ...]:
 
 def parse_experts(fields: Fields, family: Family) -> Experts | None:
     """Return the experts of a mixture; None if each layer has one MLP."""
-    mxfp4 = fields.quantization_config is not None
-    require(family.is_gpt_oss or not mxfp4, "quantization_config", "mxfp4", "null")
+    quantized = fields.quantization_config or {}
+    mxfp4 = family.is_gpt_oss and quantized.get("quant_method") == "mxfp4"
+    # A fuller program would read the scales of other quantised tensors.
+    require(mxfp4 or not quantized, "quantization_config", quantized, "null, and mxfp4 of a gpt_oss")
     if "num_experts_per_tok" not in family.defaults:
         return None
     n = fields.num_experts or fields.num_local_experts or 0

@@ -211,12 +211,7 @@ def test_only_what_a_killed_server_has_left_is_removed(
     killed = subprocess.Popen(["true"])
     killed.wait()
     left_over = tmp_path / f"llmref-gguf-{killed.pid}-a"
-    others = [
-        f"gguf-{killed.pid}-backup",
-        "gguf-my-model",
-        "llmref-gguf-my-model",
-        "llmref-gguf-9999999999-a",
-    ]
+    others = [f"gguf-{killed.pid}-a", "gguf-my-model", "llmref-gguf-my-model", "llmref-gguf-9999999999-a"]
     for name in (left_over.name, *others):
         (tmp_path / name).mkdir()
     write_gguf(TINY, tmp_path / "tiny.gguf")

@@ -14,10 +14,9 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from checkpoint import default_model as default
-from checkpoint import hub
 from checkpoint.config import read_config
 from checkpoint.default_model import HubError
-from checkpoint.hub import find
+from checkpoint.hub import HUB_FILES, HUB_IGNORED, find
 from checkpoint.weights import read_weights
 from helpers.gguf_files import write_gguf
 from helpers.serving import TINY
@@ -75,9 +74,8 @@ def test_of_a_hub_repository_what_is_read_is_fetched() -> None:
     """Neither the weights as Mistral's own program reads them, nor those in folders."""
     read = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
     others = ["consolidated.safetensors", "onnx/config.json", "original/params.json", "README.md"]
-    fetched = filter_repo_objects(
-        read + others, allow_patterns=hub.HUB_FILES, ignore_patterns=hub.HUB_IGNORED
-    )
+    all_files = [*read, *others]
+    fetched = filter_repo_objects(all_files, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED)
     assert [*fetched] == read
 
 

@@ -102,7 +102,7 @@ REFUSED = [
     (ON,                                                      ["max_window_layers is null"]),
     ({"model_type": "smollm3"},                               ["no_rope_layers is [1, 1, 1, 0", "of 4"]),
     ({"model_type": "qwen3_moe", "num_experts_per_tok": 129}, ["num_experts_per_tok is 129", "128"]),
-    ({"quantization_config": MXFP4},                          ['quantization_config is "mxfp4"', "null"]),
+    ({"quantization_config": MXFP4},                          ["quantization_config", "mxfp4", "null"]),
     ({"model_type": "gpt_oss", "quantization_config": MXFP4}, ["is 48", "a multiple of 32"]),
 ]
 # fmt: on

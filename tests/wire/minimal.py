@@ -49,12 +49,8 @@ class Refusal(Exception):
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str = "") -> None:
         self.status = status
-        self.error = {
-            "message": message,
-            "type": "invalid_request_error",
-            "param": param,
-            "code": code or None,
-        }
+        self.error = {"message": message, "type": "invalid_request_error", "param": param}
+        self.error["code"] = code or None
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
