@@ -40,7 +40,7 @@ class Answer:
     refusal: str = ""
     calls: list[list[str]] = field(default_factory=list)  # [name, arguments]
     logprobs: list[Any] = field(default_factory=list)  # (token, logprob)
-    end: str = ""
+    end: str = "stop"
     usage: Any = None
 
     def add(self, delta: Json) -> None:
@@ -48,79 +48,54 @@ class Answer:
         self.reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
         self.text += delta.get("content") or ""
         self.refusal += delta.get("refusal") or ""
-        for call in delta.get("tool_calls") or ():
-            assert call["index"] <= len(self.calls)
-            if call["index"] == len(self.calls):
+        for n, call in enumerate(delta.get("tool_calls") or ()):
+            index = call.get("index", n)
+            assert index <= len(self.calls)
+            if index == len(self.calls):
                 assert call["id"]
                 assert call["type"] == "function"
                 self.calls.append(["", ""])
-            assert call["index"] == len(self.calls) - 1 or not call.get("id")
+            assert index == len(self.calls) - 1 or not call.get("id")
             function = call.get("function") or {}
-            self.calls[call["index"]][0] += function.get("name") or ""
-            self.calls[call["index"]][1] += function.get("arguments") or ""
+            self.calls[index][0] += function.get("name") or ""
+            self.calls[index][1] += function.get("arguments") or ""
 
 
-ENDS = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", None: "stop"}
+def read(data: bytes, content_type: str = "", one_call: bool = False) -> tuple[Reader, list[Json]]:
+    reader = Reader(content_type, Meter(), Asked(one_call=one_call, shows_usage=True))
+    return reader, [*reader.feed(data), *reader.close()]
 
 
-def reader_of(content_type: str, one_call: bool) -> Reader:
-    return Reader(content_type, Meter(), Asked(one_call=one_call, shows_usage=True))
-
-
-def chat_streamed(data: bytes, content_type: str = "", one_call: bool = False) -> Answer:
-    reader = reader_of(content_type, one_call)
-    answer = Answer(end="stop")
-    frames = frames_of(reader.feed(data)) + frames_of(reader.close())
-    for found in sse.Parser().feed(frames):
-        chunk = json.loads(found.data)
-        if "error" in chunk:
-            answer.end = "failed"
-        for choice in chunk.get("choices") or ():
-            assert choice["index"] == 0
-            answer.add(choice["delta"])
-            answer.logprobs += logprobs_of(choice)
-            if choice.get("finish_reason"):
-                answer.end = ENDS.get(choice["finish_reason"], choice["finish_reason"])
-    answer.calls = [call for call in answer.calls if call[0]]  # some were cut before their name
-    answer.usage = reader.meter.usage
-    return answer
-
-
-def chat_whole(data: bytes, content_type: str = "", one_call: bool = False) -> Answer:
-    reader = reader_of(content_type, one_call)
+def chat(data: bytes, stream: bool, **options: Any) -> Answer:
+    """What the chunks of a stream add up to, or what a whole completion says."""
+    reader, chunks = read(data, **options)
     try:
-        raw = whole([*reader.feed(data), *reader.close()])
+        sent = frames_of(chunks) if stream else event(json.loads(whole(chunks)))
     except Refused:
         return Answer(end="failed")
-    answer = Answer(end="stop", usage=reader.meter.usage)
-    for choice in json.loads(raw)["choices"]:
-        message = choice["message"]
-        for index, call in enumerate(message.get("tool_calls") or ()):
-            call["index"] = index
-        answer.add(message)
-        answer.logprobs = logprobs_of(choice)
-        answer.end = ENDS.get(choice["finish_reason"], choice["finish_reason"])
-    answer.calls = [call for call in answer.calls if call[0]]
+    answer = Answer(usage=reader.meter.usage)
+    for found in sse.Parser(len(sent)).feed(sent):
+        document = json.loads(found.data)
+        if "error" in document:
+            answer.end = "failed"
+        for choice in document.get("choices") or ():
+            assert choice["index"] == 0
+            answer.add(choice["delta"] if stream else choice["message"])
+            logprobs = choice.get("logprobs")
+            entries = logprobs.get("content") if isinstance(logprobs, dict) else None
+            answer.logprobs += [(p.get("token"), p.get("logprob")) for p in answers.objects(entries)]
+            reason = choice.get("finish_reason")
+            answer.end = reason if reason in answers.CUT else answer.end
+    answer.calls = [call for call in answer.calls if call[0]]  # some were cut before their name
     return answer
 
 
-def logprobs_of(choice: Json) -> list[Any]:
-    logprobs = choice.get("logprobs")
-    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
-    return [(p.get("token"), p.get("logprob")) for p in answers.objects(entries)]
-
-
-def outputs_of(
-    data: bytes, content_type: str = "", one_call: bool = False
-) -> tuple[list[Output | Finish], Any]:
+def outputs_of(data: bytes, **options: Any) -> tuple[list[Output | Finish], Any]:
     """As remote.py reads an answer, and api.py restores its calls."""
-    reader, restorer = reader_of(content_type, one_call), Restorer({})
-    said = Outputs(reader)
-    made = [*said.read(reader.feed(data)), *said.read(reader.close()), *said.close(None)]
-    outputs: list[Output | Finish] = []
-    for output in made:
-        outputs += restorer.feed(output)
-    return outputs, reader.meter.usage
+    reader, chunks = read(data, **options)
+    said, restorer = Outputs(reader), Restorer({})
+    made = [*said.read(chunks), *said.close(None)]
+    return [output for each in made for output in restorer.feed(each)], reader.meter.usage
 
 
 def response_of(events: list[Json]) -> Answer:
@@ -140,10 +115,9 @@ def response_of(events: list[Json]) -> Answer:
     return answer
 
 
-def check_law(data: bytes, content_type: str = "", one_call: bool = False) -> None:
-    streamed = chat_streamed(data, content_type, one_call)
-    whole_ = chat_whole(data, content_type, one_call)
-    outputs, usage = outputs_of(data, content_type, one_call)
+def check_law(data: bytes, **options: Any) -> None:
+    streamed, whole_ = (chat(data, stream, **options) for stream in (True, False))
+    outputs, usage = outputs_of(data, **options)
     events = [json.loads(sse.dumps(event)) for event in events_of(outputs)]  # as a client has them
     response = response_of(events)
     added = dict.fromkeys(("reasoning_text", "output_text", "refusal", "function_call_arguments"), "")
@@ -235,8 +209,8 @@ def test_nothing_that_an_upstream_sends_raises(sent: list[Json]) -> None:
     """Each as a document, and as the choice of one."""
     for said in (sent, [{"choices": [each]} for each in sent]):
         data = b"".join(map(event, said)) + finish() + DONE
-        chat_streamed(data)
-        chat_whole(data)
+        chat(data, stream=True)
+        chat(data, stream=False)
         events_of(outputs_of(data)[0])
 
 
