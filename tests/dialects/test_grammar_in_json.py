@@ -15,21 +15,6 @@ from tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(TINY / "tokenizer.json")
 LIBRARY = LLTokenizer(str(TINY / "tokenizer.json"), n_vocab=2048, eos_token=[2041])
-# As Codex has it for its patches, in small.
-PATCH = r"""
-start: begin hunk+ end          // all of it
-begin: "*** Begin Patch" LF
-end: "*** End Patch" LF?
-hunk: "*** Add File: " /(.+)/ LF ("+" /(.*)/ LF)+ -> add
-    | "*** Delete File: " /(.+)/ LF
-%import common.LF
-"""
-TWO_FILES = """*** Begin Patch
-*** Add File: a "b"
-+\\t "\\"
-+*** End Patch
-*** Delete File: c
-*** End Patch"""
 AMBIGUOUS = 'start: A | B\nA: /[a-z]+"/\nB: /[a-z]+;/ | "abc" /.*c/'
 STRINGS = "start: S WS S\nS: ESCAPED_STRING\n%import common (ESCAPED_STRING, WS)"
 NUMBERS = "start: SIGNED_NUMBER ' ' -> x\n%import common.SIGNED_NUMBER".replace("'", '"')
@@ -52,7 +37,6 @@ REGEXES: list[tuple[str, list[str]]] = [
 
 #  Lark                                           texts that fit               texts that do not
 LARKS: list[tuple[str, list[str], list[str]]] = [
-    (PATCH,                                         [TWO_FILES],                 [TWO_FILES[:-1], ""]),
     ('start: "a\\n"+ "q\\"" C\nC: "\\x20".."~"',    ['a\na\nq"\\', 'a\nq"a'],    ['a\nq"\n', 'aq"a']),
     ('start: "" "a/b" # "\n | "c//d"',              ["a/b", "c//d"],             ["", "C//D"]),
     ('start: I LF "x" NL\n%import common.INT -> I\n%import common.NEWLINE -> NL\n%import common (LF)',
