@@ -192,10 +192,10 @@ def test_an_error_in_the_first_frame_has_its_status(error: Json, status: int) ->
         assert (found.status, found.message) == (status, "No.")
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("7", "7"), ("\u20ac", ""), ("soon", "")])
-def test_retry_after_is_seconds(theirs: str, ours: str) -> None:
+def test_retry_after_is_seconds() -> None:
     """Bug: 500, for a header cannot hold a euro."""
-    assert refused.read_refusal(429, {"retry-after": theirs}, b"").retry_after == ours
+    for theirs, ours in (("7", "7"), ("\u20ac", ""), ("soon", "")):
+        assert refused.read_refusal(429, {"retry-after": theirs}, b"").retry_after == ours
 
 
 def test_an_upstream_names_what_the_client_has_sent() -> None:
@@ -405,8 +405,8 @@ BOOM = event({"error": {"message": "boom", "type": "server_error", "code": "x"}}
 TOO_MANY = head("application/json", "429 Too Many", "Retry-After: 7", "Content-Length: 500") + b'{"error": {'
 # fmt: off
 LEFT: dict[str, tuple[Answer, list[Any]]] = {
-    # sent, and then nothing                                            what is told of it
-    "an error":  (says(head() + SAYS_HI + BOOM),                        ["boom", False]),
+    # sent, and then nothing more, or comments                          what is told of it
+    "an error":  (for_ever(head() + SAYS_HI + BOOM),                    ["boom", False]),
     "the end":   (for_ever(head() + SAYS_HI + finish()),                ["", False]),
     "usage":     (says(head() + SAYS_HI + finish() + scripted.USED),    ["", True]),
     "a refusal": (says(TOO_MANY),                                       [429, "7"]),

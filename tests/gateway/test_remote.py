@@ -123,23 +123,22 @@ def test_models_are_the_workers(server: Server, worker: Server) -> None:
 
 
 TOO_LONG = "hi" * 9000
-# fmt: off
 REFUSALS = [
-    # path      more of the request                                     param, code
-    (CHAT,      {"temperature": 9},                                     "temperature", "invalid_value"),
-    (CHAT,      {"messages": [{"role": "user", "content": TOO_LONG}]},  None, "context_length_exceeded"),
-    (RESPONSES, {"stop_token_ids": [99_999]},                           "stop_token_ids", "invalid_value"),
+    # path, more of the request, param, code
+    (CHAT, {"temperature": 9}, "temperature", "invalid_value"),
+    (CHAT, {"messages": [{"role": "user", "content": TOO_LONG}]}, None, "context_length_exceeded"),
+    (RESPONSES, {"stop_token_ids": [99_999]}, "stop_token_ids", "invalid_value"),
 ]
-# fmt: on
 
 
-@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "more", "param", "code"), REFUSALS)
 def test_what_the_worker_refuses_is_refused(
-    server: Server, path: str, more: Json, param: str | None, code: str, stream: bool
+    server: Server, path: str, more: Json, param: str | None, code: str
 ) -> None:
-    reply = server.post(path, {"model": "tiny", "stream": stream} | says_in(path, "hi") | more)
-    assert (reply.status, reply.json["error"]["param"], reply.json["error"]["code"]) == (400, param, code)
+    for stream in (True, False):
+        reply = server.post(path, {"model": "tiny", "stream": stream} | says_in(path, "hi") | more)
+        error = reply.json["error"]
+        assert (reply.status, error["param"], error["code"]) == (400, param, code)
 
 
 def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) -> None:
