@@ -28,7 +28,6 @@ from gateway.relay import frames_of as frames_of_chunks
 from gateway.relay import whole
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Timeouts, Upstreams
-from helpers import upstream as scripted
 from helpers.serving import Json
 from helpers.upstream import (
     CALL,
@@ -36,6 +35,8 @@ from helpers.upstream import (
     DONE,
     FRAMES,
     STREAM,
+    USAGE,
+    USED,
     Answer,
     Exchange,
     Upstream,
@@ -59,26 +60,13 @@ QUICK = Timeouts(connect_s=5, first_byte_s=10, idle_s=10)
 
 # --- the seed: three scenarios, and what they cost ----------------------------------------------------------
 
-USAGE = b'{"prompt_tokens":14,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}'
+COUNTS = b'{"prompt_tokens":14,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}'
 SEED = (
     b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
-    b'data: {"id":"1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":' + USAGE + b"}\n\n"
+    b'data: {"id":"1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":' + COUNTS + b"}\n\n"
     b"data: [DONE]\n\n"
 )
-PLAIN = b'{"id":"1","choices":[],"usage":' + USAGE + b"}"
-
-
-def everything(chunks: list[bytes], stream: bool) -> tuple[str, Json]:
-    """All that a relay makes of these chunks, and what is counted."""
-    meter = Meter(price=1)
-    reader = Reader(meter=meter, asked=Asked(shows_usage=True))
-    read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
-    if stream:
-        return frames_of_chunks(read).decode(), meter.used()
-    try:
-        return whole(read), meter.used()
-    except Refused as error:
-        return error.message, meter.used()
+PLAIN = b'{"id":"1","choices":[],"usage":' + COUNTS + b"}"
 
 
 @pytest.mark.bug("B01")
@@ -89,9 +77,19 @@ def everything(chunks: list[bytes], stream: bool) -> tuple[str, Json]:
 )
 def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
     """200 and no byte: a JSON parser met SSE. https://github.com/TelegramMessenger/cocoon/issues/49"""
-    said, used = everything(chunks, stream)
-    assert '"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in said
-    assert [*used.values()] == [11, 3, 7, 0, 21, 21]  # prompt, cached, completion, reasoning, total, cost
+    meter = Meter(price=1)
+    reader = Reader(meter=meter, asked=Asked(shows_usage=True))
+    read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
+    said = frames_of_chunks(read) if stream else whole(read).encode()
+    assert b'"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in said
+    assert [*meter.used().values()] == [
+        11,
+        3,
+        7,
+        0,
+        21,
+        21,
+    ]  # prompt, cached, completion, reasoning, total, cost
 
 
 @pytest.mark.parametrize(("cached", "reasoning", "used"), [(9, 0, (0, 5, 1, 0)), (0, 9, (5, 0, 0, 1))])
@@ -408,7 +406,7 @@ LEFT: dict[str, tuple[Answer, list[Any]]] = {
     # sent, and then nothing more, or comments                          what is told of it
     "an error":  (for_ever(head() + SAYS_HI + BOOM),                    ["boom", False]),
     "the end":   (for_ever(head() + SAYS_HI + finish()),                ["", False]),
-    "usage":     (says(head() + SAYS_HI + finish() + scripted.USED),    ["", True]),
+    "usage":     (says(head() + SAYS_HI + finish() + USED),    ["", True]),
     "a refusal": (says(TOO_MANY),                                       [429, "7"]),
 }
 # fmt: on
@@ -510,7 +508,7 @@ def test_a_slow_client_slows_its_upstream_down() -> None:
 @pytest.mark.parametrize("how", ["done", "error", "disconnect"])
 def test_usage_is_settled_once_on_every_path(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere before the stream ran, so as zero: https://github.com/api7/aisix/issues/108"""
-    used = event({"choices": [{"index": 0, "delta": {"content": "hi"}}], "usage": scripted.USAGE})
+    used = event({"choices": [{"index": 0, "delta": {"content": "hi"}}], "usage": USAGE})
     ended = threading.Event()
 
     def leave(client: Client) -> None:
@@ -572,12 +570,11 @@ def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.LogCaptu
 
 # --- what is asked ------------------------------------------------------------------------------------------
 
-TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("f", "g")]
-F, G = (
-    {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
-    for name in ("f", "g")
-)
-STRICT_F, STRICT_G = (tool | {"function": tool["function"] | {"strict": True}} for tool in (F, G))  # type: ignore
+ANY = {"type": "object"}
+TOOLS = [{"type": "function", "name": name, "parameters": ANY} for name in ("f", "g")]
+F: Json = {"type": "function", "function": {"name": "f", "description": "", "parameters": ANY}}
+G: Json = {"type": "function", "function": F["function"] | {"name": "g"}}
+STRICT_F, STRICT_G = (tool | {"function": tool["function"] | {"strict": True}} for tool in (F, G))
 SCHEMA = {"name": "n", "schema": {"type": "object"}, "strict": True}
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
 NAMED = {"type": "function", "function": {"name": "f"}}
