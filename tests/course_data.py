@@ -69,7 +69,7 @@ def listed(found: Iterable[Any]) -> str:
 
 def forward_pass() -> Lines:
     """Chapter 2: the rows of two steps, which keys each of them sees, and what a row costs."""
-    config = read_config(TINY)
+    c = read_config(TINY)
     prompt = [2040, 280, 260, 198, 760]
     steps = {
         "prefill, the first three tokens": Span(0, [7], prompt[:3], 0, 0),
@@ -85,7 +85,6 @@ def forward_pass() -> Lines:
             keys = "■" * (position + 1) + "·" * (5 - position)
             wanted = "logits" if row in batch.wanted_rows else ""
             yield f"    {token_id:5}  {position:8}  {place:11}  {keys:22}  {wanted}"
-    c = config
     n_heads = c.n_heads + 2 * c.n_kv_heads
     shapes = {"qkv": (c.dim, n_heads * c.head_dim), "out": (c.n_heads * c.head_dim, c.dim)}
     shapes |= {"gate_up": (c.dim, 2 * c.hidden_dim), "down": (c.hidden_dim, c.dim)}
@@ -148,11 +147,10 @@ def batching() -> Lines:
     """Chapter 4: what schedule() returns, step by step, with four pages and then with too few."""
     scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE, speculate=0, max_wanted=3)
     lengths = {"A": 124, "B": 61, "C": 150}
+    greedy = Sampling(temperature=0)
     sequences: dict[str, Sequence] = {}
     for i, (name, n) in enumerate(lengths.items(), 1):
-        sequences[name] = Sequence(
-            list(range(1000 * i, 1000 * i + n)), 8, frozenset(), Sampling(temperature=0)
-        )
+        sequences[name] = Sequence(list(range(1000 * i, 1000 * i + n)), 8, frozenset(), greedy)
     letters = {sequence: name for name, sequence in sequences.items()}
     arrivals = {1: "A", 2: "B", 4: "C"}
     prompts = ", ".join(f"{name} {n}" for name, n in lengths.items())
@@ -163,9 +161,9 @@ def batching() -> Lines:
         if number in arrivals:
             scheduler.add(sequences[arrivals[number]])
         batch = {letters[one.sequence]: one for one in scheduler.schedule()}
-        columns = [share(batch.get(name), sequences[name]) for name in sequences]
+        columns = "".join(f"{share(batch.get(name), sequences[name]):18}" for name in sequences)
         waiting = " ".join(letters[sequence] for sequence in scheduler.waiting) or "-"
-        yield f"{number:4}  {columns[0]:18}{columns[1]:18}{columns[2]:18}{scheduler.pool.n_free:6}  {waiting}"
+        yield f"{number:4}  {columns}{scheduler.pool.n_free:6}  {waiting}"
         for one in batch.values():
             scheduler.postprocess(one, [Choice(7) for _ in one.contexts])
 
@@ -229,28 +227,22 @@ def events() -> Lines:
 
     def rows(said: str, found: list[dict[str, Any]]) -> Lines:
         made.extend(found)
-        for event in found:
-            yield f"{said:36}{label(event).removeprefix('response.'):36}"
-            said = ""
+        lines = [f"{label(event).removeprefix('response.'):36}" for event in found]
+        lines[-1] += str(builder.state)
+        yield f"{said:36}{lines[0]}"
+        yield from (f"{'':36}{line}" for line in lines[1:])
 
-    yield from with_state(rows("start()", builder.start()), builder)
+    yield from rows("start()", builder.start())
     for one in (Delta("final", "Hi"), Call("f"), Arguments('{"x": ')):
-        yield from with_state(rows(shown(one), builder.feed(one)), builder)
+        yield from rows(shown(one), builder.feed(one))
     finish = Finish("length")
-    yield from with_state(rows(shown(finish), builder.finish(finish, now=1)), builder)
+    yield from rows(shown(finish), builder.finish(finish, now=1))
     response = fold(made)
     yield ""
     yield f"fold() -> status {response['status']!r}, {response['incomplete_details']}, and the output:"
     for item in response["output"]:
         content = item.get("arguments", item.get("content"))
         yield f"    {item['id']:6} {item['type']:14} {item['status']:11} {sse.dumps(content)}"
-
-
-def with_state(rows: Iterable[str], builder: Builder) -> Lines:
-    """Append the state after the last of some events."""
-    *others, last = rows
-    yield from (row.rstrip() for row in others)
-    yield f"{last}{builder.state}"
 
 
 def frames() -> Lines:
@@ -332,12 +324,10 @@ def upstreams() -> Lines:
 
 
 def put_right(chunks: list[dict[str, Any]], reader: Outputs) -> Lines:
-    for chunk in chunks:
-        for choice in chunk.get("choices", []):
-            ending = f", finish_reason {choice['finish_reason']}" if choice.get("finish_reason") else ""
-            yield f"    put right     {sse.dumps(choice.get('delta'))}{ending}"
-    found = ", ".join(map(shown, reader.read(chunks)))
-    if found:
+    for choice in itertools.chain.from_iterable(chunk.get("choices", []) for chunk in chunks):
+        ending = f", finish_reason {choice['finish_reason']}" if choice.get("finish_reason") else ""
+        yield f"    put right     {sse.dumps(choice.get('delta'))}{ending}"
+    if found := ", ".join(map(shown, reader.read(chunks))):
         yield f"    a response    {found}"
 
 

@@ -21,7 +21,7 @@ in the file named; `wire` is a rule that `pytest tests/wire` checks against any 
 `tests/mutants.toml` undoes what keeps each bug out; `python tests/mutants.py` sees that it comes back and is
 noticed.
 """
-OTHERS = "## Replays of rules\n\n| | |\n|---|---|\n"
+OTHERS = "## Replays of rules\n\n| | |\n|---|---|"
 
 
 def groups() -> list[dict[str, Any]]:
@@ -52,29 +52,16 @@ def told(mutant: Mutant) -> tuple[str, str]:
 
 
 def replays() -> Iterator[tuple[str, str]]:
-    """Yield (id of a bug, where it is replayed)."""
+    """Yield (id of a bug, where it is replayed): in replays/, or by a test with `@pytest.mark.bug("F03")`."""
     for path, fields in files():
         yield from ((id_, f"[{path.stem}](replays/{path.name})") for id_ in fields.get("bug", "").split())
     for path in sorted(TESTS.glob("**/test_*.py")):
+        name = path.relative_to(TESTS)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for id_ in marked(node):
-                assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                name = path.relative_to(TESTS)
-                yield id_, f"[{name}]({name}) `{node.name}`"
-
-
-def rules_replayed() -> Iterator[str]:
-    """Yield a row for each file that names no bug: it replays a rule, and its source states the rule."""
-    for path, fields in files():
-        if "bug" not in fields:
-            yield f"| [{path.stem}](replays/{path.name}) | [{fields['title']}]({fields['source']}) |"
-
-
-def marked(node: ast.AST) -> Iterator[str]:
-    """Yield the ids of `@pytest.mark.bug("F03")` over a test."""
-    for mark in getattr(node, "decorator_list", ()):
-        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.bug":
-            yield from (ast.literal_eval(argument) for argument in mark.args)
+            for mark in getattr(node, "decorator_list", ()):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.bug":
+                    place = f"[{name}]({name}) `{getattr(node, 'name', '')}`"
+                    yield from ((ast.literal_eval(argument), place) for argument in mark.args)
 
 
 def wire_rules() -> Iterator[tuple[str, str]]:
@@ -87,21 +74,27 @@ def wire_rules() -> Iterator[tuple[str, str]]:
 
 def index() -> str:
     where: dict[str, list[str]] = {}
-    for id_, place in (*replays(), *wire_rules()):
+    replayed = list(replays())
+    for id_, place in (*replayed, *wire_rules()):
         where.setdefault(id_, []).append(place)
     lines = [INTRO]
     for group in groups():
-        lines += [f"## {group['title']}", "", "| | what went wrong | our rule | where |", "|---|---|---|---|"]
-        for id_, row in group.items():
-            if id_ != "title":
-                name, link, rule = row
-                places = "<br>".join(where.get(id_, ["not yet"]))
-                lines.append(f"| {id_} | [{name}]({GITHUB}{link}) | {rule} | {places} |")
+        lines += [
+            f"## {group.pop('title')}",
+            "",
+            "| | what went wrong | our rule | where |",
+            "|---|---|---|---|",
+        ]
+        for id_, (name, link, rule) in group.items():
+            places = "<br>".join(where.get(id_, ["not yet"]))
+            lines.append(f"| {id_} | [{name}]({GITHUB}{link}) | {rule} | {places} |")
         lines.append("")
-    lines.append(OTHERS + "\n".join(rules_replayed()) + "\n")
-    n_replayed = len({id_ for id_, _ in replays()})
-    lines.append(f"{n_replayed} of {len(bugs())} bugs are replayed.")
-    return "\n".join(lines) + "\n"
+    lines.append(OTHERS)
+    for path, fields in files():
+        if "bug" not in fields:  # it replays a rule, and its source states the rule
+            lines.append(f"| [{path.stem}](replays/{path.name}) | [{fields['title']}]({fields['source']}) |")
+    n_replayed = len({id_ for id_, _ in replayed})
+    return "\n".join([*lines, "", f"{n_replayed} of {len(bugs())} bugs are replayed.", ""])
 
 
 if __name__ == "__main__":

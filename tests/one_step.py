@@ -23,19 +23,11 @@ from checkpoint.config import read_config
 from checkpoint.weights import Weights, read_weights
 from model import CHUNK, Array, Batch, NumpyOps, forward
 from request.template import ChatTemplate
-from sampling import (  # isort: split
-    Choice,
-    Context,
-    Sampling,
-    apply_temperature,
-    apply_top_k_top_p_min_p,
-    philox_uniform,
-    pick_token,
-)
-
+from sampling import Choice, Context, Sampling, apply_temperature, philox_uniform, pick_token
+from sampling import apply_top_k_top_p_min_p as apply_limits
 from scheduler import Scheduled, Scheduler, Sequence
 from tokenizer import Tokenizer
-from walkthrough import TINY, command, name, stage
+from walkthrough import TINY, command, name, stages
 
 BEGIN = "<!-- made by `python tests/one_step.py --write` -->\n```text\n"
 END = "```\n<!-- end of the step -->"
@@ -72,7 +64,6 @@ def traced(ops: NumpyOps) -> list[str]:
 
 
 def one_step() -> str:
-    """The page: a heading for each stage, and its data below."""
     config = read_config(TINY)
     tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
     weights = read_weights(TINY, config, NumpyOps.pack)
@@ -93,21 +84,20 @@ def one_step() -> str:
     letters = {sequence: letter for letter, sequence in sequences.items()}
     chosen = list(choice_rows(list(letters.values()), step, tokenizer))
     advance(scheduler, step)
-    lines = [
-        *stage("Before: A has begun to answer, B has just come", before),
-        *stage(
-            f"{name(Scheduler.schedule)}() -> list[{name(Scheduled)}]: A's newest token, all of B's prompt",
-            scheduled_rows(step.scheduled, letters),
-        ),
-        *stage(f"{name(Batch)}(): the rows of the step, A's and then B's", batch_rows(step.batch)),
-        *stage(f"{name(forward)}() -> logits of the wanted rows", op_rows),
-        *stage(f"{name(pick_token)}() -> {name(Choice)}", chosen),
-        *stage(
-            f"{name(Scheduler.postprocess)}(): the next step computes the tokens that were chosen",
-            state_rows(sequences),
-        ),
+    batch_rows = [
+        f"{member:12} {getattr(step.batch, member).tolist()}"
+        for member in ("token_ids", "positions", "pages", "offsets", "wanted_rows")
     ]
-    return "\n".join(line.rstrip() for line in lines)
+    schedule = f"{name(Scheduler.schedule)}() -> list[{name(Scheduled)}]"
+    return stages(
+        ("Before: A has begun to answer, B has just come", before),
+        (f"{schedule}: A's newest token, all of B's prompt", scheduled_rows(step.scheduled, letters)),
+        (f"{name(Batch)}(): the rows of the step, A's and then B's", batch_rows),
+        (f"{name(forward)}() -> logits of the wanted rows", op_rows),
+        (f"{name(pick_token)}() -> {name(Choice)}", chosen),
+        (f"{name(Scheduler.postprocess)}(): the next step computes the tokens that were chosen",
+         state_rows(sequences)),
+    )  # fmt: skip
 
 
 class ComputedStep(NamedTuple):
@@ -148,11 +138,6 @@ def scheduled_rows(scheduled: list[Scheduled], letters: dict[Sequence, str]) -> 
         yield f"{letters[one.sequence]}  {phase:8} {rows:30} token_ids {span.token_ids}"
 
 
-def batch_rows(batch: Batch) -> Iterator[str]:
-    for member in ("token_ids", "positions", "pages", "offsets", "wanted_rows"):
-        yield f"{member:12} {getattr(batch, member).tolist()}"
-
-
 def choice_rows(letters: list[str], step: ComputedStep, tokenizer: Tokenizer) -> Iterator[str]:
     """Of each sequence the likeliest tokens, and how one of them is chosen."""
     rows = zip(letters, step.logits, step.contexts, step.choices, strict=True)
@@ -165,7 +150,7 @@ def choice_rows(letters: list[str], step: ComputedStep, tokenizer: Tokenizer) ->
         if sampling.temperature == 0:
             yield f"   temperature 0         {choice.token_id}, {text}, which has the largest"
             continue
-        probs = apply_top_k_top_p_min_p(apply_temperature(row, sampling.temperature), sampling)
+        probs = apply_limits(apply_temperature(row, sampling.temperature), sampling)
         probs /= probs.sum()
         shown = ", ".join(f"{token_id}: {probs[token_id]:.2f}" for token_id in largest)
         ends = np.cumsum(probs)

@@ -69,15 +69,12 @@ class TracedEngine(Engine):
 async def run(worker: LocalWorker, engine: TracedEngine, request: params.Request) -> None:
     def emit(output: Accepted | WorkerOutput) -> None:
         if not isinstance(output, Accepted):
-            _, outputs = engine.steps[-1]
-            outputs.append(output)
+            engine.steps[-1][1].append(output)
 
-    prompt = await worker.prepare(request)
-    await prompt.run(emit)
+    await (await worker.prepare(request)).run(emit)
 
 
 def walkthrough() -> str:
-    """The page: a heading for each stage, and its data below."""
     config = read_config(TINY)
     tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
     grammars = Grammars(TINY / "tokenizer.json", config.vocab_size, config.eos_token_ids)
@@ -92,31 +89,26 @@ def walkthrough() -> str:
     fields = [f"{field:20} {shown(value)}" for field, value in vars(request).items() if value]
     columns = [f"{name(Decoder.feed)}() -> {name(Piece)}", f"{name(Parser.feed)}() -> Output, or Finish"]
     events = list(built(request, [output for _, outputs in engine.steps for output in outputs]))
-    frames = [encode_event(number, event).frame for number, event in enumerate(events)]
-    n_first_delta = next(i for i, event in enumerate(events) if event["type"].endswith(".delta"))
-    lines = [
-        *stage("The body of POST /v1/responses -> bytes", [BODY.decode()]),
-        *stage(f"{name(params.responses_request)}() -> {name(params.Request)}: what is not empty", fields),
-        *stage(f"{name(ChatTemplate.render)}() -> str", [repr(prompt)]),
-        *stage(f"{name(Tokenizer.encode)}() -> list[int]: {len(token_ids)} token ids", [str(token_ids)]),
-        *stage(
-            f"{name(Engine.generate)}() hands on one {name(Choice)} a step; it is decoded and parsed",
-            ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))],
-        ),
-        *stage(
-            f"{name(Builder.start)}(), feed(), finish(): {len(events)} events", elided(event_rows(events))
-        ),
-        *stage(
-            f"{name(encode_event)}() -> Entry: the frame of event {n_first_delta} as the client gets it",
-            map(str, frames[n_first_delta].splitlines(keepends=True)),
-        ),
-    ]
+    number = next(i for i, event in enumerate(events) if event["type"].endswith(".delta"))
+    frame = map(str, encode_event(number, events[number]).frame.splitlines(keepends=True))
+    return stages(
+        ("The body of POST /v1/responses -> bytes", [BODY.decode()]),
+        (f"{name(params.responses_request)}() -> {name(params.Request)}: what is not empty", fields),
+        (f"{name(ChatTemplate.render)}() -> str", [repr(prompt)]),
+        (f"{name(Tokenizer.encode)}() -> list[int]: {len(token_ids)} token ids", [str(token_ids)]),
+        (f"{name(Engine.generate)}() hands on one {name(Choice)} a step; it is decoded and parsed",
+         ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))]),
+        (f"{name(Builder.start)}(), feed(), finish(): {len(events)} events", elided(event_rows(events))),
+        (f"{name(encode_event)}() -> Entry: the frame of event {number} as the client gets it", frame),
+    )  # fmt: skip
+
+
+def stages(*stages: tuple[str, Iterable[str]]) -> str:
+    """Return the page: of each stage the function that makes it and its type, then the data."""
+    lines: list[str] = []
+    for heading, rows in stages:
+        lines += [heading, *(f"    {shortened(row)}" for row in rows), ""]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def stage(heading: str, rows: Iterable[str]) -> Iterator[str]:
-    """The lines of one stage: the function that makes it and its type, then the data."""
-    yield from [heading, *(f"    {shortened(row)}" for row in rows), ""]
 
 
 def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
@@ -145,9 +137,8 @@ def built(request: params.Request, outputs: abc.Sequence[WorkerOutput]) -> Itera
 def event_rows(events: abc.Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """(type of the event, row): the event's number, type and contents."""
     for number, event in enumerate(events):
-        members = {member: event[member] for member in EVENT_MEMBERS if member in event}
-        if "response" in event:
-            members = {member: event["response"][member] for member in RESPONSE_MEMBERS}
+        told, names = (event["response"], RESPONSE_MEMBERS) if "response" in event else (event, EVENT_MEMBERS)
+        members = {member: told[member] for member in names if member in told}
         yield event["type"], f"{number:4}  {event['type']:30}  {sse.dumps(members)}"
 
 
@@ -162,19 +153,15 @@ def elided(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 def shown(value: Any) -> str:
     """A value as Python writes it, a named tuple without its empty members."""
-    if isinstance(value, frozenset):
-        return repr(sorted(value))
     if not hasattr(value, "_asdict"):
-        return repr(value)
+        return repr(sorted(value) if isinstance(value, frozenset) else value)
     members = value._asdict()
     told = [member for member in members if members[member] != value._field_defaults.get(member, None)]
     return f"{type(value).__name__}({', '.join(f'{member}={shown(members[member])}' for member in told)})"
 
 
 def shortened(row: str) -> str:
-    if len(row) <= MAX_WIDTH:
-        return row
-    return f"{row[: MAX_WIDTH - 25]} … {row[-22:]}"
+    return row if len(row) <= MAX_WIDTH else f"{row[: MAX_WIDTH - 25]} … {row[-22:]}"
 
 
 def name(function: Callable[..., Any]) -> str:
