@@ -164,8 +164,7 @@ def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) 
         written = as_json({"input": call.need("input", text)})
     else:
         written = call.need("arguments", text)
-    is_cut = call.members.get("status") == "incomplete"
-    conversation.add_call(call_id, name, written, is_cut)
+    conversation.add_call(call_id, name, written, is_cut=call.members.get("status") == "incomplete")
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
@@ -233,10 +232,10 @@ def from_responses(
 # --- Chat Completions: messages -----------------------------------------------------------------------------
 
 
-def from_chat(messages: Items) -> list[Message]:
+def from_chat(messages: list[Place]) -> list[Message]:
     """Return the messages of a Chat Completions request; raises BadInput."""
     conversation = Conversation()
-    for message in objects(messages, "messages"):
+    for message in messages:
         match message.need("role", one_of(*ROLES, "tool")):
             case "assistant":
                 add_assistant(conversation, message)

@@ -108,7 +108,6 @@ def stop(value: Any, path: str) -> tuple[str, ...]:
     return tuple(list_of(string(1, MAX_STOP), 4)(strings, path))
 
 
-items = list_of(mapping, messages.MAX_ITEMS)
 count = integer(1, 2**31)
 
 
@@ -116,7 +115,7 @@ def input_items(value: Any, path: str) -> Any:
     """Return the items of the input; a text is a message of the user."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    return items(value, path)
+    return list_of(mapping, messages.MAX_ITEMS)(value, path)
 
 
 # --- the parameters -----------------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ RESPONSES = COMMON | {
 }
 
 CHAT = COMMON | {
-    "messages":               Parameter(items),
+    "messages":               Parameter(messages.objects,                []),
     "n":                      Parameter(integer(1, 16),                  1),
     "max_tokens":             Parameter(count),
     "max_completion_tokens":  Parameter(count),

@@ -76,8 +76,7 @@ def unsupported(path: str, why: str) -> BadInput:
 
 
 def no_images(path: str) -> BadInput:
-    why = "Models see no images here; with --images placeholder the server tells them that there was one."
-    return unsupported(path, why)
+    return unsupported(path, "No model sees images here; --images placeholder tells it that there was one.")
 
 
 # --- errors -------------------------------------------------------------------------------------------------

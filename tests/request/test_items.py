@@ -130,14 +130,6 @@ def test_what_is_listed_is_an_item_of_the_sdk(item: Json) -> None:
         assert {*schema.required(schema.ROWS["part"].get(part["type"], {}))} <= part.keys()
 
 
-def test_what_an_item_says_is_kept() -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "f", "namespace": "n", "arguments": "{}"}
-    said = {"type": "message", "role": "user", "content": HI, "phase": "commentary", "status": "incomplete"}
-    for item in (call, said, {"type": "tool_search_call", "execution": "client", "arguments": {"a": [1]}}):
-        (kept,) = resolved([item])[1]
-        assert kept.items() >= item.items()
-
-
 # --- how long a conversation may be -------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ from request.body import MAX_VALUES
 from request.messages import Message, turn_starts, without_old_turns
 from request.refusals import BadInput
 from request.template import BadTemplate, ChatTemplate
-from request.tools import Tool
 
 QWEN = ChatTemplate.load(Path(__file__).parents[1] / "models" / "tiny")
 NOW = datetime(2026, 3, 9, 8, 7, 6)
@@ -279,14 +278,6 @@ def test_a_prompt_loses_its_oldest_turns_one_by_one() -> None:
 # --- the tiny model's template (Qwen3's) --------------------------------------------------------------------
 
 
-def test_the_prompt_ends_where_the_assistant_begins() -> None:
-    """E10: whether thinking is open is read from the prompt's tail, so the tail must be the template's."""
-    prompt = QWEN.render([user("hi")], None, NOW)
-    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert QWEN.render([user("hi")], None, NOW, enable_thinking=True) == prompt
-    assert QWEN.render([user("hi")], None, NOW, enable_thinking=False) == prompt + "<think>\n\n</think>\n\n"
-
-
 WORDS = (
     st.text(st.characters(codec="utf-8", exclude_characters="<>\n"), min_size=1).map(str.strip).filter(bool)
 )
@@ -402,33 +393,6 @@ def read(name: str, said: str) -> list[list[str]]:
     cut = re.split("(" + "|".join(map(re.escape, sorted(row.markers))) + ")", said)
     pieces = [Piece(text, text if text in row.markers else "") for text in cut if text]
     return parse(pieces, Parser(dialect, dialect.start, schemas={"f": PARAMETERS}))
-
-
-# Where gpt-oss's own differs from other models': one call a message, either text or thinking beside
-# it, no name at a result, no system message but the first, a description for granted.
-GPT_OSS = """
-{%- for tool in tools or [] %}{{- '// ' + tool.function.description + tool.function.name + ';' }}{% endfor %}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + ';' }}{% endif %}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' and 'tool_calls' in message %}
-        {%- if message.content and message.thinking %}{{ raise_exception('one or the other') }}{% endif %}
-        {%- if message.thinking %}{{- '(' + message.thinking + ')' }}{% endif %}
-        {{- message.tool_calls[0].function.name + '!' }}
-    {%- elif message.role in ('assistant', 'user', 'tool') %}
-        {{- message.content + (';' if message.role == 'user' else '.') }}
-    {%- endif %}
-{%- endfor %}"""
-
-
-def test_a_template_that_takes_one_call_a_turn_gets_a_turn_for_each() -> None:
-    """With its result behind it, for that has no name there."""
-    talk = [user("q"), HM, ANSWER, CALL, CALL_2, OUTPUT, OUTPUT_2 | {"output": "43"}, user("r")]
-    tools = [Tool("f").definition()]
-    template = ChatTemplate(GPT_OSS, {})
-    assert template.render(from_responses(talk, None), tools, NOW) == "// f;q;Hello.(Hm.)f!42.g!43.r;"
-    assert (template.takes_turns, QWEN.takes_turns) == (False, True)
-    late = [system("s"), user("a"), system("t"), user("b")]
-    assert template.render(late, None, NOW) == "s;a;t\n\nb;"
 
 
 ITEMS = ["user", "assistant", "system", "developer", "call", "cut call", "result"]

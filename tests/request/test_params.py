@@ -229,6 +229,8 @@ BAD = [
 def test_no_row_is_missing_here(api: str) -> None:
     assert VALUES[api].keys() == APIS[api][2].keys()
     assert {name for name, (_, *bad) in VALUES[api].items() if not any(bad)} == {*HINTS}
+    with pytest.raises(BadInput, match="must be a JSON object"):
+        APIS[api][0]([RESPONSES_BODY], {})
 
 
 @pytest.mark.parametrize(("api", "name", "value"), GOOD)
@@ -251,14 +253,6 @@ def test_null_is_absent(api: str, name: str) -> None:
         assert (error.param, error.code) == (name, "missing_required_parameter")
     else:
         assert read(api, {name: None}) == read(api, {})
-
-
-@pytest.mark.parametrize("body", [None, [], "hi", 5, True, [RESPONSES_BODY]])
-@pytest.mark.parametrize("api", APIS)
-def test_body_is_an_object(api: str, body: Any) -> None:
-    with pytest.raises(BadInput) as caught:
-        APIS[api][0](body, {})
-    assert (caught.value.param, caught.value.code) == (None, TYPE)
 
 
 def test_a_refusal_is_short() -> None:
