@@ -90,10 +90,8 @@ class Batch:
 def forward(ops: Any, weights: Weights, batch: Any) -> Any:
     """Return the logits of the wanted rows, (n_wanted, vocab_size), and cache the keys and values of all.
 
-    Wanted are the rows whose next token is to be chosen.
-
-    `ops` has the ops of NumpyOps, and `batch` is what they take: a Batch, or a device's own.
-    x is the residual stream, (n_rows, dim). `out`, `down` and `experts` add to it in place.
+    Wanted are the rows whose next token is to be chosen. `ops` has the ops of NumpyOps, and `batch` is what
+    they take: a Batch, or a device's own. x is the residual stream, (n_rows, dim), to which some ops add.
     """
     x = ops.embed(batch, weights)
     for i, layer in enumerate(weights.layers):
@@ -277,14 +275,12 @@ class NumpyOps:
         return silu(gate, experts.alpha) * (up + 1)
 
     def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
-        """softmax(q K^T / sqrt(head_dim)) V, https://arxiv.org/abs/1706.03762, equation 1.
+        """softmax(q K^T / sqrt(head_dim)) V. q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)
 
-        A row by itself (rule 2). K and V are those of the tokens that it sees: all up to its own position;
-        with a sliding window of w the last w of them, https://arxiv.org/abs/2310.06825, section 2. A key head
-        is shared by n_heads / n_kv_heads query heads: grouped-query attention,
-        https://arxiv.org/abs/2305.13245.
-
-        q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)
+        https://arxiv.org/abs/1706.03762, equation 1, row by row (rule 2). K and V are those of the tokens
+        that the row sees: all up to its own position; with a sliding window of w the last w of them,
+        https://arxiv.org/abs/2310.06825, section 2. A key head is shared by n_heads / n_kv_heads query heads:
+        grouped-query attention, https://arxiv.org/abs/2305.13245
         """
         c = self.config
         window = c.windows[i] or self.max_seq_len

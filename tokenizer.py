@@ -53,7 +53,9 @@ class Spelling:
         self.byte_level = False
         self.byte_tokens = False  # <0xNN> is a byte
         self.marks_spaces = False  # ▁ is a space
-        self.dummy_prefix = False  # the encoder puts a space before every text, so the decoder takes one away
+        # The encoder puts a space before every text, so the decoder takes one away: `add_dummy_prefix`,
+        # https://github.com/google/sentencepiece/blob/master/doc/options.md
+        self.dummy_prefix = False
         steps = (decoder or {}).get("decoders", [decoder])
         for step in steps:
             match step:
@@ -184,10 +186,7 @@ class Decoder:
         return [Piece(text, "", complete)]
 
     def _without_dummy_prefix(self, text: str) -> str:
-        """Remove the space that `add_dummy_prefix` has put before the first text.
-
-        https://github.com/google/sentencepiece/blob/master/doc/options.md
-        """
+        """Remove the space that the encoder has put before the first text."""
         if not text or not self._at_start:
             return text
         self._at_start = False

@@ -226,19 +226,6 @@ def test_draws_follow_the_distribution(axis: str, temperature: float) -> None:
     assert ((count - expected) ** 2 / expected).sum() < 18.5
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_a_draw_does_not_depend_on_the_other_rows(n: int) -> None:
-    rng = np.random.default_rng(n)
-    logits = rng.standard_normal((n, 96)).astype(np.float32)
-    contexts = [
-        Context(Sampling(seed=i % 5, choice=i % 3, temperature=i % 4 / 2, top_p=0.9), (), range(i % 7))
-        for i in range(n)
-    ]
-    together = OPS.pick(logits, contexts)
-    assert together == [OPS.pick(logits[i : i + 1], [contexts[i]])[0] for i in range(n)]
-    assert together == OPS.pick(logits[::-1], contexts[::-1])[::-1]
-
-
 RAW = np.array([3, 2, 1, 0.5, -1, -2], np.float32)
 
 # fmt: off

@@ -147,19 +147,6 @@ def test_a_builder_takes_up_what_another_one_has_left(outputs: list[Output], dat
     assert len(said) <= 1
 
 
-@given(outputs, finishes)
-def test_an_event_never_changes_once_it_is_made(outputs: list[Output], finish: Finish) -> None:
-    """Rule 5 of responses.py: encoded at birth or at the end of the response, it is the same."""
-    b = builder()
-    made = [b.start()]
-    at_birth = [sse.dumps(made[-1])]
-    for output in outputs:
-        made.append(b.feed(output))
-        at_birth.append(sse.dumps(made[-1]))
-    made.append(b.finish(finish, NOW))
-    assert [sse.dumps(events) for events in made[:-1]] == at_birth
-
-
 @given(outputs, finishes, finishes, deltas | st.builds(Call, texts))
 def test_nothing_follows_the_end(outputs: list[Output], finish: Finish, late: Finish, more: Output) -> None:
     """Law 5: a terminal status never changes, whatever still comes."""

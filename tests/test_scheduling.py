@@ -18,11 +18,9 @@ from dialects.matchers import Constraint, Grammars
 from dialects.structured_output import answer_grammar
 from engine import Engine
 from helpers.engines import (
-    CHUNK,
     Answer,
     Watch,
     alone,
-    answer,
     endless,
     play,
     started,
@@ -151,24 +149,6 @@ def test_nothing_disturbs_a_sequence(asked: list[Asked], setting: Setting) -> No
         for _ in range(2):
             for one, tokens in zip(asked, play(main(), "all answers"), strict=True):
                 check(one, tokens)
-
-
-# ---- The cache of beginnings -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK - 1])
-def test_cached_is_cold(n: int) -> None:
-    """Full pages are cached, and never the last token: its row gives the first of the answer."""
-    watch = Watch()
-    with started(watch) as engine:
-        cold = play(steps_of(engine, endless(n, 5)), "an answer")
-        n_steps = len(watch.steps)
-        warm = play(steps_of(engine, endless(n, 5)), "the same again")
-        n_cached = (n - 1) // CHUNK * CHUNK
-        assert answer(warm) == answer(cold)
-        assert {step.cached_tokens for step in cold} == {0}
-        assert {step.cached_tokens for step in warm} == {n_cached}
-        assert [step.rows for step in watch.steps[n_steps:]] == [[n - n_cached], [1], [1], [1], [1]]
 
 
 # ---- Steps launched ahead ----------------------------------------------------------------------------------

@@ -66,30 +66,27 @@ class WatchedScheduler:
         tables = [shown[number]["page_table"] for number in step["running"]]
         users = Counter(page for table in tables for page in table)
         pool = scheduler.pool
-        pairs: dict[str, tuple[Any, Any]] = {
-            "page tables": (tables, [one.page_table for one in scheduler.running]),
-            "those that wait": (
-                [shown[number]["n_prompt"] for number in step["waiting"]],
-                [len(one.prompt) for one in scheduler.waiting],
-            ),
-            "users of pages": ([users[page] for page in range(pool.n_pages)], pool._n_users),
-            "prefix cache": (
-                {page for page, digit in enumerate(step["cached"]) if digit == "1"},
-                set(pool.cached_pages),
-            ),
-            "free pages": (step["n_free_pages"], pool.n_free),
-            "pages of those that left": (
-                [
-                    members["page_table"]
-                    for members in shown.values()
-                    if "ended" in members and members["page_table"]
-                ],
-                [],
-            ),
-        }
-        for name, (seen, held) in pairs.items():
-            if seen != held:
-                self.violations.append(f"{name} after step {step['step']}: {seen}, {held}")
+        cached = {page for page, digit in enumerate(step["cached"]) if digit == "1"}
+        left = [members["page_table"] for members in shown.values() if "ended" in members]
+        n_waiting = [shown[number]["n_prompt"] for number in step["waiting"]]
+        seen = [
+            tables,
+            n_waiting,
+            [users[page] for page in range(pool.n_pages)],
+            cached,
+            step["n_free_pages"],
+        ]
+        held = [
+            [one.page_table for one in scheduler.running],
+            [len(one.prompt) for one in scheduler.waiting],
+            pool._n_users,
+            set(pool.cached_pages),
+            pool.n_free,
+        ]
+        if seen != held or any(left):
+            self.violations.append(
+                f"after step {step['step']}: {seen}, {held}, pages of those that left: {left}"
+            )
 
 
 class Watch:
