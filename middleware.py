@@ -86,15 +86,13 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
     kinds = (BadInput, HTTPException, ClientDisconnect, Exception)
     inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error))
     inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
-    app: ASGIApp = guarded
-    if origins:
-        app = CORSMiddleware(
-            app,
-            origins,
-            allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=["*"],
-            expose_headers=("x-request-id", "retry-after"),
-        )
+    app = CORSMiddleware(
+        guarded,
+        origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=["*"],
+        expose_headers=("x-request-id", "retry-after"),
+    )
     return logged(app, api.metrics, rooms.unanswered)
 
 
@@ -120,12 +118,12 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
             await app(scope, receive, send_with_id)
         finally:
             unanswered.discard(request_id)
-            seconds = time.perf_counter() - started_at
+            seconds = round(time.perf_counter() - started_at, 4)
             method = scope.get("method", "GET")  # a WebSocket has none
             # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
             handler = scope["route"].path if "route" in scope else "none"
             metrics.add("http_requests", 1, handler, method, str(status))
-            fields = {"method": method, "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
+            fields = {"method": method, "path": scope["path"], "status": status, "seconds": seconds}
             log.info("%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
 
     return answer

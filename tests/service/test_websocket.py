@@ -468,14 +468,11 @@ def test_a_handshake_with_what_is_wrong_is_dropped(server: Server) -> None:
     assert "Traceback" not in server.log()[n_logged:]
 
 
-async def accepted(received: list[Json], n_messages: int = 0) -> tuple[Any, Wire]:
-    """A connection, with an application that takes so many messages and asks for no more."""
+async def accepted() -> tuple[Any, Wire]:
+    """A connection, with an application that takes no message."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
         await send({"type": "websocket.accept"})
-        for _ in range(n_messages):
-            received.append(await receive())
         await asyncio.Event().wait()
 
     config, state, wire = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState(), Wire()
@@ -498,7 +495,7 @@ def test_few_frames_come_in_a_time(monkeypatch: pytest.MonkeyPatch, small: bytes
     """
 
     async def talk() -> None:
-        client, wire = await accepted([])
+        client, wire = await accepted()
         client.data_received(frame(Opcode.TEXT, b"[", fin=False))
         client.data_received(small * (connections.MAX_FRAMES - 3))
         with monkeypatch.context() as later:  # a client that is idle may ping for ever
@@ -515,7 +512,7 @@ def test_what_comes_before_the_answer_to_a_handshake_ends_the_connection() -> No
     """Bug: a traceback, if it was no frame that the package could read."""
 
     async def talk() -> None:
-        client, wire = await accepted([])
+        client, wire = await accepted()
         client.conn.state = State.CONNECTING
         client.data_received(b"\xff" * 9)
         assert wire.is_closed
@@ -527,7 +524,7 @@ def test_what_was_sent_on_a_connection_is_not_held_after_it() -> None:
     """Bug: of one that was lost the package held all that had come, until a garbage collection."""
 
     async def talk() -> None:
-        client, _ = await accepted([])
+        client, _ = await accepted()
         client.data_received(frame(Opcode.TEXT, b"x" * 100_000)[:65536])
         assert client.conn.reader.buffer
         client.connection_lost(ConnectionResetError())
