@@ -202,15 +202,15 @@ class FastOps(NumpyOps):
             k = heads[:, c.n_heads : -c.n_kv_heads]
             q[...] = self._rms_norm(q, layer.q_norm)
             k[...] = self._rms_norm(k, layer.k_norm)
-        arguments = self._kv, i, batch.pages, batch.positions, self._turns, c.rotary[i]
-        self._run(rotate_and_cache, 4 * qkv.size, heads, *arguments)
-        tables, blocks = self._page_tables, self._blocks  # of this batch: embed() has made them
+        places = self._kv, i, batch.pages, batch.positions
+        self._run(rotate_and_cache, 4 * qkv.size, heads, *places, self._turns, c.rotary[i])
         window = c.windows[i] or self.max_seq_len
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
         y = np.empty((len(qkv), c.n_heads, c.head_dim), np.float32)
+        tables = self._page_tables  # of this batch, as the blocks are: embed() has made them
         n_keys = tables.shape[1] * PAGE  # seen by a row, at most
-        tasks = tables, batch.positions, blocks
-        self._run(attention, 2 * y.size * n_keys, heads, self._kv, i, sinks, *tasks, window, y)
+        arguments = self._kv, i, sinks, tables, batch.positions, self._blocks, window
+        self._run(attention, 2 * y.size * n_keys, heads, *arguments, y)
         return y.reshape(len(y), -1)
 
 

@@ -73,7 +73,7 @@ log = logging.getLogger("gpu")
 
 def on_device(weights: Weights, upload: Callable[[Any], Any]) -> Weights:
     """The same weights, each array uploaded."""
-    layers: list[Layer] = []
+    layers = list[Layer]()
     for layer in weights.layers:
         layers.append(Layer(**{name: upload(array) for name, array in vars(layer).items()}))
     return Weights(upload(weights.embed), layers, upload(weights.norm), upload(weights.head))

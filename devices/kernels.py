@@ -227,7 +227,7 @@ def signatures(code: str) -> dict[str, tuple[str, list[Parameter]]]:
     """
     found = {}
     for threads, kernel, parameters in KERNEL.findall(code):
-        parsed: list[Parameter] = []
+        parsed = list[Parameter]()
         for kind, star, name in PARAMETER.findall(parameters):
             parsed.append(Parameter(name, np.dtype(DTYPES[kind]), star == "*"))
         found[kernel] = threads, parsed

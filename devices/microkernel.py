@@ -373,7 +373,7 @@ def add_tile(typing, n_rows, x, w, y, adds, ahead):
         rows = [ir.Constant(LONG, r) for r in range(n_rows.literal_value)]
         x_rows = [x_row(r) for r in rows]
         places = [places_of(b, y_row(r), FLOATS, VECTORS) for r in rows]
-        sums: Variables = []
+        sums = Variables()
         for row in places:
             before = [b.select(adds, b.load(place, align=4), repeated(FLOATS, 0)) for place in row]
             sums.append([cgutils.alloca_once_value(b, value) for value in before])
