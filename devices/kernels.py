@@ -198,26 +198,15 @@ def read_code(path: Path) -> str:
 
 
 class Parameter(NamedTuple):
-    name: str
-    dtype: "np.dtype[Any]"  # of the array, or of the number
+    kind: str  # of the number, or of those of the array, as a .cu file names it
     is_array: bool
+    name: str
 
 
 KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\((\w+)[^)]*\)\s+(\w+)\(([^)]*)\)')
 PARAMETER = re.compile(r"(\w+) (\*?)(\w+)(?:,|$)")  # `const` may stand before it
 
-#  type in a .cu file   in an array or as a number
-DTYPES = {
-    "weight": "u2",
-    "packed": "u1",
-    "table": "i4",
-    "bf16": "u2",
-    "float": "f4",
-    "float2": "c8",
-    "int": "i4",
-    "unsigned": "u4",
-    "u64": "u8",
-}
+NUMBERS: dict[str, Any] = {"int": np.int32, "float": np.float32}  # by kind, of a parameter that is one
 
 
 def signatures(code: str) -> dict[str, tuple[str, list[Parameter]]]:
@@ -227,10 +216,8 @@ def signatures(code: str) -> dict[str, tuple[str, list[Parameter]]]:
     """
     found = {}
     for threads, kernel, parameters in KERNEL.findall(code):
-        parsed = list[Parameter]()
-        for kind, star, name in PARAMETER.findall(parameters):
-            parsed.append(Parameter(name, np.dtype(DTYPES[kind]), star == "*"))
-        found[kernel] = threads, parsed
+        parsed = PARAMETER.findall(parameters)
+        found[kernel] = threads, [Parameter(kind, star == "*", name) for kind, star, name in parsed]
     return found
 
 
@@ -291,7 +278,7 @@ class Kernels:
         for parameter in parameters:
             argument = arguments[parameter.name]
             if not parameter.is_array:
-                argument = parameter.dtype.type(argument)
+                argument = NUMBERS[parameter.kind](argument)
             values.append(NULL if argument is None else argument)
         if self._driver is None or not self.overlap:
             function(grid, block, tuple(values))

@@ -1,13 +1,9 @@
 """kernels.cu and plain.cu by NVRTC, the real compiler, without a GPU: three architectures, shapes of models.
 
-Besides ours, the flags are those that CuPy adds. Another version of NVRTC than the installed one is taken
-with LD_LIBRARY_PATH=FOLDER LD_PRELOAD=FOLDER/libnvrtc.so.13, where FOLDER is nvidia/cu13/lib of its wheel;
-13.0 and 13.5 have been.
-
 No kernel of theirs may spill registers to memory, nor keep arrays there that should be registers (`attend`
-does for heads of 256, of which no model here has any); registers and shared memory stay within what lets
-enough blocks run at once on a processor of 65,536 registers. Needs the packages of the extra `cuda`, and no
-driver.
+does for heads of 256, which no model here has); registers and shared memory let enough blocks run at once on
+a processor of 65,536 registers. Needs the packages of the extra `cuda`, and no driver. Another NVRTC is taken
+with LD_LIBRARY_PATH=FOLDER LD_PRELOAD=FOLDER/libnvrtc.so.13, FOLDER being nvidia/cu13/lib of its wheel.
 """
 
 import importlib
@@ -23,13 +19,10 @@ from checkpoint.config import Config
 from devices.kernels import (
     ANY_SHAPE,
     FAST_CODE,
-    FEW_ROWS,
     MANY_ROWS,
-    ONE_TILE,
     PLAIN_CODE,
     SHAPES,
     SOME_ROWS,
-    SOME_WIDE,
     Shape,
     check_sizes,
     include_paths,
@@ -55,16 +48,13 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs CuPy, NVRTC an
 # What CuPy compiles with beside our options (cupy/cuda/compiler.py)
 CUPY_FLAGS = ("-ftz=true", "--device-as-default-execution-space")
 
-# fmt: off
 ARCHITECTURES = ["sm_80", "sm_90", "sm_120"]
-# by shape; kernels that are no product have one
-REGISTERS = {ONE_TILE: 128, FEW_ROWS: 128, SOME_ROWS: 128, SOME_WIDE: 128, MANY_ROWS: 255}
-PLAIN_REGISTERS = 255  # what lets a block of 256 run at all
-ONE_BLOCK = {(SOME_ROWS, "sm_120"): 168}  # where one block runs at once
+# Registers by shape; of plain.cu, None, what lets a block of 256 run at all
+REGISTERS = dict[Shape | None, int](dict.fromkeys(SHAPES, 128)) | {MANY_ROWS: 255, None: 255}
 LIMITS = {"attend": 168, "attend_prompt": 168, "pick": 64, "count": 64}
-# A processor of sm_120 has 100 KB of shared memory: two blocks of attention run whatever their registers are.
-TWO_BLOCKS = {("attend", "sm_120"): 255, ("attend_prompt", "sm_120"): 255}
-# fmt: on
+# One block of SOME_ROWS runs at once on sm_120. Its processors have 100 KB of shared memory: two blocks of
+# attention run whatever their registers are.
+OF_SM_120 = {"attend": 255, "attend_prompt": 255}
 SHARED_BYTES = 48 * 1024  # what a block has without asking
 
 
@@ -96,35 +86,26 @@ def kernels_of(name: str, path: Path = FAST_CODE) -> set[str]:
     return {kernel for kernel in names if kernel not in ("router", "route") and "expert" not in kernel}
 
 
-CASES = list(itertools.product(MODELS, SHAPES, ARCHITECTURES))
+CASES = list(itertools.product(MODELS, [*SHAPES, None], ARCHITECTURES))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "architecture"), CASES, ids=[f"{n}-{s.rows}x{s.columns}-{a}" for n, s, a in CASES]
-)
-def test_kernels_fit(name: str, shape: Shape, architecture: str) -> None:
-    used = compiled(MODELS[name], shape, architecture)
+@pytest.mark.parametrize(("name", "shape", "architecture"), CASES, ids=str)
+def test_kernels_fit(name: str, shape: Shape | None, architecture: str) -> None:
+    """Of each shape; None: the plain kernels, which have no shared memory."""
+    path = PLAIN_CODE if shape is None else FAST_CODE
+    used = compiled(MODELS[name], shape or ANY_SHAPE, architecture, path)
+    most = 168 if (shape, architecture) == (SOME_ROWS, "sm_120") else REGISTERS[shape]
+    limits = {} if shape is None else LIMITS
+    if shape and architecture == "sm_120":
+        limits = LIMITS | OF_SM_120
     expected = {"qkv", "out", "gate_up", "down", "logits"}
-    if shape == ANY_SHAPE:
-        expected = kernels_of(name)
-    most = ONE_BLOCK.get((shape, architecture), REGISTERS[shape])
+    if shape in (ANY_SHAPE, None):
+        expected = kernels_of(name, path)
     assert used.keys() == expected
     for kernel, use in used.items():
         assert use.memory_bytes == 0, kernel
-        limit = TWO_BLOCKS.get((kernel, architecture), LIMITS.get(kernel, most))
-        assert use.registers <= limit, kernel
-        assert use.shared_bytes <= SHARED_BYTES, kernel
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", MODELS)
-def test_plain_kernels_fit(name: str, architecture: str) -> None:
-    """Without shared memory, and in registers alone."""
-    used = compiled(MODELS[name], ANY_SHAPE, architecture, PLAIN_CODE)
-    assert used.keys() == kernels_of(name, PLAIN_CODE)
-    for kernel, use in used.items():
-        assert (use.memory_bytes, use.shared_bytes) == (0, 0), kernel
-        assert use.registers <= PLAIN_REGISTERS, kernel
+        assert use.registers <= limits.get(kernel, most), kernel
+        assert use.shared_bytes <= (SHARED_BYTES if shape else 0), kernel
 
 
 def test_a_bit_for_each_token_fits_into_shared_memory() -> None:

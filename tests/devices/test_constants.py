@@ -25,15 +25,6 @@ def test_no_file_defines_what_the_compiler_is_given(path: Path) -> None:
     assert "#ifndef" not in code
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_file_lists_the_constants_it_is_given(path: Path) -> None:
-    """Its header has those that it uses, and no others."""
-    text = path.read_text(encoding="utf-8")
-    [listed] = re.findall(r"^// From the compilation.*\n((?://   .*\n)+)", text, re.MULTILINE)
-    used = set(re.findall(r"\w+", without_comments(path))) & NAMES
-    assert sorted(re.findall("[A-Z_]{2,}", listed)) == sorted(used)
-
-
 def test_every_constant_is_used() -> None:
     words = {word for path in FILES for word in re.findall(r"\w+", without_comments(path))}
     assert words >= NAMES

@@ -1,13 +1,8 @@
-"""On a real GPU: what the emulator cannot show. Where there is none, the whole suite skips it.
+"""On a real GPU: what the emulator cannot show, for the hardware orders sums and memory in a way of its own.
 
-The tensor cores add in an order of their own, memory is ordered as the hardware orders it, and the driver
-takes graphs and early launches or does not. So: CudaOps against NumpyOps, and against PlainOps at real
-shapes, for which NumPy would take minutes; and the laws to the bit.
-
-`python bench.py gpu-parts` runs it and all else that a GPU is needed for.
-
-It needs CuPy, NVRTC, NumPy, jinja2, safetensors, tokenizers, tqdm, pytest, pytest-timeout and hypothesis, and
-nothing of what the server needs beside them.
+CudaOps against NumpyOps, and against PlainOps at real shapes, for which NumPy would take minutes; the laws to
+the bit. `python bench.py gpu-parts` runs it, and all else that a GPU is needed for. It needs CuPy, NVRTC,
+NumPy, jinja2, safetensors, tokenizers, tqdm, pytest, pytest-timeout and hypothesis, and nothing beside them.
 """
 
 import importlib
@@ -26,29 +21,8 @@ from checkpoint.config import Config
 from devices import cuda
 from devices.cuda import CudaOps
 from devices.kernels import Kernels
-from helpers.device_models import (
-    BITS,
-    BITS_OF_ALL,
-    apart,
-    by_steps,
-    choices,
-    model_of,
-    ops_on,
-    prefill,
-    rows,
-    tokens,
-)
-from helpers.device_ops import (
-    CONFIGS,
-    MODELS,
-    Both,
-    attended,
-    attended_alike,
-    near,
-    nearly_the_same,
-    products,
-    random_weights,
-)
+from helpers.device_models import BITS, BITS_OF_ALL, apart, by_steps, choices, model_of, ops_on, rows, tokens
+from helpers.device_ops import CONFIGS, MODELS, Both, attended_alike, near, nearly_the_same, random_weights
 from helpers.emulator import Emulator
 from helpers.plain_ops import PlainOps
 from model import NumpyOps, Span
@@ -85,7 +59,7 @@ def span(slot: int, token_ids: Sequence[int], start: int, n_wanted: int = 1) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_logprobs_are_those_of_numpy(name: str) -> None:
     model, token_ids = model_of(name), tokens(40)
-    spans = [prefill(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
+    spans = [rows(token_ids[:33]), rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
     numpy = NumpyOps(model.config, model.weights, 128, 24, 6)
     assert apart(by_steps(ops_on(cupy(), name), spans), by_steps(numpy, spans, BITS_OF_ALL)) < 0.2
 
@@ -101,12 +75,12 @@ SUM, BEHIND_NORM = 1e-4, 2e-3
 def test_each_op_is_its_plain_kernel(name: str) -> None:
     fast, plain = Real(real(name)), Real(real(name, PlainOps))
     for n in (1, 16, 33, 130):
-        got, expected = products(fast, n), products(plain, n)
+        got, expected = fast.products(*fast.inputs(n)), plain.products(*fast.inputs(n))
         for op in got:
             assert near(got[op], expected[op], SUM if op in ("out", "down") else BEHIND_NORM), (op, n)
         assert nearly_the_same(got["gate_up"], expected["gate_up"], 0.1), n
     for n in (30, 131, 310):
-        assert attended_alike(attended(fast, n), attended(plain, n)), n
+        assert attended_alike(fast.attended(n), plain.attended(n)), n
 
 
 def test_products_have_the_bits_of_the_emulator() -> None:
@@ -116,21 +90,12 @@ def test_products_have_the_bits_of_the_emulator() -> None:
     """
     is_hopper = int(cupy().cuda.Device().compute_capability) >= 90  # or Blackwell, which adds alike
     c = CONFIGS["grouped"]
-    rng = np.random.default_rng(5)
-    x, y, h = (
-        rng.normal(size=(130, n)).astype(np.float32) for n in (c.dim, c.n_heads * c.head_dim, c.hidden_dim)
-    )
     for n in (1, 2, 16, 33, 130):
-        results = []
-        for cp in (cupy(), Emulator()):
-            ops = CudaOps(c, random_weights(cp, c), 400, 16, 4, cp)
-            device = Real(ops)
-            step = device.batch(n)
-            ops.out(device.put("x", x[:n]), device.put("y", y[:n]), device.device_layer, step)
-            ops.down(ops._buffers["x"], device.put("h", h[:n]), device.device_layer, step)
-            results.append(device.got("x", n))
-        assert near(results[0], results[1], SUM), n
-        assert np.array_equal(results[0], results[1]) or not is_hopper, n
+        devices = [Real(CudaOps(c, random_weights(cp, c), 400, 16, 4, cp)) for cp in (cupy(), Emulator())]
+        real, emulated = (device.products(*device.inputs(n)) for device in devices)
+        for op in ("out", "down"):
+            assert near(real[op], emulated[op], SUM), n
+            assert np.array_equal(real[op], emulated[op]) or not is_hopper, n
 
 
 # ---- Laws --------------------------------------------------------------------------------------------------
@@ -165,13 +130,10 @@ def test_graphs_and_early_launches_change_nothing() -> None:
     runs: list[list[Choice]] = []
     for ops in (early, late, plain):
         first = choices(ops, [span(0, list(range(100)), 0, 1)])[0][0]
-        tickets = [
-            ops.launch(
-                [Span(0, list(range(8)), None, 100 + i, 1)],
-                [Context(BITS, [], [first.token_id], None, 1 + i)],
-            )
-            for i in range(40)
-        ]
+        tickets = []
+        for i in range(40):
+            context = Context(BITS, [], [first.token_id], None, 1 + i)
+            tickets.append(ops.launch([Span(0, list(range(8)), None, 100 + i, 1)], [context]))
         runs.append([choice for ticket in tickets for [choice] in ops.read(ticket)])
     assert runs[0] == runs[1] == runs[2]
     assert all(early._graphs.values()), "the driver takes graphs"
@@ -179,9 +141,7 @@ def test_graphs_and_early_launches_change_nothing() -> None:
         assert early._kernels._driver is not None, "and kernels that start early"
 
 
-@pytest.mark.skipif(
-    not shutil.which("compute-sanitizer"), reason="no compute-sanitizer: CUDA's toolkit has it"
-)
+@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="CUDA's toolkit has compute-sanitizer")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "initcheck", "racecheck"])
 def test_compute_sanitizer(tool: str) -> None:
@@ -190,9 +150,8 @@ def test_compute_sanitizer(tool: str) -> None:
     sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
     cases = "test_logprobs_are_those_of_numpy and (qwen3-layer-types or llama-biases)"
     inner = [sys.executable, "-m", "pytest", "-q", "--timeout=0", str(here), "-k", cases]
-    ended = subprocess.run(
-        [*sanitizer, *inner], capture_output=True, text=True, timeout=270, cwd=here.parents[2]
-    )
+    command = [*sanitizer, *inner]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=270, cwd=here.parents[2])
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert "2 passed" in ended.stdout
     assert "skipped" not in ended.stdout

@@ -19,7 +19,7 @@ from devices.cuda import CudaOps, on_device
 from engine import Engine
 from helpers.device_ops import widened
 from helpers.emulator import Emulator
-from model import Span
+from model import PAGE, Span
 from parity import CASES, Ours, write
 from sampling import Choice, Context, Sampling
 
@@ -35,9 +35,7 @@ def model_of(name: str) -> Ours:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), CASES[name])
         model = Ours(Path(folder))
-    model.weights = on_device(
-        model.weights, lambda array: None if array is None else widened(bfloat16(array))
-    )
+    model.weights = on_device(model.weights, lambda a: None if a is None else widened(bfloat16(a)))
     return model
 
 
@@ -78,9 +76,6 @@ def rows(token_ids: Sequence[int] | None, start: int = 0, slot: int = 0, n_wante
     return Span(slot, pages(slot), token_ids, start, n_wanted)
 
 
-prefill = rows  # of a prompt
-
-
 def apart(some: Sequence[Choice], others: Sequence[Choice]) -> float:
     """Root mean square of the difference of the 20 largest logprobs."""
     pairs = [(p, dict(b.top)[i]) for a, b in zip(some, others, strict=True) for i, p in a.top[:20]]
@@ -105,3 +100,19 @@ def engine_of(ops: Any, speculate: int = 0) -> Iterator[Engine]:
     finally:
         engine.close()
         assert engine.counts()["free_pages"] == ops.n_pages
+
+
+def read_any_way(ops: CudaOps) -> None:
+    """The law of a prompt, to the bit: prefill = decode, chunked = whole, cached = cold, in pages as well."""
+    token_ids = tokens(90)
+    [whole] = by_steps(ops, [rows(token_ids)])
+    ways = [
+        [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 89) for i in range(90)],
+        [rows(token_ids[:64], 0, 2, 0), rows(token_ids[64:], 64, 2)],
+        [rows(token_ids[i : i + 33], i, 3, n_wanted=i == 66) for i in (0, 33, 66)],
+        [rows(token_ids[:7], 0, 4, 0), rows(token_ids[7:], 7, 4)],  # rows, then a tile
+    ]
+    for slot, spans in enumerate(ways, 1):
+        assert by_steps(ops, spans)[-1] == whole
+        assert [page(ops, number) for number in pages(slot)] == [page(ops, number) for number in pages(0)]
+    assert by_steps(ops, [Span(5, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1)]) == [whole]

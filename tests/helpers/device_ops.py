@@ -5,7 +5,7 @@
 Used by tests/devices on the emulator, and by tests/gpu on a GPU.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,39 +30,22 @@ def sweep(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
     What costs the most is that g++ compiles each shape of each model: the first ones are those of which each
     takes a way through the kernels that no other takes.
     """
-    missing = [value for value in first if value not in values]
-    assert not missing, missing
-    return [value if value in first else _left_to_the_sweep(value) for value in values]
-
-
-def _left_to_the_sweep(value: Any) -> Any:
-    arguments = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*arguments, marks=pytest.mark.sweep)
+    found = []
+    for value in values:
+        arguments = value if isinstance(value, tuple) else (value,)
+        found.append(value if value in first else pytest.param(*arguments, marks=pytest.mark.sweep))
+    return found
 
 
 def config(**changes: Any) -> Config:
+    # fmt: off
     values: dict[str, Any] = {
-        "model_type": "qwen3",
-        "dim": 1000,
-        "n_layers": 1,
-        "n_heads": 6,
-        "n_kv_heads": 2,
-        "head_dim": 20,
-        "hidden_dim": 264,
-        "vocab_size": 1001,
-        "max_seq_len": MAX_SEQ_LEN,
-        "norm_eps": 1e-5,
-        "rope": Rope(10_000.0),
-        "windows": (None,),
-        "rotary": (True,),
-        "tied": False,
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "qk_norm": True,
-        "eos_token_ids": (),
-        "generation": {},
+        "model_type": "qwen3", "dim": 1000, "n_layers": 1, "n_heads": 6, "n_kv_heads": 2, "head_dim": 20,
+        "hidden_dim": 264, "vocab_size": 1001, "max_seq_len": MAX_SEQ_LEN, "norm_eps": 1e-5,
+        "rope": Rope(10_000.0), "windows": (None,), "rotary": (True,), "tied": False, "qkv_bias": True,
+        "o_bias": True, "mlp_bias": True, "qk_norm": True, "eos_token_ids": (), "generation": {},
     }
+    # fmt: on
     return Config(**values | changes)
 
 
@@ -92,35 +75,37 @@ MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, v
 # fmt: on
 
 
-def random_mlp(cp: Any, c: Config, i: int, array: Callable[..., Any]) -> dict[str, Any]:
-    """The MLP of layer i, or its experts."""
+def shapes_of(c: Config, i: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each field of layer i that the model has."""
+    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    n: tuple[int, ...] = ()
+    hidden, has_bias = c.hidden_dim, c.mlp_bias
+    if c.experts and c.experts.layers[i]:
+        n, hidden, has_bias = (c.experts.n,), c.experts.hidden_dim, c.experts.has_biases
+    # fmt: off
+    fields = [
+        # field      if this     shape
+        ("attn_norm", True,      (c.dim,)),
+        ("wqkv",      True,      (n_qkv, c.dim)),
+        ("bqkv",      c.qkv_bias, (n_qkv,)),
+        ("q_norm",    c.qk_norm, (c.head_dim,)),
+        ("k_norm",    c.qk_norm, (c.head_dim,)),
+        ("sinks",     c.sinks,   (c.n_heads,)),
+        ("wo",        True,      (c.dim, n_q)),
+        ("bo",        c.o_bias,  (c.dim,)),
+        ("mlp_norm",  True,      (c.dim,)),
+        ("router",    n,         (*n, c.dim)),
+        ("b_router",  n and has_bias, n),
+        ("w_gate_up", True,      (*n, 2 * hidden, c.dim)),
+        ("b_gate_up", has_bias,  (*n, 2 * hidden)),
+        ("w_down",    True,      (*n, c.dim, hidden)),
+        ("b_down",    has_bias,  (*n, c.dim)),
+    ]
+    # fmt: on
+    return {field: shape for field, is_there, shape in fields if is_there}
 
-    def mxfp4(n: int, n_out: int, n_in: int) -> Mxfp4:
-        blocks = array(n, n_out, n_in // 4).view(np.uint8).reshape(n, n_out, n_in // 32, 16)
-        scales = cp.empty((n, n_out, n_in // 32), np.uint8)
-        scales[...] = 121  # a number is some 2 * 2^-6
-        return Mxfp4(blocks, scales)
 
-    experts = c.experts
-    if experts is None or not experts.layers[i]:
-        return {
-            "w_gate_up": array(2 * c.hidden_dim, c.dim),
-            "w_down": array(c.dim, c.hidden_dim),
-            "b_gate_up": array(2 * c.hidden_dim) if c.mlp_bias else None,
-            "b_down": array(c.dim) if c.mlp_bias else None,
-        }
-    matrices = mxfp4 if experts.mxfp4 else array
-    return {
-        "router": array(experts.n, c.dim),
-        "b_router": array(experts.n) if experts.has_biases else None,
-        "w_gate_up": matrices(experts.n, 2 * experts.hidden_dim, c.dim),
-        "w_down": matrices(experts.n, c.dim, experts.hidden_dim),
-        "b_gate_up": array(experts.n, 2 * experts.hidden_dim) if experts.has_biases else None,
-        "b_down": array(experts.n, c.dim) if experts.has_biases else None,
-    }
-
-
-def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
+def random_weights(cp: Any, c: Config, seed: int = 0) -> Weights:
     """Weights of any size, made on the device in seconds: for measuring. Random, for zeros are faster."""
     n = 1 << 22
     noise = np.random.default_rng(seed).standard_normal(n, np.float32)
@@ -136,31 +121,23 @@ def random_weights(cp: Any, config: Config, seed: int = 0) -> Weights:
             flat[begin : begin + m] = blocks[scale][:m]
         return flat.reshape(shape)
 
-    def ones(n: int) -> Any:
-        return cp.asarray(bfloat16(np.ones(n, np.float32)))
+    def field(name: str, shape: tuple[int, ...]) -> Any:
+        if name.endswith("_norm"):
+            return cp.asarray(bfloat16(np.ones(shape, np.float32)))
+        if c.experts is None or not c.experts.mxfp4 or len(shape) < 3:
+            return array(*shape)
+        *rows, n_in = shape
+        scales = cp.empty((*rows, n_in // 32), np.uint8)
+        scales[...] = 121  # a number is some 2 * 2^-6
+        return Mxfp4(array(*rows, n_in // 4).view(np.uint8).reshape(*rows, n_in // 32, 16), scales)
 
-    c = config
-    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
-
-    layers = [
-        Layer(
-            attn_norm=ones(c.dim),
-            wqkv=array(n_qkv, c.dim),
-            wo=array(c.dim, n_q),
-            mlp_norm=ones(c.dim),
-            bqkv=array(n_qkv) if c.qkv_bias else None,
-            bo=array(c.dim) if c.o_bias else None,
-            q_norm=ones(c.head_dim) if c.qk_norm else None,
-            k_norm=ones(c.head_dim) if c.qk_norm else None,
-            sinks=array(c.n_heads) if c.sinks else None,
-            **random_mlp(cp, c, i, array),
-        )
-        for i in range(c.n_layers)
-    ]
+    layers = []
+    for i in range(c.n_layers):
+        layers.append(Layer(**{name: field(name, shape) for name, shape in shapes_of(c, i).items()}))
     embed = array(c.vocab_size, c.dim)
     head = embed if c.tied else array(c.vocab_size, c.dim)
     cp.cuda.get_current_stream().synchronize()  # they will be read on another one
-    return Weights(embed, layers, ones(c.dim), head)
+    return Weights(embed, layers, field("_norm", (c.dim,)), head)
 
 
 def widened(array: Any) -> Any:
@@ -170,6 +147,31 @@ def widened(array: Any) -> Any:
 
 def rounded(array: Array) -> Array:
     return widened(bfloat16(array))  # type: ignore[no-any-return]
+
+
+PAGES = [9, 2, 14, 0, 7]
+
+
+def span(slot: int, start: int, n: int, tile: bool, pages: Sequence[int] = PAGES) -> Span:
+    """A chunk of a prompt, which makes a tile, or rows that are all wanted."""
+    return Span(slot, pages, [0] * n, start, 0 if tile else n)
+
+
+def best(row: Array) -> int:
+    """kernels.cu's rank of the likeliest token: its logit in an order of integers, then what comes first."""
+    if not row.max() <= np.finfo(np.float32).max:  # no number, or infinite
+        return 2**64 - 1
+    bits = int(np.float32(row.max() + np.float32(0)).view(np.uint32))  # -0 becomes 0
+    bits = 2**32 - 1 - bits if bits >> 31 else bits | 1 << 31
+    return bits << 32 | 2**32 - 1 - int(row.argmax())
+
+
+def noise(*shape: int) -> Array:
+    """Normal, with a channel and a row some hundred times as large as the others."""
+    x = np.random.default_rng(shape).standard_normal(shape, np.float32)
+    x[:, 5 % shape[1]] *= 300
+    x[shape[0] // 2] *= 100
+    return x
 
 
 class Both:
@@ -220,26 +222,95 @@ class Both:
         values = self.cuda._buffers[name].get()[:n_rows]
         return widened(values) if values.dtype == np.uint16 else values  # type: ignore[no-any-return]
 
+    def qkv_noise(self, n: int, seed: int = 0) -> Array:
+        shape = n, (self.config.n_heads + 2 * self.config.n_kv_heads) * self.config.head_dim
+        return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+    def attend(self, spans: list[Span], qkv: Array) -> Array:
+        """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
+        contexts = [Context(Sampling(), [], [])] * sum(span.n_wanted for span in spans)
+        with self.cuda._stream:
+            host, batch = self.cuda._upload_step(spans, contexts)
+            self.cuda.attend(self.put("qkv", qkv), self.device_layer, 0, batch)
+            y = self.got("y", len(qkv))
+        host.free.append(host)
+        return y
+
+    def inputs(self, n: int) -> tuple[Array, Array, Array]:
+        """n rows of x, of what attention gives, and of the hidden layer."""
+        c = self.config
+        return noise(n, c.dim), noise(n, c.n_heads * c.head_dim), noise(n, c.hidden_dim)
+
+    def products(self, x: Array, y: Array, h: Array) -> dict[str, Array]:
+        """What each product makes of the same rows; logits of the first 32."""
+        n, cuda, layer = len(x), self.cuda, self.device_layer
+        batch = self.batch(n, range(min(n, 32)))
+        device_x = self.put("x", x)
+        cuda.qkv(device_x, layer, batch)
+        cuda.gate_up(device_x, layer, batch)
+        cuda.logits(device_x, cuda.weights, batch)
+        got = {"qkv": self.got("qkv", n), "gate_up": self.got("h", n), "logits": self.got("raw", min(n, 32))}
+        cuda.out(device_x, self.put("y", y), layer, batch)
+        got["out"] = self.got("x", n)
+        cuda.down(self.put("x", x), self.put("h", h), layer, batch)
+        return got | {"down": self.got("x", n)}
+
+    def attended(self, n: int) -> list[Array]:
+        """Attention of n tokens as a prompt, then of one, then of four; and what is in the pages then."""
+        qkv, pools = self.qkv_noise(n + 5), (self.cuda._keys[0], self.cuda._values[0])
+        with self.cuda._stream:
+            for pool in pools:  # others have been here
+                pool.set(np.zeros(pool.shape, np.uint16))
+        prompt = self.attend([span(1, 0, n, True)], qkv[:n])
+        token = self.attend([span(1, n, 1, False)], qkv[n : n + 1])
+        some = self.attend([span(1, n + 1, 4, False)], qkv[n + 1 :])
+        kept = [widened(pool.get()) for pool in pools]
+        return [np.concatenate([prompt, token, some]), *kept]
+
+    def pick(self, raw: Array, contexts: Sequence[Context], slot: int = 2) -> list[Choice]:
+        """CudaOps.pick for rows of logits, each a span of its own."""
+        picked: list[Choice] = []
+        for row, context in zip(raw, contexts, strict=True):
+            with self.cuda._stream:
+                host, batch = self.cuda._upload_step([Span(slot, [0], [0], 0, 1)], [context])
+                self.put("best", np.array([best(row)], np.uint64))
+                self.cuda.pick(self.put("raw", row[None]), batch)
+                host.expected = batch.expected
+                self.cuda._download_choices(host, 1)
+            [[choice]] = self.cuda.read(host)
+            picked.append(choice)
+        return picked
+
+    def run_every_kernel(self, n_prompt: int = 140) -> None:
+        prompt = Span(0, PAGES, [1] * n_prompt, 0, 1)
+        drafts = Span(1, [3, 4, 5], [5, 6, 7], 0, 3)
+        penalised = Sampling(top_k=5, top_p=0.9, presence_penalty=1.0, logit_bias={3: 1.0}, n_top_logprobs=2)
+        mask = np.arange(33) % 2 == 0
+        contexts = [Context(penalised, [1, 2], [3], mask)] * 4
+        first = self.cuda.read(self.cuda.launch([prompt, drafts], contexts))
+        assert [len(choices) for choices in first] == [1, 3]
+        output = [first[0][0].token_id]
+        for i in range(3):
+            chained = Span(0, PAGES, None, n_prompt + i, 1)
+            step = self.cuda.launch([chained], [Context(penalised, [1], output, None, 1 + i)])
+            assert all(0 <= choice.token_id < 33 for [choice] in self.cuda.read(step))
+        all_rows = len(self.cuda._buffers["x"])  # to the end of the buffers
+        self.cuda.qkv(self.cuda._buffers["x"], self.device_layer, self.batch(all_rows))
+        self.got("qkv", all_rows)
+        several = [Span(slot, [8 + slot], [1] * 6, 0, 0) for slot in range(3)]
+        self.cuda.read(self.cuda.launch(several[:2], []))  # FEW_ROWS
+        self.cuda.read(self.cuda.launch(several, []))  # SOME_WIDE
+        self.cuda.enough_blocks = 2
+        self.cuda.read(self.cuda.launch(several, []))  # SOME_ROWS
+        self.cuda.enough_blocks = 1
+
 
 @lru_cache(maxsize=2)  # of the models below a large one takes some 60 MB
 def both(
     name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough_blocks: int = 64
 ) -> Both:
-    return Both(
-        (CONFIGS | MIXTURES | {"long": LONG, "many-tokens": MANY_TOKENS})[name],
-        order,
-        check,
-        ops,
-        enough_blocks,
-    )
-
-
-def noise(*shape: int) -> Array:
-    """Normal, with a channel and a row some hundred times as large as the others."""
-    x = np.random.default_rng(shape).standard_normal(shape, np.float32)
-    x[:, 5 % shape[1]] *= 300
-    x[shape[0] // 2] *= 100
-    return x
+    configs = CONFIGS | MIXTURES | {"long": LONG, "many-tokens": MANY_TOKENS}
+    return Both(configs[name], order, check, ops, enough_blocks)
 
 
 def near(got: Array, expected: Array, tolerance: float = 4e-3) -> bool:
@@ -253,114 +324,13 @@ def spans_of(n_rows: int) -> Batch:
     return Batch([Span(0, range(16), [0] * n_rows, 0, 0)])
 
 
-def best(row: Array) -> int:
-    """kernels.cu's rank of the likeliest token: its logit in an order of integers, then what comes first."""
-    if not row.max() <= np.finfo(np.float32).max:  # no number, or infinite
-        return 2**64 - 1
-    bits = int(np.float32(row.max() + np.float32(0)).view(np.uint32))  # -0 becomes 0
-    bits = 2**32 - 1 - bits if bits >> 31 else bits | 1 << 31
-    return bits << 32 | 2**32 - 1 - int(row.argmax())
-
-
-PAGES = [9, 2, 14, 0, 7]
-
-
-def attend(m: Both, spans: list[Span], qkv: Array) -> Array:
-    """CudaOps.attend for rows of the spans one after another, (n_rows, n_heads * head_dim)."""
-    contexts = [Context(Sampling(), [], [])] * sum(span.n_wanted for span in spans)
-    with m.cuda._stream:
-        host, batch = m.cuda._upload_step(spans, contexts)
-        m.cuda.attend(m.put("qkv", qkv), m.device_layer, 0, batch)
-        y = m.got("y", len(qkv))
-    host.free.append(host)
-    return y
-
-
-def span(slot: int, start: int, n: int, tile: bool, pages: Sequence[int] = PAGES) -> Span:
-    """A chunk of a prompt, which makes a tile, or rows that are all wanted."""
-    return Span(slot, pages, [0] * n, start, 0 if tile else n)
-
-
-def qkv_noise(m: Both, n: int, seed: int = 0) -> Array:
-    c = m.config
-    return np.random.default_rng(seed).standard_normal(
-        (n, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim), np.float32
-    )
-
-
-# fmt: off
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "n_top_logprobs": 5},
-    {},
-    {"n_top_logprobs": 0},
-    {"n_top_logprobs": 20},
-    {"temperature": 0.1},
-    {"temperature": 1e-30},
-    {"temperature": 2.0},
-    {"top_k": 1}, {"top_k": 7}, {"top_k": 1000}, {"top_k": 5000},
-    {"top_p": 0.0}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_p": 0.999},
-    {"min_p": 0.1}, {"min_p": 1.0},
-    {"temperature": 0.7, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
-    {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.3},
-    {"temperature": 0.0, "presence_penalty": -2.0, "frequency_penalty": 1.1, "repetition_penalty": 0.8},
-    {"logit_bias": {7: 100.0, 8: -100.0}}, {"temperature": 0.0, "logit_bias": {1000: 50.0}},
-]
-# fmt: on
-
-
-def pick(m: Both, raw: Array, contexts: Sequence[Context], slot: int = 2) -> list[Choice]:
-    """CudaOps.pick for rows of logits, each a span of its own."""
-    picked: list[Choice] = []
-    for row, context in zip(raw, contexts, strict=True):
-        with m.cuda._stream:
-            host, batch = m.cuda._upload_step([Span(slot, [0], [0], 0, 1)], [context])
-            m.put("best", np.array([best(row)], np.uint64))
-            m.cuda.pick(m.put("raw", row[None]), batch)
-            host.expected = batch.expected
-            m.cuda._download_choices(host, 1)
-        [[choice]] = m.cuda.read(host)
-        picked.append(choice)
-    return picked
-
-
 def same(got: Choice, expected: Choice) -> bool:
     if got.logprob is None or expected.logprob is None:
         return got == expected
-    logprobs = [
-        (got.logprob, expected.logprob),
-        *zip([p for _, p in got.top], [p for _, p in expected.top], strict=True),
-    ]
-    ids = [i for i, _ in got.top] == [i for i, _ in expected.top]
-    return ids and got.token_id == expected.token_id and all(abs(a - b) < 1e-4 for a, b in logprobs)
-
-
-def run_every_kernel(m: Both, n_prompt: int = 140) -> None:
-    prompt = Span(0, PAGES, [1] * n_prompt, 0, 1)
-    drafts = Span(1, [3, 4, 5], [5, 6, 7], 0, 3)
-    penalised = Sampling(top_k=5, top_p=0.9, presence_penalty=1.0, logit_bias={3: 1.0}, n_top_logprobs=2)
-    mask = np.arange(33) % 2 == 0
-    contexts = [Context(penalised, [1, 2], [3], mask)] * 4
-    first = m.cuda.read(m.cuda.launch([prompt, drafts], contexts))
-    assert [len(choices) for choices in first] == [1, 3]
-    output = [first[0][0].token_id]
-    steps = [
-        m.cuda.launch(
-            [Span(0, PAGES, None, n_prompt + i, 1)],
-            [Context(penalised, [1], output, None, 1 + i)],
-        )
-        for i in range(3)
-    ]
-    assert all(0 <= choice.token_id < 33 for step in steps for [choice] in m.cuda.read(step))
-    all_rows = len(m.cuda._buffers["x"])  # to the end of the buffers
-    m.cuda.qkv(m.cuda._buffers["x"], m.device_layer, m.batch(all_rows))
-    m.got("qkv", all_rows)
-    several = [Span(slot, [8 + slot], [1] * 6, 0, 0) for slot in range(3)]
-    m.cuda.read(m.cuda.launch(several[:2], []))  # FEW_ROWS
-    m.cuda.read(m.cuda.launch(several, []))  # SOME_WIDE
-    m.cuda.enough_blocks = 2
-    m.cuda.read(m.cuda.launch(several, []))  # SOME_ROWS
-    m.cuda.enough_blocks = 1
+    mine = [(got.token_id, got.logprob), *got.top]
+    theirs = [(expected.token_id, expected.logprob), *expected.top]
+    pairs = zip(mine, theirs, strict=True)
+    return all(i == other_i and abs(p - other_p) < 1e-4 for (i, p), (other_i, other_p) in pairs)
 
 
 STEP = 2**-8  # of bfloat16: from a number to the next one, at most
@@ -369,36 +339,6 @@ STEP = 2**-8  # of bfloat16: from a number to the next one, at most
 def nearly_the_same(got: Array, expected: Array, share: float = 0.02) -> bool:
     """Numbers that were rounded: within a step, and nearly all of them equal."""
     return near(got, expected, STEP) and float((got != expected).mean()) <= share
-
-
-def products(m: Both, n: int) -> dict[str, Array]:
-    """What each product makes of the same n rows."""
-    c, batch = m.config, m.batch(n, wanted(n))
-    m.cuda.qkv(m.put("x", noise(n, c.dim)), m.device_layer, batch)
-    m.cuda.gate_up(m.cuda._buffers["x"], m.device_layer, batch)
-    m.cuda.logits(m.cuda._buffers["x"], m.cuda.weights, batch)
-    got = {"qkv": m.got("qkv", n), "gate_up": m.got("h", n), "logits": m.got("raw", len(wanted(n)))}
-    m.cuda.out(m.cuda._buffers["x"], m.put("y", noise(n, c.n_heads * c.head_dim)), m.device_layer, batch)
-    got["out"] = m.got("x", n)
-    m.cuda.down(m.put("x", noise(n, c.dim)), m.put("h", noise(n, c.hidden_dim)), m.device_layer, batch)
-    return got | {"down": m.got("x", n)}
-
-
-def wanted(n: int) -> list[int]:
-    return [n - 1, 0, n // 2]
-
-
-def attended(m: Both, n: int) -> list[Array]:
-    """Attention of n tokens as a prompt, then of one, then of four; and what is in the pages then."""
-    qkv, pools = qkv_noise(m, n + 5), (m.cuda._keys[0], m.cuda._values[0])
-    with m.cuda._stream:
-        for pool in pools:  # others have been here
-            pool.set(np.zeros(pool.shape, np.uint16))
-    prompt = attend(m, [span(1, 0, n, True)], qkv[:n])
-    token = attend(m, [span(1, n, 1, False)], qkv[n : n + 1])
-    some = attend(m, [span(1, n + 1, 4, False)], qkv[n + 1 :])
-    kept = [widened(pool.get()) for pool in pools]
-    return [np.concatenate([prompt, token, some]), *kept]
 
 
 def attended_alike(fast: list[Array], plain: list[Array]) -> bool:
@@ -410,14 +350,10 @@ def attended_alike(fast: list[Array], plain: list[Array]) -> bool:
 SIZES = "dim", "hidden_dim", "n_heads", "n_kv_heads", "head_dim", "vocab_size"
 # fmt: off
 MODELS = {
-    name: config(**dict(zip(SIZES, sizes, strict=True)))
-    for name, sizes in {
-        "Qwen3-0.6B":   (1024,  3072, 16, 8, 128, 151936),
-        "Qwen2.5-0.5B": ( 896,  4864, 14, 2,  64, 151936),
-        "SmolLM2-135M": ( 576,  1536,  9, 3,  64,  49152),
-        "Llama-3-8B":   (4096, 14336, 32, 8, 128, 128256),
-    }.items()
-} | {
+    "Qwen3-0.6B":   config(**dict(zip(SIZES, (1024, 3072, 16, 8, 128, 151936), strict=True))),
+    "Qwen2.5-0.5B": config(**dict(zip(SIZES, (896, 4864, 14, 2, 64, 151936), strict=True))),
+    "SmolLM2-135M": config(**dict(zip(SIZES, (576, 1536, 9, 3, 64, 49152), strict=True))),
+    "Llama-3-8B":   config(**dict(zip(SIZES, (4096, 14336, 32, 8, 128, 128256), strict=True))),
     "Qwen3-30B-A3B": config(
         model_type="qwen3_moe", dim=2048, hidden_dim=6144, n_heads=32, n_kv_heads=4, head_dim=128,
         vocab_size=151936,

@@ -2,14 +2,8 @@
 
     the same forward() --PlainOps--> kernels with a thread for each number that comes out
 
-Authority: model.NumpyOps, op by op; for how a step comes and goes cuda.CudaOps, whose steps these are.
-
-Rules of this file:
-1. An op is its plain kernels one after another; nothing is fused, nothing depends on how many rows there are.
-2. What lies in memory is what CudaOps has there, so that an op of one can follow an op of the other.
-3. An argument of a kernel is the array of its name, except for those of the products, which are named here.
-
-Not here: arithmetic (plain.cu), steps, pages and graphs (cuda.py).
+Authority: model.NumpyOps, op by op; for how a step comes and goes cuda.CudaOps, whose steps these are. What
+lies in memory is what CudaOps has there, so an op of one can follow an op of the other.
 """
 
 from typing import Any

@@ -30,22 +30,17 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).parent
-# None where it can run, else why it cannot: the fibers are switched by x86-64's instructions
-MISSING = (
-    None
-    if shutil.which("g++") and (platform.system(), platform.machine()) == ("Linux", "x86_64")
-    else "the emulator needs g++ on Linux and x86-64"
-)
+from devices.kernels import Parameter, signatures
 
-KERNEL = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)'
-)
-PARAMETER = re.compile(r"\s*(?:const\s+)?(\w+)\s*(\*?)\s*(\w+)\s*")
+HERE = Path(__file__).parent
+MISSING = None  # why it cannot run: the fibers are switched by x86-64's instructions
+if not shutil.which("g++") or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+    MISSING = "the emulator needs g++ on Linux and x86-64"
+
 AWAIT = "await_previous()"
 FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-I."]  # for g++ in HERE
 
@@ -58,36 +53,17 @@ CONSTANT = "weight", "table", "packed"
 # fmt: on
 
 
-class Parameter(NamedTuple):
-    kind: str
-    is_pointer: bool
-    name: str
-
-
-def parameters_of(code: str) -> dict[str, list[Parameter]]:
-    """The parameters of each kernel in the code."""
-
-    def parse(text: str) -> Parameter:
-        match = PARAMETER.fullmatch(text)
-        assert match, f"no plain parameter: {text}"
-        return Parameter(match[1], match[2] == "*", match[3])
-
-    return {name: [parse(text) for text in texts.split(",")] for name, texts in KERNEL.findall(code)}
-
-
 def build(code: str, options: Sequence[str], check: bool) -> Path:
     """The shared library that the text of a .cu file makes."""
     preprocess = ["g++", "-E", "-fdirectives-only", "-P", "-I.", *options, "-x", "c++", "-"]
     chosen = subprocess.run(preprocess, cwd=HERE, input=code, capture_output=True, text=True)
-    names = parameters_of(chosen.stdout)  # those that the options leave
+    names = signatures(chosen.stdout)  # those that the options leave
     await_previous = "" if AWAIT in code else f"{AWAIT}; "  # a launch that is not early waits by itself
-    calls = "".join(
-        f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {{ '
-        f"{await_previous}{name}("
-        + ", ".join(f"*({p.kind} {'*' * p.is_pointer}*)a[{i}]" for i, p in enumerate(parameters))
-        + "); }\n"
-        for name, parameters in names.items()
-    )
+    calls = ""
+    for name, (_, parameters) in names.items():
+        given = ", ".join(f"*({p.kind} {'*' * p.is_array}*)a[{i}]" for i, p in enumerate(parameters))
+        call = f"{{ {await_previous}{name}({given}); }}"
+        calls += f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {call}\n'
     code = re.sub(r'extern\s+"C"\s+(?=__global__)', "", code)
     # a namespace without a name: or what is shared in a template would be put elsewhere
     text = f'#include "cuda.h"\nnamespace {{\n#line 1 "kernels.cu"\n{code}\n}}\n{calls}'
@@ -118,13 +94,9 @@ def made(text: str, suffix: str, command: list[str], after: Sequence[str] = ()) 
     with FileLock(folder / f"{key}.lock"):
         if not file.exists():
             unfinished = file.with_suffix(".unfinished")
-            commands = [[*command, "-o", str(unfinished)]]
+            subprocess.run([*command, "-o", str(unfinished)], cwd=HERE, input=text, text=True, check=True)
             if after:
-                commands.append([*after, str(unfinished)])
-            for words in commands:
-                done = subprocess.run(words, cwd=HERE, input=text, capture_output=True, text=True)
-                if done.returncode:
-                    raise RuntimeError(done.stderr)
+                subprocess.run([*after, str(unfinished)], check=True)
             unfinished.replace(file)
     return file
 
@@ -191,7 +163,7 @@ class Stream:
         self.recording = []
 
     def end_capture(self) -> "Graph":
-        assert self.recording is not None, "nothing is being captured"
+        assert self.recording is not None
         graph, self.recording = Graph(self.emulator, self.recording), None
         return graph
 
@@ -216,10 +188,6 @@ class Event:
     def synchronize(self) -> None:
         self.stream.run_until(self.mark)
 
-    @property
-    def done(self) -> bool:
-        return self.stream.n_done >= self.mark
-
 
 # --- kernels ------------------------------------------------------------------------------------------------
 
@@ -230,7 +198,7 @@ class Module:
     def __init__(self, emulator: "Emulator", code: str, options: Sequence[str]) -> None:
         self.emulator, self.code = emulator, code
         self.defines = [option for option in options if option.startswith("-D")]
-        self.signatures = parameters_of(code)
+        self.signatures = signatures(code)
 
     @cached_property
     def library(self) -> Any:
@@ -239,7 +207,7 @@ class Module:
         return library
 
     def get_function(self, name: str) -> "Kernel":
-        return Kernel(self, name, self.signatures[name])
+        return Kernel(self, name, self.signatures[name][1])
 
 
 class Kernel:
@@ -252,40 +220,32 @@ class Kernel:
         self.kernel = SimpleNamespace(ptr=len(self.emulator.kernels))  # the driver's handle
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        if len(args) != len(self.parameters):
-            raise TypeError(f"{self.name} takes {len(self.parameters)} arguments, not {len(args)}")
+        assert len(args) == len(self.parameters), self.name
         packed = [self.pack(p, arg) for p, arg in zip(self.parameters, args, strict=True)]
         self.submit(grid, block, packed)
 
     def pack(self, parameter: Parameter, value: Any) -> Any:
         """The bytes that CUDA would copy. CuPy copies what it gets; here the type must be the parameter's."""
-        what = f"{self.name}: {parameter.name}"
-        if not parameter.is_pointer:
-            if type(value) is not (np.int32 if parameter.kind == "int" else np.float32):
-                raise TypeError(
-                    f"{what}: wants a numpy {parameter.kind}; CuPy passes {type(value).__name__} as it is"
-                )
+        what = f"{self.name}: {parameter}: {type(value).__name__}"
+        if not parameter.is_array:
+            assert type(value) is (np.int32 if parameter.kind == "int" else np.float32), what
             return SCALARS[parameter.kind](value)
         if isinstance(value, np.uintp) and value == 0:
             return ctypes.c_void_p(0)
-        if not isinstance(value, Array):
-            raise TypeError(f"{what}: wants an array of the device, not {type(value).__name__}")
-        if value.dtype != np.dtype(ITEMS[parameter.kind]):
-            raise TypeError(f"{what}: wants {ITEMS[parameter.kind]}, not {value.dtype}")
-        if not value.flags.c_contiguous:
-            raise TypeError(f"{what}: not contiguous")
+        assert isinstance(value, Array), what
+        assert value.dtype == np.dtype(ITEMS[parameter.kind]), f"{what} of {value.dtype}"
+        assert value.flags.c_contiguous, what
         return ctypes.c_void_p(value.ctypes.data)
 
     def submit(self, grid: Sequence[int], block: Sequence[int], packed: list[Any]) -> None:
         """packed: a ctypes value a parameter, which CUDA copies at the launch."""
         sizes = [(ctypes.c_uint * 3)(*(*size, 1, 1)[:3]) for size in (grid, block)]
-        if not all(n > 0 for size in sizes for n in size):
-            raise ValueError(f"{self.name}: grid {grid}, block {block}: CUDA wants at least 1 of each")
+        assert all(n > 0 for size in sizes for n in size), (self.name, grid, block)
         pointers = (ctypes.c_void_p * len(packed))(*[ctypes.addressof(value) for value in packed])
         arrays = [
             (p, self.emulator.memory_at(value.value))
             for p, value in zip(self.parameters, packed, strict=True)
-            if p.is_pointer and value.value
+            if p.is_array and value.value
         ]
         table = [n for p, (_, begin, n_bytes) in arrays for n in (begin, n_bytes, p.kind in CONSTANT)]
         self.emulator.n_launches += 1
@@ -321,15 +281,14 @@ class Driver:
 
     def cuLaunchKernelEx(self, config: Any, function: Any, args: Any, extra: Any) -> int:
         self.n_launches += 1
-        raw = config
-        *sizes, shared_bytes, stream, attributes, n_attributes = struct.unpack("<3I3IIxxxxQQIxxxx", raw)
+        *sizes, shared_bytes, stream, attributes, n_attributes = struct.unpack("<3I3IIxxxxQQIxxxx", config)
         assert (shared_bytes, n_attributes, extra) == (0, 1, None)
         assert stream == self.emulator.current.ptr
         attribute = ctypes.string_at(attributes, 72)
         assert struct.unpack_from("<I4xI", attribute) == (6, 1), "programmatic stream serialization, allowed"
         kernel = self.emulator.kernels[function.value - 1]
         assert AWAIT in kernel.module.code, "a kernel that is launched early waits for the one ahead of it"
-        types = [ctypes.c_void_p if p.is_pointer else SCALARS[p.kind] for p in kernel.parameters]
+        types = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in kernel.parameters]
         copies = [
             kind.from_buffer_copy(ctypes.string_at(args[i], ctypes.sizeof(kind)))
             for i, kind in enumerate(types)
@@ -359,28 +318,23 @@ class Emulator:
         self.kernels: list[Kernel] = []
         self.allocated: list[tuple[weakref.ref[Any], int, int]] = []  # memory, begin, bytes
         self.current = Stream(self)
-        self.uint16, self.uint64, self.float32, self.int32 = np.uint16, np.uint64, np.float32, np.int32
         self.cuda = SimpleNamespace(
             Stream=lambda non_blocking=False: Stream(self),
             Event=lambda disable_timing=False: Event(self),
             Device=lambda: SimpleNamespace(mem_info=(self.free, self.total), compute_capability="90"),
             get_current_stream=lambda: self.current,
             alloc_pinned_memory=lambda n_bytes: bytearray(b"\xff" * n_bytes),
-            memory=SimpleNamespace(OutOfMemoryError=MemoryError),
-            driver=SimpleNamespace(CUDADriverError=RuntimeError),
-            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES, getDeviceCount=lambda: 1),
+            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES),
             get_elapsed_time=lambda begin, end: 1.0,  # it tells no time
         )
         self.driver = Driver(self)
-        self.get_default_memory_pool = lambda: SimpleNamespace(free_all_blocks=lambda: None)
 
     def RawModule(self, *, code: str, options: Sequence[str] = ()) -> Module:
         return Module(self, code, options)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         n_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        if n_bytes > self.free:
-            raise MemoryError(f"{n_bytes} bytes of {self.free}")
+        assert n_bytes <= self.free
         self.free -= n_bytes
         flat = np.full(n_bytes + 512, 0xFF, np.uint8)  # CuPy's memory begins at multiples of 512
         skip = -flat.ctypes.data % 512
