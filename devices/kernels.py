@@ -203,7 +203,7 @@ class Parameter(NamedTuple):
     name: str
 
 
-KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\((\w+)[^)]*\)\s+(\w+)\(([^)]*)\)')
+KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[^)]*\)\s+)?(\w+)\(([^)]*)\)')
 PARAMETER = re.compile(r"(\w+) (\*?)(\w+)(?:,|$)")  # `const` may stand before it
 
 NUMBERS: dict[str, Any] = {"int": np.int32, "float": np.float32}  # by kind, of a parameter that is one
