@@ -27,7 +27,7 @@ from benches.harness import Case, Figures, number_option, prose, report
 
 RESPONSES = "/responses"
 SETTLE_S = 1.5  # threads of the server before may spin on, those of vLLM for 1.2 s
-N_LONG = 8  # streams of long prompts
+N_CHARACTERS = 4000  # of a long prompt: some 1000 tokens
 N_FIRST = 8  # tokens of an answer whose first text counts: a marker has no text
 STORY = "Write a long story about a lighthouse, its keeper and a storm."
 TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|delta)": ?"(?!")')  # that is not empty
@@ -44,7 +44,6 @@ class Answer(NamedTuple):
     """Times are of time.monotonic(), which all processes of a machine share."""
 
     asked_at: float
-    ended_at: float
     text_times: list[float]
     n_events: int
     n_tokens: int  # by the usage
@@ -81,7 +80,7 @@ async def ask(target: Target, prompt: str, n_new: int, **more: Any) -> Answer:
         for n in N_TOKENS.findall(lines):
             n_tokens = int(n)
     writer.close()
-    return Answer(asked_at, time.monotonic(), times, n_events, n_tokens)
+    return Answer(asked_at, times, n_events, n_tokens)
 
 
 def together(target: Target, n_streams: int, prompt: str, n_new: int, **more: Any) -> list[Answer]:
@@ -97,35 +96,34 @@ def together(target: Target, n_streams: int, prompt: str, n_new: int, **more: An
 def first_text(target: Target, row: str, prompt: str) -> Figures:
     """Return how long it takes until the first text comes."""
     [answer] = together(target, 1, prompt, N_FIRST)
-    return {row: 1e3 * (min(answer.text_times) - answer.asked_at)}
+    return {row: 1e3 * (answer.text_times[0] - answer.asked_at)}
 
 
-def rate(target: Target, n_streams: int, n_new: int, prompt: str = STORY) -> Figures:
+def rate(target: Target, row: str, prompt: str, n_streams: int, n_new: int) -> Figures:
     """Return what all streams together say in a second."""
     answers = together(target, n_streams, prompt, n_new)
-    seconds = max(answer.ended_at for answer in answers) - min(answer.asked_at for answer in answers)
-    row = f"{n_streams} streams{'' if prompt is STORY else ' after long prompts'}, tokens/s"
+    seconds = max(answer.text_times[-1] for answer in answers) - min(answer.asked_at for answer in answers)
     return {row: sum(answer.n_tokens for answer in answers) / seconds}
 
 
-def cases(
-    urls: Mapping[str, str], streams: Sequence[int], n_new: int, n_characters: int, settle_s: float = 0
-) -> Iterator[Case]:
+def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s: float = 0) -> Iterator[Case]:
     targets: dict[str, Target] = {}
     for name, url in urls.items():
         models = httpx.get(f"{url.removesuffix(RESPONSES)}/models", trust_env=False).raise_for_status().json()
         path = "" if url.endswith(RESPONSES) else "/chat/completions"
         targets[name] = Target(url + path, models["data"][0]["id"], settle_s)
-    yield targets, partial(first_text, row="a long prompt, first text, ms", prompt=prose(n_characters))
+    long = prose(N_CHARACTERS)
+    yield targets, partial(first_text, row="a long prompt, first text, ms", prompt=long)
     yield targets, partial(first_text, row="a short prompt, first text, ms", prompt="Say hello.")
     for n in streams:
-        yield targets, partial(rate, n_streams=n, n_new=n_new)
-    yield targets, partial(rate, n_streams=N_LONG, n_new=n_new, prompt=prose(n_characters))
+        yield targets, partial(rate, row=f"{n} streams, tokens/s", prompt=STORY, n_streams=n, n_new=n_new)
+    row = "8 streams after long prompts, tokens/s"
+    yield targets, partial(rate, row=row, prompt=long, n_streams=8, n_new=n_new)
 
 
 def run(args: argparse.Namespace) -> None:
     urls = {url: url for url in args.urls}
-    found = cases(urls, args.streams, args.new, args.characters, SETTLE_S)
+    found = cases(urls, args.streams, args.new, SETTLE_S)
     report(args, "Servers over HTTP, greedy.", found)
 
 
@@ -134,5 +132,4 @@ def options(add: argparse.ArgumentParser) -> None:
         "urls", nargs="+", metavar="URL", help="of a running server: .../v1, or .../v1/responses"
     )
     number_option(add, "--new", 64, "tokens of a stream")
-    number_option(add, "--characters", 4000, "of the long prompt, some 1000 tokens")
     number_option(add, "--streams", [1, 8, 64], "asked at once")

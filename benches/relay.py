@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
                 "chat": f"{front.url}/v1",
                 "responses": f"{front.url}/v1{RESPONSES}",
             }
-            found = cases(urls, [1, 32], args.new, n_characters=4000)
+            found = cases(urls, [1, 32], args.new)
             report(args, "A scripted upstream, directly and through `server.py --upstream`.", found)
 
 

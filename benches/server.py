@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -123,12 +123,12 @@ def hear(running: Running, n_streams: int, n_tokens: int, tick_ms: int) -> list[
 
 def speed(running: Running, n_streams: int) -> Figures:
     """Measure streams that have nothing to wait for."""
-    began, before = time.perf_counter(), used(running)
+    began, (used_s, _) = time.perf_counter(), used(running)
     answers = hear(running, n_streams, STREAMS[n_streams], 0)
     n_events = sum(answer.n_events for answer in answers)
     return {
         f"{n_streams} streams, events/s": n_events / (time.perf_counter() - began),
-        f"{n_streams} streams, CPU µs an event": 1e6 * (used(running).cpu_s - before.cpu_s) / n_events,
+        f"{n_streams} streams, CPU µs an event": 1e6 * (used(running)[0] - used_s) / n_events,
     }
 
 
@@ -137,9 +137,10 @@ def lateness(running: Running, n_streams: int) -> Figures:
     late_ms: list[float] = []
     for answer in hear(running, n_streams, N_TICKS, TICK_MS):
         late_ms += [1e3 * at % TICK_MS for at in answer.text_times[N_WARM:]]
+    percentiles = quantiles(late_ms, n=100)
     return {
-        f"{n_streams} streams, median late, ms": median(late_ms),
-        f"{n_streams} streams, p99 late, ms": quantiles(late_ms, n=100)[98],
+        f"{n_streams} streams, median late, ms": percentiles[49],
+        f"{n_streams} streams, p99 late, ms": percentiles[98],
     }
 
 
@@ -147,22 +148,17 @@ def memory(command: list[str], n_streams: int) -> Figures:
     """Measure what so many open streams take in a fresh process."""
     with started(*command) as running, ThreadPoolExecutor() as pool:
         hear(running, 1, 2, 0)
-        before = used(running)
+        _, kb = used(running)
         pool.submit(hear, running, n_streams, N_TICKS, TICK_MS)
         time.sleep(N_WARM * TICK_MS / 1e3)
-        return {f"{n_streams} streams, kB a stream": (used(running).kb - before.kb) / n_streams}
+        return {f"{n_streams} streams, kB a stream": (used(running)[1] - kb) / n_streams}
 
 
-class Used(NamedTuple):
-    cpu_s: float
-    kb: float
-
-
-def used(running: Running) -> Used:
-    """Return what the process has used, and the memory that it has now."""
+def used(running: Running) -> tuple[float, float]:
+    """Return the seconds of processors that the process has used, and the kB of memory that it has now."""
     fields = Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
-    return Used(ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / 1024)
+    return ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / 1024
 
 
 def run(args: argparse.Namespace) -> None:
@@ -172,7 +168,8 @@ def run(args: argparse.Namespace) -> None:
         tokenizer = Tokenizer(directory / "tokenizer.json")
         SERVED[args.serve](directory, tokenizer, tokenizer.encode(" a")[0])
         return
-    commands = {name: command_of(name, directory) for name in SERVED}
+    words = ["bench.py", "server", "--model", str(directory), "--serve"]
+    commands = {name: [*words, name] for name in SERVED}
     with ExitStack() as stack:
         servers = {name: stack.enter_context(started(*command)) for name, command in commands.items()}
         cases: list[Case] = []
@@ -181,10 +178,6 @@ def run(args: argparse.Namespace) -> None:
             cases.append((servers, partial(lateness, n_streams=n_streams)))
         cases.append((commands, partial(memory, n_streams=max(STREAMS))))
         report(args, "Streams with an engine that only says a token.", cases)
-
-
-def command_of(name: str, directory: Path) -> list[str]:
-    return ["bench.py", "server", "--model", str(directory), "--serve", name]
 
 
 def options(add: argparse.ArgumentParser) -> None:

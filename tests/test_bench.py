@@ -64,7 +64,7 @@ def test_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda _: f"{next(numbers):08}")
     with serve("--model", str(TINY)) as running:
         urls = f"{running.url}/v1", f"{running.url}/v1/responses"
-        rows = rows_of(tmp_path, "http", *urls, "--new", "6", "--characters", "400", "--streams", "1", "2")
+        rows = rows_of(tmp_path, "http", *urls, "--new", "6", "--streams", "1", "2")
         assert running.health()["cached_tokens"] == 0
     assert rows.keys() == ASKED | {"2 streams, tokens/s"}
     assert all(len(cells) == 2 for cells in rows.values())
