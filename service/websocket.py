@@ -24,8 +24,8 @@ Rules of this file:
 3. The last response of each lane can be continued without a store. A turn that fails makes its lane forget
    it.
 4. A response cannot be steered while it runs. A client that tries gets its input back, and the turn goes on.
-5. A client that leaves ends its turns. At a stop of the server nothing more is read, and the connection is
-   closed after its turns.
+5. A client that leaves ends its turns. At a stop of the server those that run go on to their end; those that
+   wait are refused, and nothing more is read.
 6. The messages of all connections are taken one after another, by turns of the owners.
 """
 
@@ -180,6 +180,8 @@ class Connection:
                 visit.hold(rooms.bytes, len(json_text))
                 visit.enter()
                 async with lane.turn:
+                    if self.stopping.is_set():
+                        raise BadInput("The server is about to stop.", None, "server_is_overloaded")
                     body = body_of(parsed(json_text, visit))
                     await self._send_events(lane, await self.start(body, visit, self.recall))
         except BadInput as refusal:
