@@ -245,7 +245,13 @@ class Registry:
 
     async def _end(self, job: Job, finish: Finish) -> None:
         """Append the last events. A foreground response that is kept is stored before the last: rule 1."""
-        *others, last = job.builder.finish(finish, int(time.time()))
+        try:
+            *others, last = job.builder.finish(finish, int(time.time()))
+        except Exception:  # rule 3 holds in spite of a bug
+            log.exception("%s could not be ended as it should be", job.row.id)
+            error = {"code": UNFINISHED.code, "message": UNFINISHED.message}
+            response = json.loads(job.log.shown.response_json) | {"status": "failed", "error": error}
+            others, last = [], {"type": "response.failed", "response": response}
         job.log.extend(others)
         if job.row.kept and not job.row.background:
             entry = encode_event(len(job.log.entries), last)

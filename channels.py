@@ -176,10 +176,10 @@ class Forms(NamedTuple):
     """How the dialect is written, for grammars: TEXT, NAME and ARGUMENTS are places to be filled."""
 
     thought: tuple[str, str]  # markers around the reasoning
-    text: str  # an answer without calls
-    before: str | None  # text before calls; None: no text may stand there
     call: str
     separator: str | None  # between two calls; None: there is only one
+    text: str = "TEXT"  # an answer without calls
+    before: str | None = "TEXT"  # text before calls; None: no text may stand there
     calls: tuple[str, str] = ("", "")  # around all calls
     arguments: Literal["json", "xml"] = "json"
 

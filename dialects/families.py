@@ -87,9 +87,7 @@ class HarmonyHeader:
         words = "".join(piece.text for piece in pieces)
         if complete or state != "between":
             return *meaning_of(words), []
-        if words.strip():
-            return "final", None, pieces
-        return "final", None, []
+        return "final", None, pieces if words.strip() else []
 
 
 def meaning_of(header: str) -> tuple[State, CallReader | None]:
@@ -139,8 +137,6 @@ DIALECTS = {
         call_markers=MISTRAL_CALLS,
         forms=Forms(
             thought=MISTRAL_THINKING,
-            text="TEXT",
-            before="TEXT",
             call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
             separator="",
         ),
@@ -153,8 +149,6 @@ DIALECTS = {
         call_markers=MISTRAL_CALLS,
         forms=Forms(
             thought=MISTRAL_THINKING,
-            text="TEXT",
-            before="TEXT",
             call=OBJECT,
             separator=", ",
             calls=("[TOOL_CALLS][", "]"),
@@ -169,8 +163,6 @@ DIALECTS = {
         call_end="</tool_call>",
         forms=Forms(
             thought=THINKING,
-            text="TEXT",
-            before="TEXT",
             call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
             separator="\n",
             arguments="xml",
@@ -185,7 +177,6 @@ DIALECTS = {
         call_markers=("<|python_tag|>",),
         forms=Forms(
             thought=THINKING,
-            text="TEXT",
             before=None,
             call='{"name": "NAME", "parameters": ARGUMENTS}',
             separator=None,
@@ -200,8 +191,6 @@ DIALECTS = {
         call_end="</tool_call>",
         forms=Forms(
             thought=THINKING,
-            text="TEXT",
-            before="TEXT",
             call=f"<tool_call>\n{OBJECT}\n</tool_call>",
             separator="\n",
         ),

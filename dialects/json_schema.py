@@ -1,15 +1,18 @@
 """JSON schemas: which schemas a property of some arguments has, and which types of JSON they allow.
 
     schema of an object --variants()--> [schema, ...] of one property --types_of()--> {"string", "null"}
+    schema --has_circle()--> True: nothing can fit it
 
 Authority: https://json-schema.org/draft/2020-12/json-schema-core; RFC 6901 (JSON pointers).
 
 Rules of this file:
 1. The work is bounded: a schema that is looked at here need not have been checked.
-2. Whether a schema can be enforced is asked of llguidance, in a process that can be killed (matchers.py).
+2. Whether a schema can be enforced is asked of llguidance, in a process that can be killed (matchers.py). But
+   it sees a $ref that leads back to itself only when a token of the answer comes there.
 """
 
 from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from typing import Any
 from urllib.parse import unquote
@@ -56,6 +59,26 @@ def target(root: Node, ref: str) -> Node:
     except (LookupError, TypeError, ValueError):  # it leads to nowhere
         return None
     return node
+
+
+def has_circle(root: Node) -> bool:
+    """True if a $ref in this schema leads back to itself: if a schema must hold where it stands itself."""
+    same_place = TopologicalSorter[int]()  # of a schema: those that must hold, or may, where it does
+    nodes: list[Node] = [root]
+    for node in nodes:  # it grows
+        if isinstance(node, list):
+            nodes += node
+        if isinstance(node, dict):
+            nodes += node.values()
+            same_place.add(id(node), id(target(root, str(node.get("$ref")))))
+            for keyword in ("allOf", "anyOf", "oneOf"):
+                if isinstance(several := node.get(keyword), list):
+                    same_place.add(id(node), *map(id, several))
+    try:
+        same_place.prepare()
+    except CycleError:
+        return True
+    return False
 
 
 def variants(root: Mapping[str, Any], name: str) -> list[Node]:

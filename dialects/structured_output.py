@@ -30,7 +30,7 @@ from llguidance import regex_to_lark
 
 from channels import Dialect
 from dialects import calls, grammar_in_json
-from dialects.json_schema import BadGrammar, types_of, variants
+from dialects.json_schema import BadGrammar, has_circle, types_of, variants
 from request.tools import Grammar, StructuredOutput
 
 MAX_LARK = 2**20  # characters of the grammar of an answer
@@ -197,6 +197,8 @@ def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: G
 
 def _part(writer: _Writer, name: str, schema: Mapping[str, Any]) -> str:
     """Return the JSON that fits a schema of the client."""
+    if has_circle(schema):
+        raise BadGrammar("a $ref leads back to itself", name)
     as_json = _json(schema)
     writer.parts.append((name, f"start: {as_json}"))
     return as_json

@@ -123,7 +123,7 @@ class UpstreamPrompt(NamedTuple):
     body: dict[str, Any]
 
     async def count_tokens(self) -> int:
-        raise Refused(501, f"Tokens of '{self.request.model}' cannot be counted here: ask its own server.")
+        raise Refused(404, f"Tokens of '{self.request.model}' cannot be counted here: ask its own server.")
 
     async def run(self, emit: Emit, choice: int = 0) -> None:
         """Emit what the model says. Raises Refused before Accepted, and nothing after it."""

@@ -726,3 +726,28 @@ async def test_eviction_lets_writes_in_between() -> None:
                     break
         assert len(await registry._call("", store._ids, "SELECT id FROM responses")) > 20
         evicting.cancel()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@in_loop
+async def test_what_the_builder_cannot_end_ends_all_the_same(in_background: bool) -> None:
+    """Bug: it stayed in progress. Here the seal raises, with which a thought is closed."""
+
+    def seal(text: str) -> str:
+        raise ZeroDivisionError(text)
+
+    async def thinks() -> AsyncIterator[Said]:
+        yield Delta("analysis", "Hm.")
+        yield DONE
+
+    async with registry_of() as registry:
+        asked = row(background=in_background)
+        job = Job(asked, Builder({"id": asked.id, **HEAD}, new_id, seal), run_of(thinks))
+        await registry.start(job)
+        async with aclosing(job.log.read(-1)) as logged:
+            events = parsed([frame async for frames in logged for frame in frames])
+        assert [event["sequence_number"] for event in events] == [*range(len(events))]
+        last = events[-1]["response"]
+        assert (last["status"], last["error"]["message"]) == ("failed", UNFINISHED)
+        if in_background:
+            assert (await ended(registry, asked)).response == last

@@ -17,7 +17,18 @@ from helpers.serving import Reply, Server, serve
 from request import params
 
 N_EXAMPLES = 150
-STATUSES = {200, 400, 401, 404, 405, 408, 413, 415, 429}  # 503 too, where there is no room; here there is
+STATUSES = {
+    200,
+    400,
+    401,
+    403,
+    404,
+    405,
+    408,
+    413,
+    415,
+    429,
+}  # 503 too, where there is no room; here there is
 
 # --- what is sent -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 
 from dialects import json_schema
 from dialects.families import DIALECTS
-from dialects.json_schema import MAX_VARIANTS, BadGrammar, target, types_of, variants
+from dialects.json_schema import MAX_VARIANTS, BadGrammar, has_circle, target, types_of, variants
 from dialects.structured_output import answer_grammar
 from request.tools import StructuredOutput
 
@@ -91,3 +91,17 @@ def test_what_is_written_is_bounded() -> None:
     answer_grammar(demanded, DIALECTS["hermes"], {}, "over")
     with pytest.raises(BadGrammar, match="at most 1048576 characters"):
         answer_grammar(demanded, DIALECTS["qwen3-coder"], {}, "over")
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"$ref": "#"}, True),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, True),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}}}, True),
+        ({"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, False),  # a list
+        ({"properties": {"allOf": {"items": {"$ref": "#"}}}, "default": {"anyOf": 5}}, False),
+    ],
+)
+def test_a_ref_that_leads_back_to_itself_is_seen(schema: Any, expected: bool) -> None:
+    assert has_circle(schema) == expected

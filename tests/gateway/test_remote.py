@@ -147,7 +147,7 @@ def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) ->
     assert (found["status"], found["error"]["code"]) == ("failed", "invalid_prompt")
     assert "context" in found["error"]["message"]
     counted = server.post(RESPONSES + "/input_tokens", {"model": "tiny", "input": "hi"})
-    assert (counted.status, counted.json["error"]["param"]) == (501, None)
+    assert (counted.status, counted.json["error"]["param"]) == (404, None)
 
 
 @pytest.mark.bug("I03")
