@@ -142,3 +142,4 @@ class EventLog:
                 await asyncio.sleep(0)  # others have their turn, however fast this reader is
             elif not entries:
                 await self._news.wait()
+                await asyncio.sleep(0)  # what comes in the same turn of the event loop is one write
