@@ -1,6 +1,6 @@
 """`python -m audit`: holds a live server, or a recorded stream, against the rules.
 
-    URL --session.look(), judge()--> results --details(), to_json(), junit()--> lines, a file
+    URL --session.look(), judge_all()--> results --details(), to_json(), junit()--> lines, a file
     bytes of a recorded stream --judge_recording()--> lines
 
 Authority: `python -m audit --help`; https://github.com/testmoapp/junitxml for what CI servers read of
@@ -20,6 +20,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, tostring
 
@@ -66,6 +67,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--profile", choices=session.PROFILES, default="all", help="which rules; all if left out")
     add("--rules", action="append", default=[], help="only these, such as 'resume*'")
     add("--strict", action="store_true", help="exit status 1 for every failure, not for a failed must alone")
+    add("--repeat", type=int, default=1, help="ask all N times; what differs is flaky")
     add("--timeout", type=float, default=BUDGET_S, help="seconds for each rule (%(default)g)")
     add("--junit", type=Path, help="write a report for CI, as JUnit XML")
     return parser
@@ -106,7 +108,7 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     names = session.chosen(options.profile, options.rules)
     peer = Peer(options.target, options.model, options.api_key, options.timeout)
     about: Json = {"url": options.target, "apis": session.look(peer), "model": peer.model, "long": peer.long}
-    results = [session.judge(peer, name) for name in names]
+    results = session.judge_all(peer, names, options.repeat)
     if options.junit:
         options.junit.write_text(junit(results, options.target), encoding="utf-8")
     exit_status = status(results, options.strict)
@@ -137,7 +139,7 @@ def details(results: Iterable[Result]) -> Iterator[str]:
         rule = RULES[result.rule]
         if result.verdict != "pass":
             yield f"{result.verdict:6}{rule.name} ({rule.strength}): {printable(result.reason)}"
-        if result.verdict == "fail":
+        if result.verdict in ("fail", "flaky"):
             yield f"      {rule.title}"
             yield f"      | {printable(shortened(result.excerpt, SHOWN))}"
             yield f"      {rule.source}"
@@ -160,20 +162,28 @@ def to_json(results: Iterable[Result], about: Json) -> str:
     return json.dumps({"about": about, "results": rows}, indent=2, ensure_ascii=False)
 
 
-ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped"}  # verdict -> its element in JUnit's XML
+# Verdict -> its element in JUnit's XML, and how a suite counts these.
+ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped", "flaky": "skipped"}
+COUNTS = {"tests": "testcase", "failures": "*/failure", "errors": "*/error", "skipped": "*/skipped"}
 
 
 def junit(results: Iterable[Result], url: str) -> str:
-    """Write one suite with a case for each rule."""
-    root = Element("testsuites")
-    suite = SubElement(root, "testsuite", name=f"audit of {url}")
-    for result in results:
-        rule = RULES[result.rule]
-        case = SubElement(suite, "testcase", classname=rule.group, name=rule.name)
-        if tag := ELEMENTS.get(result.verdict):
-            element = SubElement(case, tag, message=printable(result.reason), type=rule.strength)
-            element.text = "\n".join(details([result]))
-    return tostring(root, encoding="unicode", xml_declaration=True)
+    """Write a suite for each group."""
+    root = Element("testsuites", name=f"audit of {url}")
+    for name, group in groupby(results, lambda result: RULES[result.rule].group):
+        suite = SubElement(root, "testsuite", name=name)
+        for result in group:
+            rule = RULES[result.rule]
+            case = SubElement(suite, "testcase", classname=name, name=rule.name, time=str(result.seconds))
+            properties = SubElement(case, "properties")
+            for fact in ("strength", "title", "source", "link", "bugs"):
+                SubElement(properties, "property", name=fact, value=getattr(rule, fact))
+            if tag := ELEMENTS.get(result.verdict):
+                element = SubElement(case, tag, message=printable(result.reason), type=rule.strength)
+                element.text = "\n".join(map(printable, result.excerpt.splitlines()))
+        for attribute, path in COUNTS.items():
+            suite.set(attribute, str(len(suite.findall(path))))
+    return tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
 # --- a recorded stream --------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an 
 import contextlib
 import http.client
 import json
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -56,6 +58,8 @@ STREAMS = json.loads("""{
     "chat-two":      {"api": "chat", "n": 2, "temperature": 1, "seed": 1},
     "chat-logprobs": {"api": "chat", "logprobs": true, "top_logprobs": 2}
 }""") | {"call": CALLED, "chat-call": CALLED | {"api": "chat"}}
+# What failed, by the error; the first that fits.
+LAYERS = {socket.gaierror: "name", ssl.SSLError: "TLS", OSError: "connection", Exception: "HTTP"}
 PATHS = {"responses": "/responses", "chat": "/chat/completions"}
 
 
@@ -152,7 +156,8 @@ class Peer:
         except (EOFError, ConnectionResetError) as error:
             raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise NoReply(f"{asked} -> {error!r}") from error
+            layer = next(layer for failure, layer in LAYERS.items() if isinstance(error, failure))
+            raise NoReply(f"{layer}: {asked} -> {error!r}") from error
 
     def ask(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Reply:
         """Ask, and read the whole reply; raises NoReply, for a server that is busy too."""

@@ -1,25 +1,28 @@
 """One audit: what there is to be audited, and every rule asked of it, each with its verdict.
 
-    Peer --look()--> paths, or NoReply         Peer, name of a rule --judge()--> Result
+    Peer --look()--> paths, or NoReply         Peer, names of rules --judge_all()--> [Result, ...]
 
     pass     the rule holds                     fail     it does not, and the excerpt shows it
     n/a      the server lacks what it is about  error    it could not be asked, and the reason says why
+    flaky    one time it was this, another time that
 
 Authority: xUnit's reports: an error is not a failure.
 
 Rules of this file:
 1. A rule that raises is an error of that rule alone: each one has its verdict, whatever the server does.
-2. What is wrong before the first rule is told in one line, with what was asked and what came. It is not a
-   failure of a rule.
+2. What is wrong before the first rule is told in one line, which names what failed: the name, the connection,
+   TLS, HTTP, the key or the model. It is not a failure of a rule.
 
 Not here: the rules, what is printed (__main__.py).
 """
 
+import time
 from fnmatch import fnmatch
 from typing import NamedTuple
 
 # Importing these enters their rules.
 from audit import agents, answers, chunks, events, frames, refusals, stored, turns  # noqa: F401
+from audit.http import NOT_THERE
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
 from audit.schema import Json, Typed
@@ -30,9 +33,10 @@ PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
 
 class Result(NamedTuple):
     rule: str  # key of RULES
-    verdict: str  # pass, fail, n/a or error
+    verdict: str  # pass, fail, flaky, n/a or error
     reason: str = ""  # what was expected, or why it does not apply or could not be asked
     excerpt: str = ""  # what shows it
+    seconds: float = 0.0
 
 
 def chosen(profile: str, patterns: list[str]) -> list[str]:
@@ -42,6 +46,22 @@ def chosen(profile: str, patterns: list[str]) -> list[str]:
     if not matching:
         raise ValueError(f"no rule of the profile {profile!r} is called {patterns}: see --list")
     return matching
+
+
+def judge_all(peer: Peer, names: list[str], n_times: int) -> list[Result]:
+    """Return the verdict on each rule; if all are asked several times, the newest, or that they differ."""
+    known: dict[str, Result] = {}
+    for _ in range(n_times):
+        peer.replies.clear()  # ask again what several rules are about
+        for name in names:
+            started_at = time.monotonic()
+            result = judge(peer, name)
+            earlier = known.get(name, result)
+            if earlier.verdict != result.verdict:
+                reason = f"{earlier.verdict}, then {result.verdict}: {earlier.reason}{result.reason}"
+                result = Result(name, "flaky", reason, earlier.excerpt or result.excerpt)
+            known[name] = result._replace(seconds=round(time.monotonic() - started_at, 3))
+    return [*known.values()]
 
 
 def judge(peer: Peer, name: str) -> Result:
@@ -96,10 +116,13 @@ def look(peer: Peer) -> list[str]:
     replies = {api: peer.reply(api=api, limit=CUT) for api in PATHS}
     apis = [api for api, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:
-        asked = (
-            f"neither API answers for {peer.model!r}: are URL (with its /v1), --model and --api-key right?"
-        )
-        raise NoReply(f"{asked} {'; '.join(map(str, replies.values()))}")
+        statuses = {reply.status for reply in replies.values()}
+        layer = f"model: neither API answers for {peer.model!r}; is it the right --model?"
+        if statuses <= NOT_THERE:
+            layer = "HTTP: no LLM server of these APIs; is it the right URL, with its /v1?"
+        elif statuses & {401, 403}:
+            layer = "key: it is missing or wrong; give --api-key KEY"
+        raise NoReply(f"{layer} {'; '.join(map(str, replies.values()))}")
     for members in LONG:
         peer.start()
         told = of_chunks([peer.reply(api=apis[0], said=STORY, limit=ENOUGH, **members).json])
