@@ -1,6 +1,6 @@
 """`python -m audit`: holds a live server, or a recorded stream, against the rules.
 
-    URL --session.look(), judge_all()--> results --details(), to_json(), junit()--> lines, a file
+    URL --session.look(), judge_all()--> results --details(), junit()--> lines, a file
     bytes of a recorded stream --judge_recording()--> lines
 
 Authority: `python -m audit --help`; https://github.com/testmoapp/junitxml for what CI servers read of
@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -76,7 +76,15 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> int:
     options = arguments().parse_args()
     try:
-        lines, status = task(options)
+        if not __debug__:
+            raise ValueError("the rules are assertions, which python -O leaves out")
+        if options.list:
+            lines, status = [*listing(session.chosen(options.profile, options.rules))], 0
+        elif options.target.startswith(("http://", "https://")):
+            lines, status = audit(options)
+        else:
+            stream = sys.stdin.buffer.read() if options.target == "-" else Path(options.target).read_bytes()
+            lines, status = judge_recording(stream, options.json)
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:  # the reader, such as head, has seen enough
@@ -89,22 +97,11 @@ def main() -> int:
     return status
 
 
-def task(options: argparse.Namespace) -> tuple[Iterable[str], int]:
-    """Do what the options ask for; return the lines to print, and the exit status."""
-    if not __debug__:
-        raise ValueError("the rules are assertions, which python -O leaves out")
-    if options.list:
-        return listing(session.chosen(options.profile, options.rules)), 0
-    if options.target.startswith(("http://", "https://")):
-        return audit(options)
-    stream = sys.stdin.buffer.read() if options.target == "-" else Path(options.target).read_bytes()
-    return judge_recording(stream, options.json)
-
-
 # --- a live server ------------------------------------------------------------------------------------------
 
 
-def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
+def audit(options: argparse.Namespace) -> tuple[list[str], int]:
+    """Return the lines to print, and the exit status."""
     names = session.chosen(options.profile, options.rules)
     peer = Peer(options.target, options.model, options.api_key, options.timeout)
     about: Json = {"url": options.target, "apis": session.look(peer), "model": peer.model, "long": peer.long}
@@ -113,14 +110,15 @@ def audit(options: argparse.Namespace) -> tuple[Iterable[str], int]:
         options.junit.write_text(junit(results, options.target), encoding="utf-8")
     exit_status = status(results, options.strict)
     if options.json:
-        return [to_json(results, about)], exit_status
+        report = {"about": about, "results": [*map(row, results)]}
+        return [json.dumps(report, indent=2, ensure_ascii=False)], exit_status
     counts = Counter(result.verdict for result in results)
     head = f"{options.target}, model {peer.model}: {' and '.join(about['apis'])}"
     summary = f"{len(results)} rules: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}"
     return [head, summary, *details(results)], exit_status
 
 
-def status(results: Sequence[Result], strict: bool) -> int:
+def status(results: list[Result], strict: bool) -> int:
     """Return the exit status: 1 if a must fails, with `strict` any rule; 2 if no rule was judged."""
     if {result.verdict for result in results} <= {"error", "n/a"}:
         return 2
@@ -129,8 +127,6 @@ def status(results: Sequence[Result], strict: bool) -> int:
 
 
 # --- reports ------------------------------------------------------------------------------------------------
-
-SHOWN = 400  # characters of an excerpt
 
 
 def details(results: Iterable[Result]) -> Iterator[str]:
@@ -141,7 +137,7 @@ def details(results: Iterable[Result]) -> Iterator[str]:
             yield f"{result.verdict:6}{rule.name} ({rule.strength}): {printable(result.reason)}"
         if result.verdict in ("fail", "flaky"):
             yield f"      {rule.title}"
-            yield f"      | {printable(shortened(result.excerpt, SHOWN))}"
+            yield f"      | {printable(shortened(result.excerpt, 400))}"
             yield f"      {rule.source}"
             yield f"      {rule.link}"
 
@@ -154,12 +150,9 @@ def listing(names: Iterable[str]) -> Iterator[str]:
         yield f"{'':24} {rule.source}; {rule.link}"
 
 
-def to_json(results: Iterable[Result], about: Json) -> str:
-    rows = []
-    for result in results:
-        rule = RULES[result.rule]
-        rows.append(result._asdict() | {"strength": rule.strength, "title": rule.title, "link": rule.link})
-    return json.dumps({"about": about, "results": rows}, indent=2, ensure_ascii=False)
+def row(result: Result) -> Json:
+    rule = RULES[result.rule]
+    return result._asdict() | {"strength": rule.strength, "title": rule.title, "link": rule.link}
 
 
 # Verdict -> its element in JUnit's XML, and how a suite counts these.

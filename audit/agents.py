@@ -12,10 +12,10 @@ import json
 from audit.http import REFUSED
 from audit.peer import CALLED, CUT, TIME, TOKYO, WEATHER, Peer
 from audit.rules import NotApplicable, rules_of
-from audit.schema import Json, Typed, expect_members
+from audit.schema import Json, Typed, expect_members, object_in
 from audit.stream import Answer, is_object, of_chunks, parsed
 
-must, should, advice = rules_of("responses agents")
+must, should, advice = rules_of("agents", "responses agents")
 TOOLS: Json = {"tools": (WEATHER, TIME)}
 BOTH_TOOLS: Json = TOOLS | {"said": TOKYO}
 FORCED: Json = BOTH_TOOLS | {"tool_choice": "get_time"}
@@ -56,8 +56,8 @@ def allowed_tools(peer: Peer) -> None:
     the guide on function calling: allowed tools
     https://platform.openai.com/docs/guides/function-calling
     """
-    named = {"type": "function", "name": "get_time"}
-    choice = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    tools = [{"type": "function", "name": "get_time"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
     assert peer.plain(**BOTH_TOOLS, tool_choice=choice).names == {"get_time"}
 
 
@@ -73,9 +73,6 @@ def one_call(peer: Peer) -> None:
         assert len(answer.calls) <= 1
 
 
-TOKENS_LESS = 4
-
-
 @must
 def cut_call(peer: Peer) -> None:
     """cut-call, chat-cut-call: a call that was cut is incomplete, and a completion that was cut within one
@@ -87,11 +84,11 @@ def cut_call(peer: Peer) -> None:
     G01 https://platform.openai.com/docs/api-reference/chat/object
     """
     # A few tokens less than a forced call takes: it is cut within its arguments.
-    limit = max(CUT, peer.plain(**FORCED, limit=400).n_output - TOKENS_LESS)
+    limit = max(CUT, peer.plain(**FORCED, limit=400).n_output - 4)
     for answer in peer.both(**FORCED, limit=limit):
         for call in answer.calls.values():
-            is_told = call.get("status", answer.end) in ("incomplete", "length")
-            assert is_told or is_object(call["arguments"])
+            status = call.get("status", answer.end)
+            assert status in ("incomplete", "length") or is_object(call["arguments"])
 
 
 @should
@@ -131,7 +128,7 @@ def history(peer: Peer, *calls: tuple[str, str, str]) -> list[Json]:
 
 
 def expect_taken(peer: Peer, said: list[Json], **more: object) -> None:
-    assert peer.reply(said=said, **more).status == 200, "expected an answer, for it is to be taken as input"
+    assert peer.reply(said=said, **more).status == 200
 
 
 @must
@@ -259,7 +256,6 @@ COLOUR = json.loads("""{
     "required": ["colour", "n"],
     "additionalProperties": false
 }""")
-NAME_A_COLOUR: Json = {"said": "Name a colour and a number.", "limit": 400, "schema": COLOUR}
 
 
 @must
@@ -269,7 +265,7 @@ def json_schema(peer: Peer) -> None:
     the guide on structured outputs
     https://platform.openai.com/docs/guides/structured-outputs
     """
-    for answer in peer.both(**NAME_A_COLOUR):
+    for answer in peer.both(said="Name a colour and a number.", limit=400, schema=COLOUR):
         value = parsed(answer.text)
         fits = value.keys() == {"colour", "n"} and not Typed(value, "coloured").faults
         assert fits or answer.end == "length"
@@ -349,8 +345,8 @@ def effort(peer: Peer) -> None:
     the API reference on reasoning
     https://platform.openai.com/docs/guides/reasoning
     """
-    answer = peer.plain(reasoning={"effort": "low"})
-    assert (answer.response.get("reasoning") or {}).get("effort") in (None, "low")
+    response = peer.plain(reasoning={"effort": "low"}).response
+    assert object_in(response, "reasoning").get("effort") in (None, "low")
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
@@ -371,7 +367,7 @@ def spelled_tokens(peer: Peer) -> None:
         prompts = (peer.reply(said="1" + f"{spelled}1" * n, limit=1) for n in (N_COPIES, 2 * N_COPIES))
         once, twice = (of_chunks([reply.if_there().json]).n_prompt for reply in prompts)
         n_tokens = (twice - once) / N_COPIES - 1  # of a copy: the digit after it is a token too
-        assert n_tokens != 1, f"expected {spelled} in a user's message to be text, never one token"
+        assert n_tokens != 1
 
 
 def asked_apart(peer: Peer, path: str, said: object) -> Json:
@@ -404,6 +400,5 @@ def compact(peer: Peer) -> None:
     https://platform.openai.com/docs/api-reference/responses/compact
     """
     output = compacted(peer)
-    kinds = [item.get("type") for item in output]
-    assert kinds.count("compaction") == 1, f"expected one compaction item, got {kinds}"
+    assert [item.get("type") for item in output].count("compaction") == 1
     expect_taken(peer, [*output, QUESTION])

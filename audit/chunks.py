@@ -13,10 +13,9 @@ from audit.rules import rules_of
 from audit.schema import Faults, Typed, object_in
 from audit.stream import MARKUP, Capture, agreed, changes, choices_of, is_object, usage_faults
 
-HEAD = {"id", "created", "model"}  # members of every chunk that never change
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")  # and "function_call", long deprecated
 
-must, should, _ = rules_of("chat")
+must, should, _ = rules_of("chunks", "chat")
 
 
 def choices(capture: Capture) -> Iterator[tuple[int, int, Typed]]:
@@ -51,7 +50,9 @@ def one_completion(capture: Capture) -> Faults:
     C07 https://platform.openai.com/docs/api-reference/chat-streaming
     """
     chunks = [chunk for _, chunk in capture.events if "choices" in chunk]
-    yield from changes({name: chunk[name] for name in HEAD & chunk.keys()} for chunk in chunks)
+    yield from changes(
+        {name: chunk[name] for name in {"id", "created", "model"} & chunk.keys()} for chunk in chunks
+    )
 
 
 @should

@@ -46,7 +46,7 @@ CHANGING = (
     "store",
 )
 
-must, should, _ = rules_of("responses")
+must, should, _ = rules_of("events", "responses")
 
 
 # --- what events hold ---------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def order(capture: Capture) -> Faults:
         if state == "end":
             return
         event_label = label(event)
-        if event_label not in AFTER and event.type not in EVENTS:
+        if not is_known(event):
             continue
         if (state, event_label) not in ORDER:
             expected = " or ".join(name for before, name in GRAMMAR if before == state)
@@ -370,6 +370,5 @@ def arguments(capture: Capture) -> Faults:
     """
     for number, event in capture.events:
         item = event.item
-        is_call = (item.type, item.status) == ("function_call", "completed")
-        if is_call and not is_object(item.arguments):
+        if (item.type, item.status) == ("function_call", "completed") and not is_object(item.arguments):
             yield number, f"expected the arguments of a completed call to be a JSON object, got {item}"

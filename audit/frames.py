@@ -14,9 +14,6 @@ from audit.rules import rules_of
 from audit.schema import Faults, shortened
 from audit.stream import DONE, Capture, Frame
 
-# What some clients take for a line end: https://github.com/modelcontextprotocol/typescript-sdk/pull/1926
-FOREIGN_LINE_END = re.compile("[\u0085\u2028\u2029]")
-
 
 def with_data(capture: Capture) -> Iterator[tuple[Frame, str]]:
     """Yield each frame that is an event, [DONE] included, and its data."""
@@ -25,7 +22,7 @@ def with_data(capture: Capture) -> Iterator[tuple[Frame, str]]:
             yield frame, frame.data
 
 
-must, should, advice = rules_of("chat responses")
+must, should, advice = rules_of("frames", "chat responses")
 
 
 @must
@@ -77,7 +74,7 @@ def line_ends(capture: Capture) -> Faults:
     A01 A02 https://github.com/modelcontextprotocol/typescript-sdk/pull/1926
     """
     for frame, data in with_data(capture):
-        if match := FOREIGN_LINE_END.search(data):
+        if match := re.search("[\u0085\u2028\u2029]", data):
             yield frame.number, f"expected it escaped, got U+{ord(match[0]):04X} itself"
 
 

@@ -19,7 +19,7 @@ Not here: what is asked (peer.py), what the replies must be (answers.py, agents.
 import http.client
 import io
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,7 @@ MAX_BYTES = 2**26  # of a reply: no answer that a rule asks for has a tenth of t
 class Reply:
     asked: str  # the request, as people read it
     status: int
-    headers: Mapping[str, str]  # names in lower case
+    headers: dict[str, str]  # names in lower case
     pieces: Iterable[bytes]  # of the body, as they come; chunks, if it comes in chunks
     connection: "Connection"  # what comes after an upgrade
 

@@ -23,7 +23,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -82,7 +81,7 @@ class Peer:
         self._budget = budget
         self.start()
 
-    def start(self, seconds: float | None = None) -> None:
+    def start(self, seconds: float = 0) -> None:
         """Begin the budget of a rule, or of the rest of one."""
         self._deadline = time.monotonic() + (seconds or self._budget)
 
@@ -145,10 +144,9 @@ class Peer:
         named = {name.replace("_", "-"): value for name, value in (self.headers | headers).items() if value}
         target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
         asked = shortened(f"{method} {path} {raw.decode('utf-8', 'replace')}", 300)
-        has_tls = self.url.scheme == "https"
-        kind = http.client.HTTPSConnection if has_tls else http.client.HTTPConnection
+        kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
         try:
-            with closing(kind(self.url.netloc, timeout=self.seconds_left())) as server:
+            with contextlib.closing(kind(self.url.netloc, timeout=self.seconds_left())) as server:
                 server.request(method, target, raw or None, named)
                 reply = Connection(server.sock, self.seconds_left).reply(asked)
                 self.shown = f"{asked} -> {reply.status}"
@@ -261,10 +259,16 @@ class Peer:
 
 def final(reply: Reply) -> Json:
     """Return the response of a stream's terminal event; if there is none, the rule terminal alone says so."""
-    last = [{}, *reply.events][-1]
+    with presumed("terminal"):
+        return response_of(reply.events)
+
+
+def response_of(events: list[Json]) -> Json:
+    """Return the response of the terminal event that must be the last."""
+    last = [{}, *events][-1]
     response = object_in(last, "response")
-    if last.get("type") not in TERMINAL or not response:
-        raise NotApplicable("the stream does not end with a terminal event")
+    is_terminal = response and last.get("type") in TERMINAL
+    assert is_terminal, f"expected a terminal event in the end, got {last}"
     return response
 
 
@@ -274,16 +278,15 @@ def final(reply: Reply) -> Json:
 def judged(rule: Rule, peer: Peer) -> None:
     """Judge by the rule every stream of its kind that the server makes, and of which the end was seen."""
     captures: dict[str, Capture] = {}
-    reason: Exception | None = None  # why a stream did not come
     for name, asked in STREAMS.items():
         if asked.get("api", "responses") in rule.profiles:
             try:
                 captures[name] = read(peer.recorded(name).body)
             except (NotApplicable, NoReply) as error:
-                reason = error
+                reason = error  # why no stream came, if none comes
                 if rule.name == "whole-frames" and isinstance(error.__cause__, AssertionError):
                     raise error.__cause__ from None
-    if reason and not captures:
+    if not captures:
         raise reason
     for name, capture in captures.items():
         for number, message in rule.check(capture):

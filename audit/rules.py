@@ -36,7 +36,7 @@ Check = Callable[..., Any]
 
 class Rule(NamedTuple):
     name: str
-    group: str  # the module that it stands in
+    group: str  # its suite in the report for CI
     profiles: str  # of PROFILES in session.py, with blanks between them
     strength: str  # of STRENGTHS
     title: str
@@ -52,8 +52,8 @@ RULES: dict[str, Rule] = {}
 OF_STREAMS = ("frames", "events", "chunks")  # groups
 
 
-def rules_of(usual: str, before: str = "") -> list[Callable[..., Check]]:
-    """Return the decorators @must, @should and @advice, which enter a function as a rule of these profiles.
+def rules_of(group: str, usual: str, before: str = "") -> list[Callable[..., Check]]:
+    """Return the decorators @must, @should and @advice: they enter a function as a rule of these profiles.
 
     It comes after the rule `before` unless another one is named.
 
@@ -74,7 +74,7 @@ def rules_of(usual: str, before: str = "") -> list[Callable[..., Check]]:
             own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
             RULES[name] = Rule(
                 name,
-                check.__module__.rpartition(".")[2],
+                group,
                 own,
                 strength,
                 title,

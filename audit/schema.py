@@ -142,10 +142,9 @@ status incomplete             = error:=null incomplete_details:dict  completed_a
 status failed                 = error:dict  incomplete_details:=null completed_at:=null
 status cancelled              = error:=null incomplete_details:=null completed_at:=null
 """
-ROW = re.compile(r"(\w+) *(.*?) *= (.*)")
 ROWS: dict[str, dict[str, Members]] = {}  # kind -> type -> its row; "*": the row of all objects of the kind
 MEMBERS: dict[str, Members] = {}  # kind -> what its objects may have, without the "?" of the names
-for _kind, _type, _row in ROW.findall(re.sub("\n +", " ", OBJECTS)):
+for _kind, _type, _row in re.findall(r"(\w+) *(.*?) *= (.*)", re.sub("\n +", " ", OBJECTS)):
     _members = dict(member.partition(":")[::2] for member in _row.split())
     ROWS.setdefault(_kind, {})[_type or "*"] = _members
     MEMBERS.setdefault(_kind, {}).update((name.removesuffix("?"), type_) for name, type_ in _members.items())
@@ -217,8 +216,10 @@ between         response.output_item.added *                              hosted
 hosted          response.*                                                hosted
 hosted          response.output_item.done *                               between
 """
-STEP = re.compile(r"^(\S.*?)  +(.*?)  +(.*)$", re.MULTILINE)
-GRAMMAR = {(state, event): then for state, event, then in STEP.findall(ORDERED)}
+GRAMMAR = {
+    (state, event): then
+    for state, event, then in re.findall(r"^(\S.*?)  +(.*?)  +(.*)$", ORDERED, re.MULTILINE)
+}
 HOSTED = re.compile(
     "(web_search|file_search|code_interpreter|image_generation|computer|(local_)?shell|apply_patch)_call|mcp_|tool_search"
 )
@@ -262,13 +263,12 @@ class Typed(dict[str, Any]):
         self.faults = [f"{what} lacks {name}" for name in required(row) if name not in value]
         for name, member in value.items():
             fitted = fit(member, self.types.get(name, "any"))
-            if fitted is WRONG:
-                if name in row:
-                    self.faults.append(f"{what} has {name} of another type: {shortened(json.dumps(member))}")
-                continue
-            self[name] = fitted
-            for inner in fitted if isinstance(member, list) else [fitted]:
-                self.faults += getattr(inner, "faults", [])
+            if fitted is not WRONG:
+                self[name] = fitted
+                for inner in fitted if isinstance(member, list) else [fitted]:
+                    self.faults += getattr(inner, "faults", [])
+            elif name in row:
+                self.faults.append(f"{what} has {name} of another type: {shortened(json.dumps(member))}")
 
     def __missing__(self, name: str) -> Any:
         fitted = [fit(empty, self.types.get(name, "any")) for empty in EMPTY]

@@ -89,7 +89,7 @@ def check(peer: Peer, name: str) -> None:
     peer.api = "chat" if is_chat_only else "responses"
     if rule.group in OF_STREAMS:
         judged(rule, peer)
-    elif rule.group == "turns":
+    elif rule.group == "websocket":
         with turns.connected(peer) as socket:
             rule.check(socket)
     elif rule.requests:
@@ -100,7 +100,6 @@ def check(peer: Peer, name: str) -> None:
 
 # --- before the first rule ----------------------------------------------------------------------------------
 
-ANY_MODEL = "default"  # asked for if none is listed: some servers have one model, and take any name
 ENOUGH = 200  # tokens: long enough to be cancelled, left and resumed
 # Members of a body that keep a model from ending early: none, vLLM's and SGLang's, and llama.cpp's.
 LONG: list[Json] = [{}, {"ignore_eos": True}, {"ignore_eos": True, "min_tokens": ENOUGH}]
@@ -112,7 +111,8 @@ def look(peer: Peer) -> list[str]:
     The peer gets the first model that is listed, if it has none, and what is found to make its answers long.
     """
     models = Typed(peer.ask("GET", "/models").json, "models").data
-    peer.model = peer.model or (models[0].id if models else ANY_MODEL)
+    # If none is listed, any name will do: some servers have one model.
+    peer.model = peer.model or (models[0].id if models else "default")
     replies = {api: peer.reply(api=api, limit=CUT) for api in PATHS}
     apis = [api for api, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:

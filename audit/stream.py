@@ -31,7 +31,6 @@ EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what sch
 
 FRAME = re.compile(rb".*?(?>\r\n|\n|\r)(?:\r\n|\n|\r)", re.DOTALL)  # it ends with a blank line
 LINE_END = re.compile("\r\n|\n|\r")
-COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?[\r\n])*")  # and blank lines
 BOM = b"\xef\xbb\xbf"
 DONE = "[DONE]"
 
@@ -71,9 +70,8 @@ def frames_of(pieces: Iterable[bytes]) -> Iterator[Frame]:
             end = match.end()
         unread = unread[end:]
     rest = unread.removeprefix(start)
-    if not COMMENTS.fullmatch(rest):
-        fault = f"expected a blank line before the stream ends, got {rest[-80:]!r}"
-        yield Frame(number, rest, "", None, {}, fault)
+    if not re.fullmatch(rb"(?:(?::[^\r\n]*)?[\r\n])*", rest):  # comments and blank lines
+        yield Frame(number, rest, "", None, {}, f"expected a blank line before the end, got {rest[-80:]!r}")
 
 
 def frame_of(number: int, raw: bytes) -> Frame:
@@ -108,8 +106,9 @@ def captured(raw: list[Json], stream: bytes = b"") -> Capture:
     if not kind:
         # Most often it is an error's body, which says more than we can.
         got = printable(stream[:400].decode(errors="replace")) or "nothing"
-        expected = "server-sent events of a Responses stream or of chat completion chunks"
-        raise NotApplicable(f"expected {expected}, got {got}")
+        raise NotApplicable(
+            f"expected server-sent events of a Responses or chat completion stream, got {got}"
+        )
     events = [Typed(event, EVENTS[kind]) for event in raw]
     return Capture(kind, [*frames_of([stream])], raw, [*enumerate(events)])
 
@@ -235,10 +234,9 @@ class Answer:
     @property
     def outline(self) -> Json:
         """What is said, without ids and times."""
-        said: Json = {"end": self.end, "text": self.text, "calls": self.calls}
+        said: Json = {"end": self.end, "text": self.text, "calls": self.calls, "output": self.output}
         if "output" in self.response:
-            error = self.response.get("error")
-            said = {"end": self.end, "usage": self.counts, "output": self.output, "error": error}
+            said |= {"usage": self.counts, "error": self.response.get("error")}
         return dict(without(said, *VOLATILE))
 
 

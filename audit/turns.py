@@ -20,12 +20,12 @@ Not here: HTTP (peer.py), streams over HTTP (answers.py).
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from audit.agents import HI, compacted
 from audit.events import TERMINAL
 from audit.http import Connection, Reply
-from audit.peer import CUT, Peer
+from audit.peer import CUT, Peer, response_of
 from audit.rules import RULES, NotApplicable, presumed, rules_of
 from audit.schema import Json, expect_members, object_in
 from audit.stream import DONE, captured, of_response, parsed, violations
@@ -34,28 +34,24 @@ KEY, ACCEPT = "dGhlIHNhbXBsZSBub25jZQ==", "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="  # RFC 
 TEXT, CLOSE, PING, PONG = 1, 8, 9, 10  # opcodes, section 5.2
 FINAL = MASKED = 0x80  # bits of the first and of the second byte of a frame
 LENGTHS = {126: 2, 127: 8}  # second byte of a frame -> bytes of the length that follows
-# A mask keeps what a web page sends from being taken for HTTP by a proxy; this one changes nothing.
-MASK = bytes(4)
-ENDS = {*TERMINAL, "error"}
 
 
 class Closed(AssertionError):
     """The server has closed the connection, unasked."""
 
 
-class WebSocket:
+class WebSocket(NamedTuple):
     """One connection after its handshake."""
 
-    def __init__(self, peer: Peer, connection: Connection) -> None:
-        self.peer = peer
-        self._connection = connection
+    peer: Peer
+    connection: Connection
 
     def turn(self, **asked: Any) -> list[Json]:
         """Return the events of one turn, to its last one or to an error; it is asked as by Peer.request()."""
         _, body = self.peer.request(stream=None, **{"store": False, "limit": CUT} | asked)
         self.send(TEXT, json.dumps({"type": "response.create"} | body).encode())
         events = [self.event()]
-        while events[-1].get("type") not in ENDS:
+        while events[-1].get("type") not in {*TERMINAL, "error"}:
             events.append(self.event())
         return events
 
@@ -86,18 +82,19 @@ class WebSocket:
         head = bytes([FINAL | opcode, MASKED | min(size, 126 + (size >= 2**16))])
         if size >= 126:
             head += size.to_bytes(LENGTHS[head[1] - MASKED], "big")
-        self._connection.send(head + MASK + payload)
+        # A mask keeps what a web page sends from being taken for HTTP by a proxy; this one changes nothing.
+        self.connection.send(head + bytes(4) + payload)
 
     def message(self) -> tuple[int, bytes]:
         """Return opcode and payload of the next message, or of the answer to a ping; answer pings."""
         opcode = 0  # that of frames which continue a message
         payload = b""
         while True:
-            first, size = self._connection.exactly(2)
+            first, size = self.connection.exactly(2)
             assert not size & MASKED, "expected frames of a server not to be masked"
             if size in LENGTHS:
-                size = int.from_bytes(self._connection.exactly(LENGTHS[size]), "big")
-            data = self._connection.exactly(size)
+                size = int.from_bytes(self.connection.exactly(LENGTHS[size]), "big")
+            data = self.connection.exactly(size)
             self.peer.shown = data.decode("utf-8", "replace") or "an empty frame"
             kind = first & 0x0F
             if kind == CLOSE:
@@ -125,24 +122,21 @@ def connected(peer: Peer) -> Iterator[WebSocket]:
 
 def handshake(peer: Peer, **headers: Any) -> contextlib.AbstractContextManager[Reply]:
     """Ask for an upgrade."""
-    headers |= {"Upgrade": "websocket", "Connection": "Upgrade"}
-    headers |= {"Sec_WebSocket_Version": "13", "Sec_WebSocket_Key": KEY}
-    return peer.open("GET", "/responses", **headers)
+    return peer.open(
+        "GET",
+        "/responses",
+        Upgrade="websocket",
+        Connection="Upgrade",
+        Sec_WebSocket_Version="13",
+        Sec_WebSocket_Key=KEY,
+        **headers,
+    )
 
 
 # --- the rules ----------------------------------------------------------------------------------------------
 
-must, should, _ = rules_of("websocket")
+must, should, _ = rules_of("websocket", "websocket")
 UNKNOWN = "resp_00000000000000000000000000000000"
-NOT_FOUND = "previous_response_not_found"
-
-
-def response_of(events: list[Json]) -> Json:
-    """Return the response of a turn that must not fail."""
-    response = object_in(events[-1], "response")
-    is_terminal = response and events[-1].get("type") in TERMINAL
-    assert is_terminal, f"expected the turn to end with a terminal event, got {events[-1]}"
-    return response
 
 
 def id_of(events: list[Json]) -> Any:
@@ -156,9 +150,9 @@ def error_of(events: list[Json]) -> Json:
     return object_in(events[-1], "error")
 
 
-def expect_not_found(socket: WebSocket, id_: object, why: str) -> None:
-    error = error_of(socket.turn(previous_response_id=id_))
-    assert error.get("code") == NOT_FOUND, f"expected an error with the code {NOT_FOUND}: {why}"
+def expect_not_found(socket: WebSocket, id_: object) -> None:
+    """Expect an error, with this code, of a turn that continues the response of this id."""
+    assert error_of(socket.turn(previous_response_id=id_)).get("code") == "previous_response_not_found"
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -199,8 +193,8 @@ def ws_is_http(socket: WebSocket) -> None:
     """
     events = socket.turn(limit=64)
     id_of(events)
-    told = of_response(response_of(events)).outline
-    socket.peer.same_answer(lambda: socket.peer.plain().outline, told)
+    answer = of_response(response_of(events))
+    socket.peer.same_answer(lambda: socket.peer.plain().outline, answer.outline)
 
 
 @must
@@ -211,7 +205,7 @@ def ws_two_turns(socket: WebSocket) -> None:
     https://developers.openai.com/api/docs/guides/websocket-mode
     """
     ids = {id_of(socket.turn()) for _ in range(2)} - {None}
-    assert len(ids) == 2, f"expected two responses, got the ids {ids}"
+    assert len(ids) == 2
 
 
 @must
@@ -223,8 +217,7 @@ def ws_numbers(socket: WebSocket) -> None:
     """
     for events in (socket.turn(), socket.turn()):
         got = [event.get("sequence_number") for event in events]
-        counts = got == [*range(len(events))] or error_of(events)
-        assert counts, f"expected 0, 1, 2, ..., got {got}"
+        assert got == [*range(len(events))] or error_of(events)
 
 
 @must(after="ws-ping")
@@ -299,7 +292,7 @@ def ws_unknown_previous(socket: WebSocket) -> None:
     the guide on WebSocket mode; websocket-previous-response-not-found of Open Responses
     F14 https://developers.openai.com/api/docs/guides/websocket-mode
     """
-    expect_not_found(socket, UNKNOWN, "there is no such response")
+    expect_not_found(socket, UNKNOWN)
 
 
 @must(after="ws-unknown-previous")
@@ -311,7 +304,7 @@ def ws_reconnect(socket: WebSocket) -> None:
     """
     with connected(socket.peer) as earlier:
         id_ = id_of(earlier.turn())
-    expect_not_found(socket, id_, "it was not stored, and its connection is gone")
+    expect_not_found(socket, id_)
 
 
 @must(after="ws-reconnect ws-continuation")
@@ -325,7 +318,7 @@ def ws_eviction(socket: WebSocket) -> None:
     orphan = {"type": "function_call_output", "call_id": "call_nobody", "output": "It rains."}
     if not error_of(socket.turn(said=[orphan], previous_response_id=id_)):
         raise NotApplicable("a result without its call is taken")
-    expect_not_found(socket, id_, "a turn that continued it has failed")
+    expect_not_found(socket, id_)
 
 
 @should

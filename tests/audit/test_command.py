@@ -127,7 +127,13 @@ def test_reports_say_whatever_a_server_sends() -> None:
         Result("resume", "n/a", "none"),
     ]
     (suite,) = ElementTree.fromstring(command.junit(results, "http://x"))
-    assert suite.attrib == {"name": "stored", "tests": "2", "failures": "1", "errors": "0", "skipped": "1"}
+    assert suite.attrib == {
+        "name": "background",
+        "tests": "2",
+        "failures": "1",
+        "errors": "0",
+        "skipped": "1",
+    }
     assert [case.attrib["name"] for case in suite.iter("testcase")] == ["cancel", "resume"]
     properties = {p.attrib["name"] for p in suite.iter("property")}
     assert properties == {"strength", "title", "source", "link", "bugs"}
