@@ -40,7 +40,7 @@ from event_log import EventLog
 from gateway.remote import RemoteWorker
 from request import items, params, query
 from request.body import receive
-from request.ids import item_ids, new_completion_id, new_id
+from request.ids import item_ids, new_id
 from request.refusals import BadInput, unsupported
 from request.room import Visit
 from request.tool_calls import Restorer
@@ -342,7 +342,7 @@ class Api:
         """Run all choices of a prompt, and append their chunks as they come."""
         request = prompt.request
         head = {
-            "id": new_completion_id(),
+            "id": new_id("chatcmpl", "-"),  # as openai-openapi, CreateChatCompletionResponse, has it
             "created": int(time.time()),
             "model": self._spoken_name(request.model),
             "system_fingerprint": f"fp_{self._started_at:x}",  # of "the backend configuration": this start

@@ -1,6 +1,6 @@
 """Ids of what the server makes: requests, responses, completions, and the items of a response.
 
-    "resp" --new_id()--> "resp_5d41..."        --new_completion_id()--> "chatcmpl-5d41..."
+    "resp" --new_id()--> "resp_5d41..."
     "resp_5d41..." --item_ids()--> "rs_5d41...00000000", "msg_5d41...00000001", ...
 
 Authority: https://platform.openai.com/docs/api-reference/responses/object: an opaque string after a prefix.
@@ -37,13 +37,8 @@ PREFIXES = {
 REQUEST_ID = contextvars.ContextVar("REQUEST_ID", default="")
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(N_RANDOM_BYTES)}"
-
-
-def new_completion_id() -> str:
-    """Return the id of a chat completion, with a hyphen: openai-openapi, CreateChatCompletionResponse."""
-    return f"chatcmpl-{secrets.token_hex(N_RANDOM_BYTES)}"
+def new_id(prefix: str, separator: str = "_") -> str:
+    return f"{prefix}{separator}{secrets.token_hex(N_RANDOM_BYTES)}"
 
 
 def item_ids(response_id: str) -> Callable[[str], str]:

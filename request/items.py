@@ -255,10 +255,11 @@ def body_of(row: Row) -> dict[str, Any]:
 
 # --- compactions and warm-ups -------------------------------------------------------------------------------
 
-QUESTION = (
-    "Summarise our conversation so far for yourself: facts, decisions, open questions, results of tools. "
-    "Be brief and complete. Write the summary only."
-)
+QUESTION = {
+    "role": "user",
+    "content": "Summarise our conversation so far for yourself: facts, decisions, open questions, results of "
+    "tools. Be brief and complete. Write the summary only.",
+}
 SUMMARY_PARAMETERS = {
     "tool_choice": "none",  # a call of a tool that the conversation brings with it would not be a summary
     "max_output_tokens": 1024,
@@ -272,11 +273,10 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
 
     `defaults` are those of its worker. Raises BadInput.
     """
-    question = {"role": "user", "content": QUESTION}
     body = SUMMARY_PARAMETERS | {
         "model": request.model,
         "instructions": request.echo["instructions"],
-        "input": [*conversation, question],
+        "input": [*conversation, QUESTION],
     }
     return replace(from_responses(body, defaults, request.owner), compacts=True)
 

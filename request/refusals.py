@@ -95,14 +95,10 @@ STATUS = {
     "server_is_overloaded":         503,
 }
 
-#  status   type                    every other is invalid_request_error
+#  status   type
 ERROR_TYPES = {
     401:    "authentication_error",
     429:    "rate_limit_error",
-    500:    "server_error",
-    502:    "server_error",
-    503:    "server_error",
-    504:    "server_error",
 }
 # fmt: on
 
@@ -113,5 +109,6 @@ def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """Return the body of an error: one object with all four keys, as openai-openapi, `Error`, has it."""
-    type_ = ERROR_TYPES.get(status, "invalid_request_error")
+    others = "server_error" if status >= 500 else "invalid_request_error"
+    type_ = ERROR_TYPES.get(status, others)
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}

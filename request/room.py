@@ -47,30 +47,27 @@ BETWEEN_PARTS_S = 0.001  # of all that comes: the event loop has this time for o
 # --- room ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Room:
-    """So many things that all owners hold together. `things` names them: bytes, as a rule."""
+    """So many things that all owners hold together."""
 
-    def __init__(self, things: str, n_total: int, is_shared: bool) -> None:
-        """`is_shared`: there are several owners."""
-        self.n_total = n_total
-        self._things = things
-        self._is_shared = is_shared
-        self._n_free = n_total
-        self._held = Counter[str]()  # by owner
+    things: str  # what they are: bytes, as a rule
+    n_total: int
+    is_shared: bool  # there are several owners
+    held: Counter[str] = field(default_factory=Counter)  # by owner
 
     def add(self, owner: str, n: int) -> None:
         """Count n more as held by the owner, or -n fewer; raises BadInput if there is no room."""
-        n_held = self._held[owner]
-        n_left = self._n_free - n
+        n_held = self.held[owner]
+        n_left = self.n_total - self.held.total() - n
         if n_left < 0:
-            message = f"There is no room for more {self._things}; try again later."
+            message = f"There is no room for more {self.things}; try again later."
             raise BadInput(message, None, "server_is_overloaded")
-        if self._is_shared and n_held and n > 0 and n_held + n > n_left:  # rule 1
-            share = f"{n_held} of {self.n_total} {self._things}"
+        if self.is_shared and n_held and n > 0 and n_held + n > n_left:  # rule 1
+            share = f"{n_held} of {self.n_total} {self.things}"
             message = f"Your key holds {share}, and more would leave too few for others; try again later."
             raise BadInput(message, None, "rate_limit_exceeded")
-        self._held[owner] += n
-        self._n_free = n_left
+        self.held[owner] += n
 
 
 # --- turns --------------------------------------------------------------------------------------------------

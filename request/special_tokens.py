@@ -76,9 +76,8 @@ class SpecialTokens:
 
     def mark_message(self, message: Message) -> Message:
         """Mark what a message says and calls (rule 4: not its role, nor ids)."""
-        marked = {**message}
-        for name in message.keys() & {"content", "reasoning_content", "name"}:
-            marked[name] = self.mark(message[name])
+        names = message.keys() & {"content", "reasoning_content", "name"}
+        marked = message | {name: self.mark(message[name]) for name in names}
         if "tool_calls" in message:
             marked["tool_calls"] = [self.mark_function(call) for call in message["tool_calls"]]
         return marked

@@ -72,18 +72,6 @@ def identifier(value: Any, path: str) -> Any:
     return value
 
 
-def qualified_name(namespace: str, name: str) -> str:
-    """Return the name by which the model knows a tool."""
-    if not namespace:
-        return name
-    return f"{namespace}__{name}"
-
-
-def called_name(call: Place) -> str:
-    """Return the qualified name in a call, or in a reference to a tool; raises BadInput."""
-    return qualified_name(call.get("namespace", text, ""), call.need("name", text))
-
-
 class Grammar(NamedTuple):
     """What the input of a custom tool must match."""
 
@@ -105,7 +93,10 @@ class Tool(NamedTuple):
 
     @property
     def qualified_name(self) -> str:
-        return qualified_name(self.namespace, self.name)
+        """The name by which the model knows the tool."""
+        if not self.namespace:
+            return self.name
+        return f"{self.namespace}__{self.name}"
 
     def schema(self) -> Schema:
         """Return the schema of the arguments as the model writes them, {} if they may be anything."""
@@ -128,6 +119,11 @@ class Tool(NamedTuple):
         if schema := self.schema():
             function["parameters"] = schema
         return {"type": "function", "function": function}
+
+
+def called_name(call: Place) -> str:
+    """Return the qualified name in a call, or in a reference to a tool; raises BadInput."""
+    return Tool(call.need("name", text), call.get("namespace", text, "")).qualified_name
 
 
 as_json = partial(json.dumps, ensure_ascii=False)  # as a model reads it: text without escapes

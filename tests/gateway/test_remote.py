@@ -18,7 +18,7 @@ import pytest
 import sse
 from gateway.upstreams import Timeouts
 from helpers import laws
-from helpers.serving import Json, Server, serve, until
+from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, delta, finish, hangs, head, says, upstream
 from service import options
 from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures of this file)
@@ -123,22 +123,6 @@ def test_models_are_the_workers(server: Server, worker: Server) -> None:
 
 
 TOO_LONG = "hi" * 9000
-REFUSALS = [
-    # path, more of the request, param, code
-    (CHAT, {"temperature": 9}, "temperature", "invalid_value"),
-    (CHAT, {"messages": [{"role": "user", "content": TOO_LONG}]}, None, "context_length_exceeded"),
-    (RESPONSES, {"stop_token_ids": [99_999]}, "stop_token_ids", "invalid_value"),
-]
-
-
-@pytest.mark.parametrize(("path", "more", "param", "code"), REFUSALS)
-def test_what_the_worker_refuses_is_refused(
-    server: Server, path: str, more: Json, param: str | None, code: str
-) -> None:
-    for stream in (True, False):
-        reply = server.post(path, {"model": "tiny", "stream": stream} | says_in(path, "hi") | more)
-        error = reply.json["error"]
-        assert (reply.status, error["param"], error["code"]) == (400, param, code)
 
 
 def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) -> None:

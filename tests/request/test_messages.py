@@ -104,8 +104,6 @@ CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "call_3", "name": "p", "in
 CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_3", "output": "done"}
 P = ("p", {"input": 'a\n"b"'})
 F, G = ("f", {"x": 1}), ("g", {"x": 1})
-# A limit cut it; no object; too deep for Python's reader, and in an object; no JSON.
-NO_OBJECTS = ['{"x": ', "[1]", "[" * 99999, '{"x":' * 9999, '"Beijing"', "null", "not json"]
 
 # fmt: off
 #   why
@@ -143,13 +141,6 @@ RESPONSES = [
         [CALL | {"namespace": "n"}, OUTPUT, CUSTOM_CALL | {"namespace": "n"}, CUSTOM_OUTPUT], None,
         [assistant("", ("n__f", F[1])), tool(0, "n__f", "42"),
          assistant("", ("n__p", P[1])), tool(1, "n__p", "done")]),
-    ("arguments that are not an object become one, and need no result",
-        [*(CALL | {"arguments": text} for text in NO_OBJECTS), OUTPUT], None,
-        [assistant("", *(("f", {"arguments": text}) for text in NO_OBJECTS)),
-         tool(len(NO_OBJECTS) - 1, "f", "42")]),
-    ("no arguments are an empty object",
-        [CALL | {"arguments": ""}, user("hi"), CALL | {"arguments": " \n"}, OUTPUT], None,
-        [assistant("", ("f", {})), user("hi"), assistant("", ("f", {})), tool(1, "f", "42")]),
 ]
 
 MISSING = "missing_required_parameter"
@@ -275,14 +266,6 @@ def test_a_prompt_loses_its_oldest_turns_one_by_one() -> None:
     assert shortened(messages) == [messages, messages, [system("s"), *messages[3:]], [system("s"), user("d")]]
 
 
-# --- the tiny model's template (Qwen3's) --------------------------------------------------------------------
-
-
-WORDS = (
-    st.text(st.characters(codec="utf-8", exclude_characters="<>\n"), min_size=1).map(str.strip).filter(bool)
-)
-
-
 # --- templates in the style of others -----------------------------------------------------------------------
 
 CHATML = """
@@ -353,6 +336,8 @@ SHOWS = {
     "harmony":        ("reasoning", 1, "<|call|>"),
 }
 # fmt: on
+LETTERS = st.characters(codec="utf-8", exclude_characters="<>\n")
+WORDS = st.text(LETTERS, min_size=1).map(str.strip).filter(bool)
 TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"], "a": "array"}
 PARAMETERS = {"type": "object", "properties": {name: {"type": of_type} for name, of_type in TYPES.items()}}
 ARRAYS = st.lists(st.none() | st.booleans(), max_size=2)
@@ -435,7 +420,9 @@ def test_nothing_that_is_said_is_lost_or_said_twice(kinds: list[str], with_tools
 @pytest.mark.bug("M10")
 @pytest.mark.parametrize("file", TEMPLATES)
 @pytest.mark.parametrize("is_chat", [False, True])
-@pytest.mark.parametrize("arguments", ['{"s": "half', "[1]", '"Beijing"', "null", "not json", ""])
+@pytest.mark.parametrize(
+    "arguments", ['{"s": "half', "[1]", "[" * 9999, '{"x":' * 9999, '"Beijing"', "null", ""]
+)
 def test_arguments_in_the_history_are_an_object(file: str, is_chat: bool, arguments: str) -> None:
     """Qwen3-Coder's template raised over others, so every later turn was a 400; hermes showed
     `"arguments": }` for none, and harmony nothing.
@@ -454,22 +441,14 @@ def test_arguments_in_the_history_are_an_object(file: str, is_chat: bool, argume
     assert rendered(arguments) == rendered(as_object)
 
 
-@pytest.mark.parametrize("n_calls", [1, 2])
-def test_values_in_the_arguments_of_all_calls_are_bounded(n_calls: int) -> None:
+def test_values_in_the_arguments_of_all_calls_are_bounded() -> None:
     """Bug: a text of 2 MB was parsed whatever it holds: ten such requests took 600 MB, and 0.8 s of Python's
     lock, while the same values in the body itself are refused.
     """
-    arguments = json.dumps({"x": [{}] * (MAX_VALUES // n_calls)})
-    few = json.dumps({"x": ["{}" * 100_000] * 10})
-
-    def ask(arguments: str) -> None:
-        calls = [CALL | {"call_id": f"call_{i}", "arguments": arguments} for i in range(n_calls)]
-        results = [OUTPUT | {"call_id": f"call_{i}"} for i in range(n_calls)]
-        from_responses([*calls, *results], None)
-
-    ask(few)
+    half = {"arguments": json.dumps({"x": [0] * (MAX_VALUES // 2)})}
+    from_responses([CALL | half, OUTPUT], None)
     with pytest.raises(BadInput, match=f"at most {MAX_VALUES}") as refusal:
-        ask(arguments)
+        from_responses([CALL | half, CALL_2 | half, OUTPUT, OUTPUT_2], None)
     assert refusal.value.status == 413
 
 
