@@ -48,7 +48,6 @@ Rules of this file:
 7. Bounded are the bytes of an event, of an object and of the answer, and the characters of its calls.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,6 +60,7 @@ from completions import CALL_MEMBERS, Chunk
 from gateway.metering import Meter, usage_of
 from request import ids
 from request.refusals import error_body, shown
+from request.tools import as_json
 
 # The event loop stands still while JSON is read: 20 ms a MiB of text, 200 a MiB of the smallest objects. The
 # longest events have the whole arguments of a call, the longest objects the logprobs of a whole answer.
@@ -359,7 +359,7 @@ class Choice:
         name = text_of(said.get("name"))
         arguments = said.get(member) or ""
         if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = as_json(arguments)
         n_calls = len(self.calls)
         call = self._call_of(fragment, type_, name)
         piece = name.removeprefix(call.name)  # https://github.com/continuedev/continue/pull/5849

@@ -14,7 +14,6 @@ Rules of this file:
 
 import asyncio
 import copy
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -32,6 +31,7 @@ from gateway.upstreams import Reply, Upstreams
 from request import params
 from request.messages import Message
 from request.params import Request
+from request.tools import as_json
 
 PRESET = (*params.SAMPLING, "stop", "stop_token_ids", "ignore_eos")  # parameters that an upstream may preset
 # Parameters of chat that are read here. The upstream checks the others, and the messages: it may have what is
@@ -111,7 +111,7 @@ def chat_message(message: Message) -> Message:
     message = copy.deepcopy(message)
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        function["arguments"] = as_json(function["arguments"])
     return message
 
 

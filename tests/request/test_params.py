@@ -90,8 +90,10 @@ BRIEF = {"role": "system", "content": "Be brief."}
 BOTH_LIMITS = {"max_tokens": 5, "max_completion_tokens": 6}
 SHOWN = "message.output_text.logprobs"
 
-ODD = (True, False, -1, 7, 0.5, NAN, 10**30, "", "x" * 2000, [], [5], ["x"], [[]], {}, {"x": 5}, {"x": {}})
 # fmt: off
+ODD: list[Any] = [
+    True, False, -1, 7, 0.5, NAN, 10**30, "", "x" * 2000, [], [5], ["x"], [[]], {}, {"x": 5}, {"x": {}},
+]
 CODES = (TYPE, VALUE, UNSUPPORTED, MISSING)
 
 #   API           param of the error              code         what is wrong

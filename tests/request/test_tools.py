@@ -100,12 +100,7 @@ def test_what_a_template_renders_is_read_back(text: str) -> None:
 # fmt: off
 #  what the parser found                                            what the client gets
 CALLS: list[tuple[list[Output], list[Output]]] = [
-    ([Call("f"), Arguments("{}"), Close()],                         [Call("f"), Arguments("{}"), Close()]),
     ([Call("unknown"), Arguments("{}")],                            [Call("unknown"), Arguments("{}")]),
-    ([Call("docs__search"), Arguments("{}"), Close()],
-     [Call("search", namespace="docs"), Arguments("{}"), Close()]),
-    ([Call("patch"), Arguments('{"input"'), Arguments(': "a'), Arguments('b"}'), Close()],
-     [Call("patch", custom=True), Arguments("a"), Arguments("b"), Close()]),
     ([Call("docs__note"), Arguments("raw"), Close()],
      [Call("note", custom=True, namespace="docs"), Arguments("raw"), Close()]),
     ([Call("patch"), Arguments("{"), Call("f"), Arguments('{"input": "a"}')],
