@@ -188,15 +188,17 @@ def loads(text: str | bytes | bytearray, errors: str = "strict") -> Any:
 
 
 def encode(data: str, event: str | None = None) -> bytes:
-    """Return the frame of one event, for one write; neither text has a line end, as JSON has none."""
-    frame = f"data: {data}\n\n"
+    """Return the frame of one event, for one write; a CR or CRLF in data will arrive as LF."""
+    frame = _lines("data", data) + "\n"
     if event is not None:
+        if "\n" in event or "\r" in event:
+            raise ValueError(f"expected an event type of one line, got {event!r}")
         frame = f"event: {event}\n{frame}"
     return frame.encode()
 
 
 def data(frame: bytes) -> str:
-    """Return the data of a frame that encode() has made."""
+    """The data of a frame that encode() has made of one line, as JSON is."""
     _, _, line = frame.partition(b"data: ")
     return line.removesuffix(b"\n\n").decode()
 
@@ -206,4 +208,10 @@ def comment(text: str) -> bytes:
 
     Its blank line is for relays that frame by it: https://github.com/PrimeIntellect-ai/verifiers/pull/2056
     """
-    return f": {text}\n\n".encode()
+    return (_lines("", text) + "\n").encode()
+
+
+def _lines(name: str, text: str) -> str:
+    if "\n" in text or "\r" in text:  # JSON has none, and may have megabytes
+        text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\n", f"\n{name}: ")
+    return f"{name}: {text}\n"

@@ -80,12 +80,22 @@ def test_cuts_are_not_seen(stream: bytes, cuts: list[int], max_event_bytes: int)
     assert parse([stream[i : i + 1] for i in range(len(stream))], max_event_bytes) == whole
 
 
-lines = texts.filter(lambda text: not re.search("[\r\n]", text))
+types = texts.filter(lambda text: not re.search("[\r\n]", text))
 
 
-@given(lines, st.none() | lines)
+@given(texts, st.none() | types)
 def test_round_trip(data: str, event: str | None) -> None:
-    assert parse([encode(data, event)]) == ([Event(event or "message", data, "")], None)
+    """What is written is read, but that CR and CRLF arrive as LF."""
+    frame = encode(data, event)
+    assert parse([frame]) == ([Event(event or "message", re.sub("\r\n|\r", "\n", data), "")], None)
+
+
+@given(types, types)
+def test_no_field_can_be_smuggled(before: str, after: str) -> None:
+    for end in ("\n", "\r", "\r\n"):
+        with pytest.raises(ValueError, match="event type of one line"):
+            encode("{}", before + end + after)
+        assert parse([sse.comment(f"{before}{end}data: {after}")]) == ([], None)
 
 
 json_values = st.recursive(
