@@ -304,9 +304,9 @@ def models(peer: Peer) -> None:
     the API reference; user interfaces fill their lists with it
     https://platform.openai.com/docs/api-reference/models/list
     """
-    reply = peer.ask("GET", "/models").if_there()
-    expect_members(reply.json, "models")
-    assert reply.json["data"]
+    listed = peer.ask("GET", "/models").if_there().json
+    expect_members(listed, "models")
+    assert listed["data"]
 
 
 # --- clients ------------------------------------------------------------------------------------------------

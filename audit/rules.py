@@ -28,9 +28,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-# What suffers if a rule is broken. must: the specification, or an official SDK. should: some clients, and
-# OpenAI's own server keeps it. advice: no client, but people and proxies are better off with it.
-STRENGTHS = ("must", "should", "advice")
 Check = Callable[..., Any]
 
 
@@ -38,7 +35,7 @@ class Rule(NamedTuple):
     name: str
     group: str  # its suite in the report for CI
     profiles: str  # of PROFILES in session.py, with blanks between them
-    strength: str  # of STRENGTHS
+    strength: str  # must, should or advice
     title: str
     source: str  # who wrote that behaviour down, or who relies on it
     link: str  # that text, or a report of what happens without it
@@ -87,7 +84,9 @@ def rules_of(group: str, usual: str, before: str = "") -> list[Callable[..., Che
             )
         return check
 
-    return [partial(enter, strength) for strength in STRENGTHS]
+    # What suffers if a rule is broken. must: the specification, or an official SDK. should: some clients, and
+    # OpenAI's own server keeps it. advice: no client, but people and proxies are better off with it.
+    return [partial(enter, strength) for strength in ("must", "should", "advice")]
 
 
 # --- how a rule ends ----------------------------------------------------------------------------------------

@@ -155,8 +155,7 @@ def input_items(peer: Peer) -> None:
     # As clients write a turn of the assistant, without the list that its type must have.
     hi = {"role": "user", "content": "hi"}
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
-    reply = kept(peer, said=[hi, said, hi]).ask("GET", "/input_items").if_there()
-    expect_members(reply.json, "input_items")
+    expect_members(kept(peer, said=[hi, said, hi]).ask("GET", "/input_items").if_there().json, "input_items")
 
 
 @should
