@@ -260,7 +260,7 @@ def frames() -> Lines:
     except sse.Truncated as error:
         yield f"Parser.close() raises Truncated: {error}"
     yield ""
-    yield f"sse.encode('[]', 'note') -> {sse.encode('[]', 'note')!r}"
+    yield f"sse.encode('one\\ntwo', 'note') -> {sse.encode('one' + chr(10) + 'two', 'note')!r}"
 
 
 async def log_lines() -> list[str]:
