@@ -612,8 +612,6 @@ READ_HERE = [
     ({"stream_options": {"include_usage": True}},               "stream_options"),
     ({"stream": False, "stream_options": {}},                   "stream_options"),
     ({"stream": "yes"},                                         "stream"),
-    ({"stream": True, "stream_options": 7},                     "stream_options"),
-    ({"n": 10**6},                                              "n"),
     ({"tool_choice": "required"},                               "tool_choice"),
 ]
 # fmt: on

@@ -34,10 +34,6 @@ def from_chat(messages: Any) -> list[Message]:
     return params.from_chat({"model": "m", "messages": messages}, {}).messages
 
 
-def shortened(messages: list[Message]) -> list[list[Message]]:
-    return [without_old_turns(messages, start) for start in turn_starts(messages)]
-
-
 def numbered(messages: list[Message]) -> list[Message]:
     """The messages with the ids that the server gives to calls."""
     calls = [call for message in messages for call in message.get("tool_calls", [])]
@@ -263,7 +259,8 @@ def test_a_bad_conversation(read: Callable[[], list[Message]], param: str, code:
 
 def test_a_prompt_loses_its_oldest_turns_one_by_one() -> None:
     messages = [system("s"), user("a"), assistant("b"), user("c"), user("d")]
-    assert shortened(messages) == [messages, messages, [system("s"), *messages[3:]], [system("s"), user("d")]]
+    shortened = [without_old_turns(messages, start) for start in turn_starts(messages)]
+    assert shortened == [messages, messages, [system("s"), *messages[3:]], [system("s"), user("d")]]
 
 
 # --- templates in the style of others -----------------------------------------------------------------------

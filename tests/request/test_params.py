@@ -298,13 +298,6 @@ def test_meaning(api: str, attribute: str, value: Any, change: Json) -> None:
     assert found == value
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_sampling(api: str) -> None:
-    found = read(api, {"top_k": -1, "logit_bias": {"05": 1}, "min_p": 0.5}).sampling
-    assert found.keys() == params.SAMPLING.keys()
-    assert (found["top_k"], found["logit_bias"], found["min_p"], found["seed"]) == (-1, {5: 1}, 0.5, None)
-
-
 @pytest.mark.parametrize(("change", "members"), ECHOES)
 def test_echo(change: Json, members: Json) -> None:
     echo = read("responses", change).echo
