@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -34,7 +34,7 @@ from starlette.websockets import WebSocket
 
 import completions
 import sse
-from background import Job, Registry, Run, Said
+from background import UNFINISHED, Job, Registry, Run, Said
 from channels import Accepted, Emit, Finish, Output, Usage
 from event_log import EventLog
 from gateway.remote import RemoteWorker
@@ -69,15 +69,7 @@ CANNOT_CANCEL = {
 Handler = Callable[[HttpRequest, Visit], Awaitable[Response]]  # its visit holds what it takes
 # The JSON of a body. While it is open, a large body holds its place in the queue of parses.
 Parsing = AbstractAsyncContextManager[Any]
-
-
-class Begun(NamedTuple):
-    """A checked request. What may still refuse it, when its job starts: no room, or an upstream."""
-
-    job: Job
-    prompt: Prompt
-    conversation: list[items.Item]  # the chain that it continues, then its own input
-    headers: dict[str, str]  # of the answer: rule 3
+Begun = tuple[Job, Prompt, dict[str, str]]  # a checked request; the headers of its answer: rule 3
 
 
 @dataclass(eq=False)
@@ -127,7 +119,7 @@ class Api:
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
         parsing = await receive(http, visit)
-        job, _, _, headers = await while_connected(self._begin(parsing, visit), http.receive)
+        job, _, headers = await while_connected(self._begin(parsing, visit), http.receive)
         await self.registry.start(job)
         if job.row.streamed:
             task = None if job.row.background else job.task  # in the background it outlives this request
@@ -150,22 +142,21 @@ class Api:
 
     async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
         parsing = await receive(http, visit)
-        begun = await while_connected(self._begin(parsing, visit, "count"), http.receive)
-        n_tokens = await begun.prompt.count_tokens()
+        _, prompt, _ = await while_connected(self._begin(parsing, visit, "count"), http.receive)
+        n_tokens = await prompt.count_tokens()
         return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
         parsing = await receive(http, visit)
-        begin = self._begin(parsing, visit, "compact")
-        job, _, conversation, headers = await while_connected(begin, http.receive)
+        job, _, headers = await while_connected(self._begin(parsing, visit, "compact"), http.receive)
         await self.registry.start(job)
         await while_connected(job.task, http.receive)
         response = job.log.events[-1]["response"]
         self._refuse_failed(response["error"])
         compaction = {name: response[name] for name in ("id", "created_at", "usage")}
         compaction["object"] = "response.compaction"
-        compaction["output"] = [*items.retained(conversation), *response["output"]]
+        compaction["output"] = [*items.retained(job.row.items), *response["output"]]
         return json_response(200, compaction, headers)
 
     async def _begin(
@@ -212,7 +203,7 @@ class Api:
         prompt = await self._prepare(request, conversation)
         # A background response keeps only its row while it waits: _run_row() makes the prompt again.
         run = partial(self._run_row, row) if row.background else partial(self._run, prompt)
-        return Begun(Job(row, builder, run), prompt, conversation, self._warning(prompt.request))
+        return Job(row, builder, run), prompt, self._warning(prompt.request)
 
     async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
         """Make the prompt. For a compaction, make the one that asks for a summary."""
@@ -229,10 +220,10 @@ class Api:
         """Emit what the model says of a prompt, or what is made of that."""
         request = prompt.request
         seal = items.sealer(self.secret, request.owner, "compaction").dumps if request.compacts else None
+        say: Emit = emit
         if seal or not request.generate:
-            await self._run_choice(prompt, 0, items.unsaid(emit, seal))
-        else:
-            await self._run_choice(prompt, 0, emit)
+            say = items.unsaid(emit, seal)
+        await self._run_choice(prompt, 0, say)
 
     async def _run_row(self, row: Row, emit: Callable[[Said], None]) -> None:
         """Run a background response. What waits is its row of JSON text: the prompt is made of it again."""
@@ -355,9 +346,13 @@ class Api:
 
         with closing(event_log):
             event_log.extend(chunks.start())
-            async with asyncio.TaskGroup() as group:
-                for index in range(request.n):
-                    group.create_task(self._run_choice(prompt, index, partial(add, index)))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for index in range(request.n):
+                        group.create_task(self._run_choice(prompt, index, partial(add, index)))
+            except* Exception:
+                log.exception("a chat completion failed")
+                add(0, UNFINISHED)
             event_log.extend(chunks.end())
 
     # --- what a model says ----------------------------------------------------------------------------------
@@ -365,18 +360,15 @@ class Api:
     async def _run_choice(self, prompt: Prompt, choice: int, emit: Emit) -> None:
         """Run one choice of a prompt, count and log it, and name its calls as the client does.
 
-        It emits one Finish, the last, but in two cases: an exception before Accepted refuses the request; and
-        if the task is cancelled, the worker's Finish is only counted, and Registry._run() ends the response.
+        It emits the worker's Finish last. If the worker raises, or is cancelled, its end is only counted.
         """
         watch = Stopwatch(self.metrics)
         restorer = Restorer(prompt.request.called)
-        accepted = False
-        end = Finish("cancelled")  # if the task is cancelled before the worker has said another end
+        end = UNFINISHED  # until the worker says another end
 
         def emit_restored(said: Accepted | Output | Finish) -> None:
-            nonlocal accepted, end
+            nonlocal end
             if isinstance(said, Accepted):
-                accepted = True
                 emit(said)
                 return
             for one in restorer.feed(said):
@@ -388,12 +380,6 @@ class Api:
 
         try:
             await prompt.run(emit_restored, choice)
-        except Exception as error:
-            message = f"{type(error).__name__} in the worker; the server's log has the details."
-            end = Finish("failed", message=message)
-            if not accepted:
-                raise
-            log.exception("the worker failed")
         finally:
             usage = end.usage or Usage(0, 0)
             n_in, n_out = usage.input_tokens, usage.output_tokens

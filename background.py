@@ -102,18 +102,8 @@ class Registry:
         In the foreground it belongs to its HTTP request, which ends it by cancelling the task; the task
         raises what refuses the request. In the background it is stored when this returns.
         """
-        row = job.row
-        if row.background:
-            if self.stopping.is_set():
-                raise BadInput("The server is about to stop.", None, "server_is_overloaded")
-            job.n_bytes = row.n_bytes + MIN_BYTES
-            self._room.add(row.owner, job.n_bytes)
-            entries = [encode_event(number, event) for number, event in enumerate(job.builder.queue())]
-            if not await self._write(row, 0, entries):
-                self._room.add(row.owner, -job.n_bytes)
-                message = "The response could not be stored; try again later."
-                raise BadInput(message, None, "server_is_overloaded")
-            job.log = EventLog(partial(self._write, row), entries)
+        if job.row.background:
+            await self._queue(job)
         await self._launch(job)
 
     async def get(self, id: str, owner: str, hold: Callable[[int], object] = int) -> Row | None:
@@ -206,6 +196,20 @@ class Registry:
 
     # --- the life of a job ----------------------------------------------------------------------------------
 
+    async def _queue(self, job: Job) -> None:
+        """Store a background response before it begins; raises BadInput."""
+        row = job.row
+        if self.stopping.is_set():
+            raise BadInput("The server is about to stop.", None, "server_is_overloaded")
+        job.n_bytes = row.n_bytes + MIN_BYTES
+        self._room.add(row.owner, job.n_bytes)
+        entries = [encode_event(number, event) for number, event in enumerate(job.builder.queue())]
+        if not await self._write(row, 0, entries):
+            self._room.add(row.owner, -job.n_bytes)
+            message = "The response could not be stored; try again later."
+            raise BadInput(message, None, "server_is_overloaded")
+        job.log = EventLog(partial(self._write, row), entries)
+
     async def _launch(self, job: Job) -> None:
         if job.row.background:
             self.jobs[job.row.id] = job
@@ -227,8 +231,7 @@ class Registry:
                     await job.run(job.emit)
                 job.finish = job.finish or UNFINISHED
             except asyncio.CancelledError:
-                # If the task kept the error, its traceback would hold frames, they the job, and the job the
-                # task: this circle, with the whole request, would stay until a collection.
+                # Not raised again: by its traceback the task would hold itself, and the whole request.
                 if not row.background:
                     job.finish = CANCELLED
             except Exception as error:

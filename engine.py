@@ -219,10 +219,7 @@ class Engine:
 
     def _step(self) -> None:
         """Schedule and launch the next step, pass on what was read before, read the oldest in flight."""
-        held_up = self._bring_masks()
-        if held_up:
-            held_up = self._wait_for_masks()
-        self._late = set(held_up)
+        self._late = set(self._bring_masks() and self._wait_for_masks())
         in_flight = [batch for _, batch in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         if batch:
@@ -275,12 +272,10 @@ class Engine:
         if not self._in_flight:
             self._began_at = time.perf_counter()
         try:
-            ticket = self._runner.launch(spans, contexts)
+            self._in_flight.append((self._runner.launch(spans, contexts), batch))
+            self._scheduler.counts["steps"] += 1
         except Exception as error:
             self._fail_batch(batch, error)
-            return
-        self._in_flight.append((ticket, batch))
-        self._scheduler.counts["steps"] += 1
 
     def _read(self) -> None:
         """Take over what the oldest step in flight has chosen."""
@@ -296,7 +291,7 @@ class Engine:
         self._began_at = read_at
         if any(scheduled.is_prefill for scheduled in batch):
             n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
-            self._rows_per_s = n_rows / max(seconds, 1e-6)
+            self._rows_per_s = n_rows / seconds
         for scheduled, chosen in zip(batch, choices, strict=True):
             sequence = scheduled.sequence
             tokens = self._scheduler.postprocess(scheduled, chosen)

@@ -9,9 +9,9 @@ Rules of this file:
 1. prepare() refuses with BadInput, before a byte of the answer has left. It makes every check, and waits for
    the turn of its grammar. run() may refuse too, before its Accepted.
 2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns. After
-   Accepted it raises only if it, or emit(), has a bug. To stop it, cancel it: the engine drops the sequence,
-   and run() emits Finish("cancelled") before it lets the CancelledError out. api.py counts that one and
-   does not pass it on.
+   Accepted it raises what an upstream refuses late, or a bug: then whoever has started it says how the answer
+   ends. To stop it, cancel it: the engine drops the sequence, and run() emits Finish("cancelled"), which
+   api.py only counts, before it lets the CancelledError out.
 3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
 4. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
    Finish("cancelled") has what was counted until then.

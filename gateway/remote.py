@@ -126,14 +126,14 @@ class UpstreamPrompt(NamedTuple):
         raise Refused(404, f"Tokens of '{self.request.model}' cannot be counted here: ask its own server.")
 
     async def run(self, emit: Emit, choice: int = 0) -> None:
-        """Emit what the model says. Raises Refused before Accepted, and nothing after it."""
+        """Emit what the model says; raises Refused, after Accepted too if the upstream refuses late."""
         request = self.request
         meter = Meter(self.worker.price)
         can_wait = request.stream or request.background
         open_reply = partial(self._open, meter)
-        async with asking(open_reply, can_wait, self.worker.totals, request.model, meter) as opening:
-            emit(Accepted())
-            try:
+        try:
+            async with asking(open_reply, can_wait, self.worker.totals, request.model, meter) as opening:
+                emit(Accepted())
                 reply = await opening
                 outputs = Outputs(reply.answer, request.n_top_logprobs or 0)
                 async for chunks in reply:
@@ -141,11 +141,9 @@ class UpstreamPrompt(NamedTuple):
                         emit(output)
                 for last in outputs.close(meter.usage):
                     emit(last)
-            except Refused as refused:
-                emit(Finish("failed", None, refused.message, refused.late_code))
-            except asyncio.CancelledError:
-                emit(Finish("cancelled", meter.usage))
-                raise
+        except asyncio.CancelledError:
+            emit(Finish("cancelled", meter.usage))
+            raise
 
     async def _open(self, meter: Meter) -> Reply:
         """Ask an upstream; raises Refused, which names the parameter that the client has sent."""
