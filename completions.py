@@ -178,12 +178,13 @@ def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
     n_completion = sum(usage.output_tokens for usage in usages)
     # The least of them: what one choice finds in the prefix cache another choice may have computed.
     n_cached = min(usage.cached_tokens for usage in usages)
+    n_reasoning = sum(usage.reasoning_tokens for usage in usages)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
         "total_tokens": n_prompt + n_completion,
         "prompt_tokens_details": {"cached_tokens": n_cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
+        "completion_tokens_details": {"reasoning_tokens": n_reasoning},
     }
 
 

@@ -461,7 +461,7 @@ def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
         (error,) = frames_of(client.body)
         assert (client.sent[0]["status"], error["error"]["message"]) == (200, "No.")
         heard.clear()
-        with pytest.raises(Refused, match="^No"):
+        with pytest.raises(Refused, match="No"):
             await said(worker, stream=True, on_output=heard.set)  # refused after its Accepted
 
     over(check, answer)
