@@ -33,7 +33,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -232,13 +232,15 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
             return response
         case HTTPException():
             message = f"{error.detail}: {http.method} {http.url.path[:MAX_SHOWN]}"
-            code = "method_not_allowed"
+            routes = http.app.routes
             if error.status_code == 404:
-                code = "unknown_url"
-                paths = dict.fromkeys(route.path for route in http.app.routes)
+                paths = dict.fromkeys(route.path for route in routes)
                 message = f"{message}; there is {', '.join(paths)}"
-            response = error_response(error.status_code, message, None, code)
-            response.headers.update(error.headers or {})  # such as Allow
+                return error_response(404, message, None, "unknown_url")
+            response = error_response(error.status_code, message, None, "method_not_allowed")
+            # Of all routes with this path, while Starlette names the first one's: RFC 9110, section 15.5.6.
+            allowed = [route.methods for route in routes if route.matches(http.scope)[0] is Match.PARTIAL]
+            response.headers["Allow"] = ", ".join(sorted(set().union(*allowed)))
             return response
         case ClientDisconnect():
             return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left

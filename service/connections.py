@@ -43,7 +43,6 @@ import resource
 import selectors
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -186,21 +185,18 @@ class Limited(asyncio.Protocol):
     def drop_after(self, seconds: float) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(seconds, self.transport.abort)
 
-    def cancel_drop(self) -> None:
-        if self.timer:
-            self.timer.cancel()
-
     def pause_writing(self) -> None:
         super().pause_writing()
         self.timer = self.drop_after(self.reader_timeout)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.cancel_drop()
+        if self.timer:
+            self.timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(None)  # with an error uvicorn would keep its timer, and with that all this
-        self.cancel_drop()
+        self.resume_writing()
 
     def shutdown(self) -> None:
         """At a stop, drop a client that does not leave before uvicorn cancels its request: it logs that.
@@ -233,7 +229,7 @@ class Protocol(Limited, HttpToolsProtocol):
     read_bytes = READ_BYTES
     max_connections: int
     # All without a request that has started, the longest first, and what will drop each: rule 1.
-    idle: "OrderedDict[Protocol, asyncio.TimerHandle]"
+    idle: "dict[Protocol, asyncio.TimerHandle]"
     is_coming = False  # the newest request has begun, and is not whole
     has_started = False  # it has been passed on to uvicorn
     is_answering = False  # and has no whole answer yet
@@ -245,8 +241,8 @@ class Protocol(Limited, HttpToolsProtocol):
         super().connection_made(transport)
         self.is_idle()
         if len(self.connections) > self.max_connections:
-            longest_idle, timer = self.idle.popitem(last=False)
-            timer.cancel()
+            longest_idle = next(iter(self.idle))
+            longest_idle.is_busy()
             longest_idle.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -338,13 +334,13 @@ class Protocol(Limited, HttpToolsProtocol):
         """
         # The parser takes Proxy-Connection for Connection.
         kept = [header for header in self.headers if not header[0].endswith(b"connection")]
+        method = self.parser.get_method()
         if dict(kept)[b"upgrade"].lower() == b"websocket" and all(value.isascii() for _, value in kept):
-            self.headers[:] = [*kept, (b"connection", b"upgrade")]
             self.is_busy()
-            super().on_headers_complete()
+            self.scope["method"] = method.decode()
             self.handle_websocket_upgrade()
         else:
-            start = b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)
+            start = b"%b %b HTTP/1.1" % (method, self.url)
             lines = [start, *(b"%b: %b" % header for header in kept), b"", rest]
             self.data_received(b"\r\n".join(lines))
 
@@ -431,11 +427,15 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
 
 def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
     stop_s = math.ceil(args.shutdown_grace) + STALLED_S
-    limits = {"reader_timeout": args.reader_timeout, "stop_s": stop_s}
-    of_http = {"max_connections": max_connections(args.max_streams), "idle": OrderedDict()}
+    limits = {
+        "reader_timeout": args.reader_timeout,
+        "stop_s": stop_s,
+        "max_connections": max_connections(args.max_streams),  # this and the next are of HTTP alone
+        "idle": {},
+    }
     return uvicorn.Config(
         app,
-        http=type("LimitedProtocol", (Protocol,), limits | of_http),
+        http=type("LimitedProtocol", (Protocol,), limits),
         ws=type("LimitedWebSocketProtocol", (WebSocketProtocol,), limits),
         ws_max_size=MAX_LARGEST * args.max_body,
         ws_ping_timeout=args.reader_timeout,

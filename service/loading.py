@@ -18,7 +18,6 @@ import argparse
 import logging
 import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,13 @@ log = logging.getLogger("loading")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MAX_ROPE_BYTES = 2**29  # a million positions of heads of 128; making the table takes three times as much
 ROPE_DIM_BYTES = 4  # a position: a complex64 for two dimensions of a head
+# fmt: off
+#    file                            number in it                 bytes
+MEMORY_LIMITS = [
+    ("/proc/meminfo",                r"MemAvailable: +(\d+) kB",  1024),
+    ("/sys/fs/cgroup/memory.max",    r"\d+",                      1),  # it holds "max" if there is no limit
+]
+# fmt: on
 
 
 def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
@@ -53,15 +59,14 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
         raise UnsupportedModel(f"the chat template in {directory} cannot be read: {error!r}") from error
     tokenizer = Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    is_on_gpu = ops_class is cuda.CudaOps
-    if is_on_gpu:
+    if ops_class is cuda.CudaOps:
         kernels.check_sizes(config)
         room = cuda.room(config, max_seq_len, args.max_batch)
+        if (directory / "model.gguf").is_file():
+            log.warning("a GPU multiplies by bfloat16 alone; the weights of this GGUF file are rounded to it")
     else:
         room = free_memory() // 4  # the system gives memory only to pages that are used
     n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
-    if is_on_gpu and (directory / "model.gguf").is_file():
-        log.warning("--device cuda: a GPU multiplies by bfloat16 alone; the file's weights are rounded to it")
     weights = read_weights(directory, config, *packs(ops_class, config, args.weights))
     runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
     engine = Engine(runner, args.speculate)
@@ -78,25 +83,27 @@ def context_length(config: Config, option: int | None) -> int:
     """Return the longest context in tokens, prompt and answer; raises UnsupportedModel."""
     length = option or config.max_seq_len
     if not 2 <= length <= config.max_seq_len:
-        limit = f"expected 2 to {config.max_seq_len}, the model's own limit"
-        raise UnsupportedModel(f"--max-model-len {length}: {limit}")
+        raise UnsupportedModel(
+            f"--max-model-len {length}: expected 2 to {config.max_seq_len}, the model's own limit"
+        )
     longest = MAX_ROPE_BYTES // (ROPE_DIM_BYTES * config.head_dim)
     if length > longest:
-        limit = f"the table of rotary positions has room for {longest}; give --max-model-len"
-        raise UnsupportedModel(f"a context of {length} tokens: {limit}")
+        raise UnsupportedModel(
+            f"a context of {length} tokens: the table of rotary positions has room for {longest}; "
+            "give --max-model-len"
+        )
     return length
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that generation_config.json presets; raises BadInput for a value out of range."""
-    presets = {}
-    for name in GENERATION_DEFAULTS:
-        value = generation.get(name)
-        if name == "temperature" and generation.get("do_sample") is False:
-            value = 0  # greedy
-        if value is not None:
-            presets[name] = params.COMMON[name].check(value, f"generation_config.{name}")
-    return presets
+    if generation.get("do_sample") is False:
+        generation = {**generation, "temperature": 0}  # greedy
+    return {
+        name: params.COMMON[name].check(generation[name], f"generation_config.{name}")
+        for name in GENERATION_DEFAULTS
+        if generation.get(name) is not None
+    }
 
 
 # --- ops and memory -----------------------------------------------------------------------------------------
@@ -104,13 +111,12 @@ def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 def ops_of(device: str) -> type[NumpyOps] | type[cuda.CudaOps]:
     """Return the ops of a device; raises ValueError for "cuda" if there is no GPU."""
-    if device == "cpu":
-        return cpu_ops()
-    missing = cuda.missing()
-    if not missing:
-        return cuda.CudaOps
-    if device == "cuda":
-        raise ValueError(f"--device cuda: {missing}")
+    if device != "cpu":
+        missing = cuda.missing()
+        if not missing:
+            return cuda.CudaOps
+        if device == "cuda":
+            raise ValueError(f"--device cuda: {missing}")
     return cpu_ops()
 
 
@@ -118,19 +124,17 @@ def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
     """Return how read_weights() packs the matrices of the layers, and the outer ones, for --weights."""
     if weights is None:
         return [ops_class.pack]
-    if not hasattr(ops_class, "pack_as"):
+    if ops_class is cuda.CudaOps:
         need = "a GPU multiplies by bfloat16 alone; give --device cpu"
-        if ops_class is NumpyOps:
-            need = "NumPy multiplies by float32 alone; pip install -e '.[fast]' brings the kernels"
-        raise ValueError(f"--weights {weights}: {need}")
-    if config.experts:
+    elif ops_class is NumpyOps:
+        need = "NumPy multiplies by float32 alone; pip install -e '.[fast]' brings the kernels"
+    elif config.experts:
         need = "a mixture of experts is multiplied by as the file has it, bfloat16 or MXFP4; leave it out"
-        raise ValueError(f"--weights {weights}: {need}")
-    packs: list[Any] = ops_class.pack_as(weights)
-    return packs
+    else:
+        return [*ops_class.pack_as(weights)]
+    raise ValueError(f"--weights {weights}: {need}")
 
 
-@cache
 def cpu_ops() -> type[NumpyOps]:
     """Return the fastest ops that are installed."""
     try:
@@ -148,8 +152,9 @@ def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | Non
     """
     if kv_memory:
         if kv_memory < page_bytes:
-            limit = f"expected {page_bytes} or more, for a page of {PAGE} tokens"
-            raise ValueError(f"--kv-memory {kv_memory}: {limit}")
+            raise ValueError(
+                f"--kv-memory {kv_memory}: expected {page_bytes} or more, for a page of {PAGE} tokens"
+            )
         return kv_memory // page_bytes
     max_pages = max_batch * -(-max_seq_len // PAGE)
     return max(1, min(max_pages, room // page_bytes))
@@ -157,15 +162,12 @@ def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | Non
 
 def free_memory() -> int:
     """Return the free memory in bytes: what Linux says is available, also in a container; elsewhere 4 GiB."""
-    limits = [n_kb * 1024 for n_kb in numbers_in("/proc/meminfo", r"MemAvailable: +(\d+) kB")]
-    limits += numbers_in("/sys/fs/cgroup/memory.max", r"\d+")  # it holds "max" if there is no limit
+    limits = []
+    for file, pattern, unit in MEMORY_LIMITS:
+        if Path(file).exists():
+            numbers = re.findall(pattern, Path(file).read_text(encoding="utf-8"))
+            limits += [int(number) * unit for number in numbers]
     return min(limits, default=4 * 2**30)
-
-
-def numbers_in(file: str, pattern: str) -> list[int]:
-    path = Path(file)
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [int(number) for number in re.findall(pattern, text)]
 
 
 # --- what the server says of it -----------------------------------------------------------------------------

@@ -15,7 +15,6 @@ Rules of this file:
 3. Labels have few values, all ours: a route's template, never a path; nothing that a client has written.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ class Metrics(Collector):
             for name, (kind, about, *labels) in METRICS.items()
         }
         self._registry.register(self)  # its readings: collect()
-        self._rendered_at = -math.inf
+        self._rendered_at = 0.0  # on the clock of time.monotonic()
         self._rendered = b""
         ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds, ...
 

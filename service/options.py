@@ -13,7 +13,7 @@ import os
 import re
 import tomllib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,21 +54,21 @@ def number(kind: Callable[[str], T], low: float, text: str, high: float = MAX_NU
     raise ArgumentTypeError(f"expected {low} or more, at most {high:g}, got {text}")
 
 
-def named(names: Collection[str], number: Callable[[str], T], text: str) -> tuple[str, T]:
-    """Return NAME=NUMBER as one of the names and its number."""
+def timeout(text: str) -> tuple[str, float]:
+    """Return NAME=SECONDS as a field of Timeouts and its value."""
     name, _, value = text.partition("=")
-    if name not in names:
-        raise ArgumentTypeError(f"expected NAME=NUMBER with NAME one of {', '.join(names)}; got {text}")
-    return name, number(value)
+    if name not in TIMEOUTS:
+        raise ArgumentTypeError(f"expected NAME=SECONDS with NAME one of {', '.join(TIMEOUTS)}; got {text}")
+    return TIMEOUTS[name], seconds(value)
 
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+UNITS = ("", "K", "M", "G", "T")  # powers of 1024
 
 
 def size(text: str) -> int:
     """Return the bytes that a text such as 512M or 1.5G says."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text, re.ASCII | re.IGNORECASE)
-    n_bytes = float(match[1]) * UNITS[match[2].upper()] if match else 0
+    n_bytes = float(match[1]) * 1024 ** UNITS.index(match[2].upper()) if match else 0
     if not 1 <= n_bytes <= MAX_NUMBER:
         raise ArgumentTypeError(f"expected bytes such as 512M or 2G, got {text}")
     return int(n_bytes)
@@ -190,7 +190,7 @@ OPTIONS: dict[str, list[Any]] = {
         ("--upstream-api-key-file FILE", Path, None,
          "a file of such keys: the key, or for several upstreams a line 'URL KEY' for each; "
          "LLMREF_UPSTREAM_API_KEY in the environment may hold the same"),
-        ("--upstream-timeout NAME=SECONDS", partial(named, TIMEOUTS, seconds), [],
+        ("--upstream-timeout NAME=SECONDS", timeout, [],
          "seconds that an upstream gets: connect; first-byte, until the first text, reasoning or call; "
          "idle, between two chunks; answer, from then to the end; probe, between two looks at its models, "
          "and for one "
@@ -238,8 +238,7 @@ def arguments() -> ArgumentParser:
 
 
 def timeouts(args: Namespace) -> Timeouts:
-    fields = {TIMEOUTS[name]: value for name, value in args.upstream_timeout}
-    return Timeouts(**fields)
+    return Timeouts(**dict(args.upstream_timeout))
 
 
 def secrets(args: Namespace, name: str) -> list[str]:
@@ -272,11 +271,12 @@ def upstream_keys(args: Namespace) -> dict[str, str]:
     """
     keys: dict[str, str] = {}
     for line in secrets(args, "upstream_api_key"):
-        url, _, secret = line.rpartition(" ")
-        if not url and len(args.upstream) == 1:
-            url = args.upstream[0]
-        if url.strip() not in args.upstream:
-            expected = "expected a line 'URL KEY' for each upstream, with the URL as --upstream has it"
-            raise ValueError(f"--upstream-api-key: {expected}; got another line, which may hold a key")
-        keys[url.strip()] = secret
+        *urls, secret = line.split()
+        url, *others = urls or args.upstream
+        if others or url not in args.upstream:
+            raise ValueError(
+                "--upstream-api-key: expected a line 'URL KEY' for each upstream, with the URL as --upstream "
+                "has it; got another line, which may hold a key"
+            )
+        keys[url] = secret
     return keys

@@ -113,12 +113,12 @@ class Steps:
         return share
 
     def _token(self, chosen: Choice) -> Members:
-        text = self._token_bytes(chosen.token_id).decode(errors="replace")
-        token: Members = {"id": chosen.token_id, "text": text}
-        if chosen.logprob is not None:
-            token["logprob"] = chosen.logprob
-            token["top"] = [self._token(Choice(*likely)) for likely in chosen.top]
-        return token
+        return {
+            "id": chosen.token_id,
+            "text": self._token_bytes(chosen.token_id).decode(errors="replace"),
+            "logprob": chosen.logprob,
+            "top": [self._token(Choice(*likely)) for likely in chosen.top],
+        }
 
     # --- as JSON, for the eyes of one owner -----------------------------------------------------------------
 

@@ -32,7 +32,7 @@ Rules of this file:
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,9 +63,9 @@ CANNOT_STEER = "A response cannot be steered here. After its end, send this inpu
 
 
 @asynccontextmanager
-async def body_of(parsing: AbstractAsyncContextManager[Any]) -> AsyncIterator[dict[str, Any]]:
+async def body_of(json_text: bytes, visit: Visit) -> AsyncIterator[dict[str, Any]]:
     """Yield the body that POST /v1/responses would have; raises BadInput."""
-    async with parsing as message:
+    async with parsed(json_text, visit) as message:
         if message.get("type") != "response.create":
             raise wrong_value("type", "'response.create'", message.get("type"))
         if message.get("background"):
@@ -182,8 +182,8 @@ class Connection:
                 async with lane.turn:
                     if self.stopping.is_set():
                         raise BadInput("The server is about to stop.", None, "server_is_overloaded")
-                    body = body_of(parsed(json_text, visit))
-                    await self._send_events(lane, await self.start(body, visit, self.recall))
+                    job = await self.start(body_of(json_text, visit), visit, self.recall)
+                    await self._send_events(lane, job)
         except BadInput as refusal:
             lane.last = None
             await self._refuse(refusal, lane.name)

@@ -25,6 +25,7 @@ from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, h
 from middleware import Keys, refusal
 from request import params
 from request.body import parsed
+from request.ids import new_id
 from request.room import Rooms, Visit
 from service import connections, options
 from service.connections import Protocol
@@ -281,6 +282,12 @@ def test_without_keys_only_who_knows_the_address_is_served(host: str) -> None:
             assert refused is None or b"start it with --allowed-host" in refused.body
         assert refusal(scope, Headers(page), Keys([]), set(), {"*"}) is None
         assert refusal(scope, Headers(), Keys([]), set(), set()) is None  # HTTP/1.0
+
+
+def test_health_without_a_key_counts_nothing(server: Server) -> None:
+    """What other keys do is shown to those with a key alone."""
+    assert server.get("/health").json == {"status": "ok"}
+    assert server.get("/health", **MINE).json.keys() > {"status", "running", "background"}
 
 
 # --- what is not an HTTP request ---------------------------------------------------------------------------
@@ -550,3 +557,9 @@ def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -> None
 
     assert asyncio.run(small_after())
     assert not asyncio.run(small_after(previous_response_id="resp_1"))
+
+
+def test_ids_cannot_be_guessed() -> None:
+    ids = {new_id("resp") for _ in range(1000)}
+    assert len(ids) == 1000
+    assert {len(id_) for id_ in ids} == {len("resp_") + 48}  # 192 bits

@@ -335,7 +335,7 @@ ELSEWHERE = [
     ("POST",   "/v1/completions",       404,   "unknown_url",         None),
     ("GET",    "/v1/models/a/b",        404,   "model_not_found",     None),
     ("GET",    "/v1/responses/resp_1",  404,   "response_not_found",  None),
-    ("POST",   "/v1/responses/resp_1",  405,   "method_not_allowed",  "GET, HEAD"),
+    ("POST",   "/v1/responses/resp_1",  405,   "method_not_allowed",  "DELETE, GET, HEAD"),
 ]
 # fmt: on
 
