@@ -75,7 +75,7 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
         await app(scope, receive, send)
 
     routes: list[BaseRoute] = [
-        Route("/", webpage.response(), methods=["GET"]),
+        Route("/", webpage.RESPONSE, methods=["GET"]),
         Route("/metrics", scrape),
         WebSocketRoute("/v1/responses", socket),
         *(

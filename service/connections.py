@@ -180,7 +180,6 @@ class Limited(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         transport.max_size = self.read_bytes  # asyncio's own is 256 KiB
         super().connection_made(transport)
-        self.transport = transport
 
     def drop_after(self, seconds: float) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(seconds, self.transport.abort)
@@ -442,6 +441,7 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         ws_per_message_deflate=False,  # a few bytes could unpack to megabytes
         backlog=ACCEPTED_A_TURN,
         log_config=None,
+        log_level="error",  # its warnings are of requests that we refuse, and log with their ids
         access_log=False,
         lifespan="off",
         server_header=False,

@@ -38,12 +38,12 @@ class Lines(logging.Formatter):
             "logger": record.name,
             "request_id": REQUEST_ID.get() or "-",
             "message": record.getMessage(),
+            "exception": self.formatException(record.exc_info) if record.exc_info else "",
         }
-        traceback = self.formatException(record.exc_info) if record.exc_info else ""
         if self._log_format == "json":
             fields = getattr(record, "fields", {})  # more members: log.info(..., extra={"fields": {...}})
-            return json.dumps(line | {"exception": traceback} | fields)
-        lines = [TEXT.format_map(line), *traceback.splitlines()]
+            return json.dumps(line | fields)
+        lines = [TEXT.format_map(line), *line["exception"].splitlines()]
         return "\n".join(each.translate(ESCAPES) for each in lines)
 
 
@@ -52,8 +52,6 @@ def start(level: str, log_format: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(Lines(log_format))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # Its warnings are of requests that connections.py and middleware.py refuse, and log with their ids.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request to an upstream
 
 

@@ -16,7 +16,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dialects.families import DIALECTS
 from gateway.upstreams import DEFAULT_TIMEOUTS, Timeouts
@@ -24,8 +24,6 @@ from responses import REASONING_EVENTS
 from service import logs
 from store import IN_MEMORY, Retention
 from worker import ALIAS, MAX_OUTPUT_TOKENS
-
-T = TypeVar("T", int, float)
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 MAX_DRAFTS = 16  # a sequence and step: a GPU verifies so many at the price of one
@@ -43,7 +41,7 @@ def matching(pattern: str, expected: str, text: str) -> str:
     return text
 
 
-def number(kind: Callable[[str], T], low: float, text: str, high: float = MAX_NUMBER) -> T:
+def number(kind: Callable[[str], float], low: float, text: str, high: float = MAX_NUMBER) -> float:
     """Return a number from `low` to `high`, which NaN and the infinities are not."""
     try:
         value = kind(text)

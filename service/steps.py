@@ -30,8 +30,8 @@ MAX_STEPS = 2000
 POLL_S = 0.05  # between two looks of a reader
 
 Members = dict[str, Any]  # of an object, as it is sent
-Share = tuple[str, Members]  # the owner of a sequence, and what a step did for it
-OWN = ("request_id", "tokens")  # members of a share that its owner alone may read
+# The owner of a sequence, what a step did for it, and what of that the owner alone may read.
+Share = tuple[str, Members, Members]
 
 
 class Steps:
@@ -68,9 +68,7 @@ class Steps:
         left = self._known.keys() - here
         if not batch and not left:
             return  # nothing has been computed
-        shares = [
-            (one.owner, self._share(one, one in left, *read.get(one, (None, [])))) for one in self._known
-        ]
+        shares = [self._share(one, one in left, *read.get(one, (None, []))) for one in self._known]
         self._known = {one: (len(one.output), one.n_preemptions) for one in here}
         pool = scheduler.pool
         step: Members = {
@@ -90,7 +88,7 @@ class Steps:
 
     def _share(
         self, sequence: Sequence, has_left: bool, scheduled: Scheduled | None, choices: list[Choice]
-    ) -> Members:
+    ) -> Share:
         """Describe a sequence, and what the step did for it; `scheduled` None: nothing."""
         n_output, n_preemptions = self._known[sequence]
         tokens = choices[: len(sequence.output) - n_output]
@@ -99,8 +97,6 @@ class Steps:
             "n_prompt": len(sequence.prompt),
             "page_table": list(sequence.page_table),
             "n_tokens": len(tokens),
-            "request_id": sequence.request_id,
-            "tokens": list(map(self._token, tokens)),
         }
         if scheduled:
             share["phase"] = "prefill" if scheduled.is_prefill else "decode"
@@ -110,7 +106,8 @@ class Steps:
             share["preempted"] = sequence.preempted_for
         if has_left:
             share["ended"] = sequence.finish or "left"
-        return share
+        texts = {"request_id": sequence.request_id, "tokens": list(map(self._token, tokens))}
+        return sequence.owner, share, texts
 
     def _token(self, chosen: Choice) -> Members:
         return {
@@ -130,8 +127,8 @@ class Steps:
                 if step["step"] >= next_step:
                     next_step = step["step"] + 1
                     sequences = [
-                        {name: share[name] for name in share if whose == owner or name not in OWN}  # rule 3
-                        for whose, share in shares
+                        share | texts if whose == owner else share  # rule 3
+                        for whose, share, texts in shares
                     ]
                     yield sse.encode(sse.dumps(step | {"sequences": sequences}))
             await asyncio.sleep(POLL_S)

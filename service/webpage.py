@@ -1,6 +1,6 @@
 """The web page: page.html and engine.html, with a Content Security Policy that allows what they need alone.
 
-    page.html, engine.html --hashes of their scripts and styles--> POLICY, HEADERS --response()--> Response
+    page.html, engine.html --hashes of their scripts and styles--> POLICY, HEADERS --> RESPONSE
 
 Authority: https://www.w3.org/TR/CSP3/. A model writes what this page shows, and a model repeats what it read.
 
@@ -24,7 +24,7 @@ HTML = (FOLDER / "page.html").read_text(encoding="utf-8").replace("<!-- engine.h
 
 
 def sources(tag: str) -> str:
-    """The CSP sources of the page's elements of this kind: the hash of each one's text."""
+    """Return the CSP sources of the page's elements of this kind: the hash of each one's text."""
     texts = re.findall(f"<{tag}>(.*?)</{tag}>", HTML, re.DOTALL)
     digests = [hashlib.sha256(text.encode()).digest() for text in texts]
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -53,6 +53,4 @@ HEADERS = {
 }
 # fmt: on
 
-
-def response() -> Response:
-    return Response(HTML, media_type="text/html", headers=HEADERS)
+RESPONSE = Response(HTML, media_type="text/html", headers=HEADERS)

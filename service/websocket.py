@@ -76,7 +76,7 @@ async def body_of(json_text: bytes, visit: Visit) -> AsyncIterator[dict[str, Any
 # --- a connection -------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass
 class Lane:
     """Turns that run one after another."""
 
@@ -87,7 +87,7 @@ class Lane:
     last: Row | None = None  # its last response: rule 3
 
 
-@dataclass(eq=False)
+@dataclass
 class Connection:
     """One WebSocket, from its handshake to its close."""
 
@@ -97,9 +97,8 @@ class Connection:
     start: Callable[..., Awaitable[Job]]  # a turn: its body, what it holds, self.recall(); raises BadInput
     to_continue: Callable[[Row], Awaitable[Row]]  # makes of a response what another one continues
     lanes: dict[str, Lane] = field(default_factory=lambda: {"": Lane("")})
-    tasks: asyncio.TaskGroup = field(
-        default_factory=asyncio.TaskGroup
-    )  # turns, and what reads their messages
+    # Turns, and what reads their messages.
+    tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
     async def run(self) -> None:
         offered = self.websocket.scope["subprotocols"]

@@ -61,8 +61,8 @@ class WatchedScheduler:
 
     def _compare(self, scheduler: Scheduler, step: dict[str, Any], shares: list[Share]) -> None:
         """The law: page tables, users of each page, prefix cache and queues are in each picture."""
-        self.tokens += [token for _, share in shares for token in share["tokens"]]
-        shown = {share["sequence"]: share for _, share in shares}
+        self.tokens += [token for _, _, texts in shares for token in texts["tokens"]]
+        shown = {share["sequence"]: share for _, share, _ in shares}
         tables = [shown[number]["page_table"] for number in step["running"]]
         users = Counter(page for table in tables for page in table)
         pool = scheduler.pool
