@@ -124,7 +124,7 @@ def max_connections(max_streams: int) -> int:
     if hard_limit != resource.RLIM_INFINITY:
         n_files = min(n_files, hard_limit)
     resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard_limit))
-    return max(1, (n_files - OWN_FILES) // 2)
+    return (n_files - OWN_FILES) // 2
 
 
 # --- turns of the event loop --------------------------------------------------------------------------------
@@ -230,8 +230,7 @@ class Protocol(Limited, HttpToolsProtocol):
     # All without a request that has started, the longest first, and what will drop each: rule 1.
     idle: "dict[Protocol, asyncio.TimerHandle]"
     is_coming = False  # the newest request has begun, and is not whole
-    has_started = False  # it has been passed on to uvicorn
-    is_answering = False  # and has no whole answer yet
+    is_answering = False  # one has been passed on to uvicorn, and has no whole answer yet
     n_framing_bytes = 0  # of it, without its body
 
     # --- its beginning and its end --------------------------------------------------------------------------
@@ -283,7 +282,7 @@ class Protocol(Limited, HttpToolsProtocol):
             raise BadHttp("the request before this one has no answer yet")
         super().on_message_begin()
         self.is_coming = True
-        self.has_started = False
+        self.has_started = False  # it has not been passed on to uvicorn
         self.body = b""  # what came of it, and has not been passed on
 
     def on_headers_complete(self) -> None:
