@@ -3,9 +3,8 @@
     outputs of a worker --Job.emit()--> Builder --events--> EventLog --write()--> store.py
                                                                 +----read()----> any number of readers
 
-A foreground response belongs to its HTTP request and ends with it; one that is kept is stored when it ends. A
-background response is stored before anything else, event by event; it waits for its turn, and survives its
-request and this process.
+A foreground response belongs to its HTTP request and ends with it. A background response waits for its turn,
+and survives its request and this process.
 
 Authority: https://platform.openai.com/docs/guides/background
 
@@ -99,8 +98,7 @@ class Registry:
     async def start(self, job: Job) -> None:
         """Start a response; raises BadInput.
 
-        In the foreground it belongs to its HTTP request, which ends it by cancelling the task; the task
-        raises what refuses the request. In the background it is stored when this returns.
+        In the foreground its task raises what refuses it; in the background it is stored when this returns.
         """
         if job.row.background:
             await self._queue(job)
@@ -280,8 +278,7 @@ class Registry:
         except Exception as error:  # a full disk fails every write: a line is enough
             log.error("%s could not be stored: %s", row.id, error)
             return False
-        job = self.jobs.get(row.id)
-        if newest.ended_at and job:  # from now on the store answers for it
+        if newest.ended_at and (job := self.jobs.get(row.id)):  # from now on the store answers for it
             del self.jobs[row.id]
             self.ended[status] += 1
             self._room.add(row.owner, -job.n_bytes)

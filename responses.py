@@ -292,7 +292,7 @@ class Builder:
                 encoded = [*map(_logprob, logprobs)]  # raises before anything has changed
                 if self._item and self._item.kind is self._kinds[channel]:
                     return self._grow(text, encoded)
-                return [*self._open(channel, call={}), *self._grow(text, encoded)]
+                return [*self._open(channel, {}), *self._grow(text, encoded)]
             case Accepted():
                 return self.start()
             case Compaction(encrypted_content):

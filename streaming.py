@@ -150,10 +150,7 @@ KEEP_ALIVE = sse.comment("keep-alive")
 
 @asynccontextmanager
 async def kept_alive(send: Send) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """Yield what writes frames of a body that has begun; while none come, write a comment once in a while.
-
-    Proxies close streams that are silent.
-    """
+    """Yield what writes frames of a body; while none come, write comments: proxies close silent streams."""
     is_silent = True
 
     async def write(frames: bytes) -> None:
