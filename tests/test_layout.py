@@ -153,15 +153,15 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           32_350,  # the root, bench.py too
-    "audit":      20_170,
+    "":           30_830,  # the root, bench.py too
+    "audit":      19_100,
     "benches":     8_000,
-    "checkpoint": 10_010,
-    "devices":    17_820,
-    "dialects":    8_770,
-    "gateway":     8_920,
-    "request":    14_460,
-    "service":     8_780,
+    "checkpoint":  9_300,
+    "devices":    17_170,
+    "dialects":    8_420,
+    "gateway":     8_830,
+    "request":    13_600,
+    "service":     8_140,
 }
 # fmt: on
 MAX_MODULE = 600  # lines of a module of the root, theory included
