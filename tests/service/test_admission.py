@@ -49,7 +49,7 @@ def test_a_body_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def read() -> None:
         with Rooms(2).visit("") as visit:
             with pytest.raises(BadInput) as caught:
-                await arriving(visit, b"0123456789", 60)
+                await arriving(visit, b"0123456789", 0, 0.5)
             assert STATUS[caught.value.code] == 408
             monkeypatch.setattr(body, "BODY_BYTES_A_S", 1)  # so what comes at once has ten seconds more
             await arriving(visit, b"0123456789", 0, 0.05)
