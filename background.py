@@ -43,7 +43,7 @@ MAX_RUNNING = 8  # background responses at once; the engine's other places are l
 EVICTION_INTERVAL_S = 1
 
 
-Said = Accepted | Output | Compaction | Finish  # what a worker says of one response, as worker.py orders it
+Said = Accepted | Output | Compaction | Finish  # what a run emits, a Compaction from items.py
 Run = Callable[[Callable[[Said], None]], Awaitable[None]]  # emits it
 
 CANCELLED = Finish("cancelled")

@@ -40,7 +40,7 @@ class TokenLogprob(NamedTuple):
     top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
     def members(self, with_bytes: bool = True) -> dict[str, Any]:
-        """Return it as both APIs spell it; a logprob that is NaN stays NaN, which cannot be encoded."""
+        """Return it as both APIs spell it; a logprob that is NaN becomes null when it is encoded."""
         members: dict[str, Any] = {"token": self.token, "logprob": max(self.logprob, UNLIKELY)}
         if with_bytes:
             members["bytes"] = list(self.bytes)

@@ -40,7 +40,7 @@ CALL_MEMBERS = {
 class Chunks:
     """Makes the chunks of one request, for all its choices."""
 
-    head: dict[str, Any]  # what every chunk repeats: id, created, model, system_fingerprint
+    head: dict[str, Any]  # what every chunk repeats: id, created, model, system_fingerprint, service_tier
     new_id: Callable[[str], str]  # draws an id with this prefix
     n: int  # choices
     include_usage: bool

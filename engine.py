@@ -142,7 +142,7 @@ class Engine:
     async def generate(self, sequence: Sequence, feed: Feed) -> None:
         """Feed the tokens of one sequence to its reader, step by step, and return after the last.
 
-        Aborts the sequence if it is cancelled, and if feed() wants no more or raises, which raises here too.
+        Removes the sequence if it is cancelled, and if feed() wants no more or raises, which this raises too.
         """
         self._event_loop = asyncio.get_running_loop()
         ended = self._event_loop.create_future()

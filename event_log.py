@@ -6,10 +6,11 @@
 Authority: https://platform.openai.com/docs/guides/background for what a reader may ask for.
 
 Rules of this file:
-1. An event gets its number when it is appended, and nowhere else: 0, 1, 2, ... without a gap. The chunks of
-   a completion have none.
-2. An event is encoded once, then and there, together with the response object in it. Readers, the store
-   and GET share those bytes, and nothing can change them.
+1. An event's number is its place in the log: 0, 1, 2, ... without a gap. The chunks of a completion have
+   none.
+2. An event is encoded when it is appended, together with the response object in it; background.py encodes
+   those that must be in the store before that. Readers, the store and GET share those bytes, and nothing
+   can change them.
 3. Readers see an event that is to be stored once it is written, so a restart does not take back what they
    saw. One write takes all events that came during the last one: tokens do not wait for the disk. If a write
    fails, its events are shown all the same, and it is tried again with those that came since.
@@ -60,12 +61,12 @@ def newest_of(entries: Sequence[Entry]) -> Entry:
 class EventLog:
     """The events of one response, or the chunks of one completion.
 
-    What is appended is shown to readers when it is written; without `write` at once. `stored` was written by
-    an earlier process.
+    What is appended is shown to readers when it is written; without `write` at once. `stored` is in
+    the store already.
     """
 
     def __init__(self, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
-        self.events: list[Event] = []  # appended by this process
+        self.events: list[Event] = []  # appended by extend(), so without those of `stored`
         self.entries = [*stored]
         self.shown = newest_of(stored)  # has the newest response object that readers see
         self.status = self.shown.status  # of the newest response object, be it shown or not

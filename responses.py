@@ -3,7 +3,7 @@
     [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the response object
 
 A new kind of item is a row of KINDS (and of GRAMMAR, for each of its events); any other new event is a row of
-GRAMMAR, and feed() makes it with _event(). Its members are a row of EVENTS in audit/schema.py. One that adds
+GRAMMAR, and feed() makes it with _event(). Its members are a row of OBJECTS in audit/schema.py. One that adds
 to the response is a row of FOLD in service/page.html, which a test demands. `python tests/pictures.py` draws
 the picture of GRAMMAR again.
 
@@ -215,7 +215,7 @@ class _Item:
     def whole(self) -> dict[str, Any]:
         """Return the members of the event that says all of the text."""
         whole = {**self.place, self.kind.field: self.text()}
-        if self.kind.part == "output_text":  # it must carry `logprobs`, be it empty; no other event has them
+        if self.kind.part == "output_text":  # it must carry `logprobs`, be it empty; no other .done has them
             whole["logprobs"] = [of_event for of_event, _ in self.logprobs]
         if self.kind.item == "function_call":
             whole["name"] = self.announced["name"]  # required by openai-openapi, absent from the SDK's type

@@ -46,8 +46,9 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 # 1. Arrival.       The engine hands a Sequence to add(), which puts it at the end of `waiting`.
 # 2. Admission.     A waiting sequence moves to `running` when a slot of the batch is free, and enough pages
 #                   are free for all its tokens and for the growth of those that run. The oldest sequence of
-#                   the owner that runs the fewest goes first. If that owner runs none, and the batch is full,
-#                   a sequence of an owner that runs several is preempted for it.
+#                   the owner that runs the fewest goes first. If that owner runs none, and there is no slot
+#                   or too few pages for it, a sequence of an owner that runs several is preempted for it, if
+#                   that makes room.
 # 3. Prefix cache.  Automatic prefix caching: pages of its prompt that its owner has computed before go into
 #                   its page table and are not computed again. If another sequence is computing the page that
 #                   it needs next, it sits the step out and finds the page later.
@@ -239,8 +240,8 @@ class Scheduler:
         """Choose what the next step computes. What is returned counts as launched.
 
         `in_flight`: steps that earlier calls returned and postprocess() has not seen yet. Returns [] if no
-        sequence can go on before the oldest step in flight is read. `max_rows`: the most rows of prompts
-        in the step while any sequence decodes.
+        sequence can go on before the oldest step in flight is read. `max_rows`: about the most rows of
+        the step while any sequence decodes; prompts get MIN_ROWS of them all the same.
         """
         self._admit()
         if self.waiting and (surplus := self._surplus()):

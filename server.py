@@ -1,6 +1,6 @@
 """The server: start and stop of one process.
 
-    argv --main()--> bind the port, open the store, load the model --serve()--> answer until a signal --stop()
+    argv --main()--> bind the port, open the store, load the model --serve()--> answer until a signal
 
 What fails at once (an option, a port in use) comes before what takes minutes (the model). A stop accepts no
 more requests, gives those that run a grace, and ends the rest; Ctrl-C at the start ends it.
@@ -92,7 +92,7 @@ def main() -> int:
     return 0
 
 
-# --- run and stop -------------------------------------------------------------------------------------------
+# --- the garbage collector ----------------------------------------------------------------------------------
 
 
 def tune_garbage_collector() -> None:

@@ -313,9 +313,9 @@ class Answer:
 
     def feed(self, step: StepOutput) -> bool:
         """Emit what a step has brought; return whether more is wanted."""
-        self._usage.cached_tokens = step.cached_tokens
         end = step.finish
         for token in step.tokens:  # one by one: a step may cross any number of channels
+            self._usage.cached_tokens = step.cached_tokens
             if self._n_logprobs_left < 0:
                 end = "length"
                 break

@@ -4,7 +4,7 @@
 
 It is also called constrained decoding or guided decoding, and the mask a token bitmask. The library that
 follows the grammar is llguidance; other servers use XGrammar or Outlines in its place. `StructuredOutput` is
-what is asked for (request/tools.py), `lark()` writes it in the forms of the dialect.
+what is asked for (request/tools.py), `answer_grammar()` writes it in the forms of the dialect.
 
 Authority: https://platform.openai.com/docs/guides/structured-outputs and .../function-calling (tool_choice);
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for the language of the grammars.

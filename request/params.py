@@ -6,7 +6,7 @@
 A new parameter is one row of COMMON (both APIs), RESPONSES or CHAT: the check of its value, its default, and
 whether the response object repeats it. One that is only to be refused is a name in NOT_BUILT. What a
 parameter does is a field of Request, filled in request(), which knows chat's names alone: responses_request()
-and from_chat() first give what has another name, or stands elsewhere, the name there.
+and from_chat() first bring what is called otherwise, or stands elsewhere, under that name.
 
 Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. What OpenAI
 lacks (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, chat_template_kwargs) has vLLM's names:

@@ -8,7 +8,8 @@
 uvicorn speaks both protocols. Limits are added by what is documented: the methods that asyncio calls on a
 protocol, those that httptools calls for what it has parsed, and the protocol of the package `websockets`.
 Of uvicorn itself a dozen names are used that are not documented, so pyproject.toml allows no later minor one:
-HttpToolsProtocol with connections, parser, headers, url, handle_websocket_upgrade and on_response_complete;
+HttpToolsProtocol with connections, parser, headers, url, scope, handle_websocket_upgrade and
+on_response_complete;
 WebSocketsSansIOProtocol with conn and handshake_complete; of both, shutdown; and Server.capture_signals.
 
 The life of a connection ("<" is from the client):

@@ -1,6 +1,6 @@
 """Metrics: what the server counts, in the form that Prometheus reads.
 
-    requests, runs --seen by middleware.py and choices.py--> METRICS -------+
+    requests, runs --seen by middleware.py and api.py--> METRICS -----------+
                                                                             +--render()--> text of /metrics
     queue, KV cache, background runs --read at a scrape--> READINGS --------+
 
@@ -70,7 +70,7 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "relayed_requests_done":           (Total, "Requests answered by upstreams.", "relayed_done"),
     "relayed_tokens":                  (Total, "Tokens of answers by upstreams.", "relayed_total"),
     "relayed_cost":                    (Total, "Cost in units of the price.",    "relayed_cost"),
-    "background_responses":            (Gauge, "Background responses that run.", "live", "status"),
+    "background_responses":            (Gauge, "Background responses, not ended.", "live", "status"),
     "background_responses_ended":      (Total, "Those that have ended.",         "ended", "status"),
 }
 # fmt: on

@@ -42,7 +42,7 @@ BODY = {"model": "tiny", "input": "What is 2+2?", "temperature": 0, "stream": Tr
 FLAGS = ["--model", str(walkthrough.TINY), "--port", "0", "--log-level", "warning", "--secret", "any"]
 AFTERWARDS_S = 0.5  # in which the connection is closed and the response written to the store
 INDENT = 16
-BY_THE_CLOCK = {"Registry.evict", "Store.over_limits", "Store._ids"}
+BY_THE_CLOCK = {"Registry.evict", "Store.evict", "Store._ids"}
 
 
 class Tracer:
