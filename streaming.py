@@ -98,7 +98,7 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         if self.task:
             await self.log.until_begun()
-            if not self.log.events:
+            if not self.log.entries:
                 await self.task  # raises the refusal while an HTTP status can still say it
         headers = [*SSE_HEADERS, *Headers(self.more_headers).raw]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
