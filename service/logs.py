@@ -25,7 +25,11 @@ ESCAPES = {code: repr(chr(code))[1:-1] for code in CONTROLS}
 
 
 class Lines(logging.Formatter):
-    """Records in one of FORMATS."""
+    """Records in one of FORMATS, their times in UTC: RFC 3339."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
     def __init__(self, log_format: str) -> None:
         super().__init__()

@@ -153,7 +153,7 @@ def test_a_record_is_one_line_whatever_a_client_says(server: Server) -> None:
     server.post(RESPONSES, HI | {"tools": [{"type": forged}]})
     refused = server.post("/v1/x%0A2026-01-01", {})
     until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, after its reply")
-    line = r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ \w+ \[req_\w+\]: .+"
+    line = r"\d{4}-\d\d-\d\dT[\d:.]+Z [A-Z]+ \w+ \[req_\w+\]: .+"
     lines = server.log()[was:].splitlines()
     assert len(lines) >= 2
     assert [each for each in lines if not re.fullmatch(line, each)] == []

@@ -594,7 +594,7 @@ def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
         rooms, deaf = Rooms(8), Client(b"[]", is_deaf=True)
         first = running(deaf, start, rooms)
         await deaf.is_told.wait()
-        second = running(Client(TURN), start, rooms)
+        second = running(Client(b"[]", TURN), start, rooms)  # its turn comes after a refusal
         await asyncio.wait_for(has_started.wait(), 30)
         first.cancel()
         second.cancel()
