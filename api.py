@@ -156,7 +156,8 @@ class Api:
         self._refuse_failed(response["error"])
         compaction = {name: response[name] for name in ("id", "created_at", "usage")}
         compaction["object"] = "response.compaction"
-        compaction["output"] = [*items.retained(job.row.items), *response["output"]]
+        retained = await visit.call(lambda: items.retained(job.row.items))
+        compaction["output"] = [*retained, *response["output"]]
         return json_response(200, compaction, headers)
 
     async def _begin(

@@ -140,7 +140,6 @@ def one_line(message: object) -> str:
     """Return the first line; for a regular expression also the line that says what is wrong with it."""
     first, *others = str(message).splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
-    first = first.replace("NoExtensionBias", "a $ref leads back to itself")
     return " ".join([first, *reasons[-1:]])[:MAX_ERROR]
 
 

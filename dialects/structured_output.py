@@ -12,8 +12,8 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for the langu
 Rules of this file:
 1. Reasoning comes first and is free: the grammar holds for what follows it (vllm-project/vllm#44012).
 2. Calls and texts are demanded in the forms of the dialect (families.py): the parser finds what they write.
-3. A schema that cannot be enforced is refused before anything runs, if compiling it shows that. A $ref that
-   leads back to itself is noticed where the answer comes to it.
+3. A schema that cannot be enforced is refused before anything runs, by compiling it, and by following its
+   $refs (json_schema.py).
 4. What is written is bounded, and so are the blanks between what is demanded: a model that is held to a form
    it does not like writes them for ever where it may: https://github.com/vllm-project/vllm/issues/38696
 
