@@ -31,7 +31,6 @@ N_CHARACTERS = 4000  # of a long prompt: some 1000 tokens
 N_FIRST = 8  # tokens of an answer whose first text counts: a marker has no text
 STORY = "Write a long story about a lighthouse, its keeper and a storm."
 TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|delta)": ?"(?!")')  # that is not empty
-N_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d+)')
 
 
 class Target(NamedTuple):
@@ -46,7 +45,6 @@ class Answer(NamedTuple):
     asked_at: float
     text_times: list[float]
     n_events: int
-    n_tokens: int  # by the usage
 
 
 async def ask(target: Target, prompt: str, n_new: int, **more: Any) -> Answer:
@@ -56,7 +54,6 @@ async def ask(target: Target, prompt: str, n_new: int, **more: Any) -> Answer:
         body: dict[str, Any] = {"input": prompt, "max_output_tokens": n_new, "store": False}
     else:
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": n_new}
-        body["stream_options"] = {"include_usage": True}
     body |= {"model": target.model, "stream": True, "temperature": 0} | more
     raw = json.dumps(body).encode()
     address = urlsplit(target.url)
@@ -71,16 +68,14 @@ async def ask(target: Target, prompt: str, n_new: int, **more: Any) -> Answer:
     if b" 200 " not in status:
         raise SystemExit(f"{target.url}: expected status 200, got {status!r} {await reader.read(1000)!r}")
     times: list[float] = []
-    n_events = n_tokens = 0
+    n_events = 0
     rest = b""
     while data := await reader.read(2**16):
         lines, _, rest = (rest + data).rpartition(b"\n")
         times += [time.monotonic()] * len(TEXT.findall(lines))
         n_events += lines.count(b"data: {")
-        for n in N_TOKENS.findall(lines):
-            n_tokens = int(n)
     writer.close()
-    return Answer(asked_at, times, n_events, n_tokens)
+    return Answer(asked_at, times, n_events)
 
 
 def together(target: Target, n_streams: int, prompt: str, n_new: int, **more: Any) -> list[Answer]:
@@ -100,10 +95,14 @@ def first_text(target: Target, row: str, prompt: str) -> Figures:
 
 
 def rate(target: Target, row: str, prompt: str, n_streams: int, n_new: int) -> Figures:
-    """Return what all streams together say in a second."""
-    answers = together(target, n_streams, prompt, n_new)
-    seconds = max(answer.text_times[-1] for answer in answers) - min(answer.asked_at for answer in answers)
-    return {row: sum(answer.n_tokens for answer in answers) / seconds}
+    """Return what all streams together say in a second, from when all have begun until one has ended.
+
+    It is 0 if one has ended before all have begun.
+    """
+    times = [answer.text_times for answer in together(target, n_streams, prompt, n_new)]
+    start = max(one[0] for one in times)
+    end = min(one[-1] for one in times)
+    return {row: sum(start < time <= end for one in times for time in one) / max(end - start, 1e-6)}
 
 
 def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s: float = 0) -> Iterator[Case]:
@@ -118,7 +117,7 @@ def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s:
     for n in streams:
         yield targets, partial(rate, row=f"{n} streams, tokens/s", prompt=STORY, n_streams=n, n_new=n_new)
     row = "8 streams after long prompts, tokens/s"
-    yield targets, partial(rate, row=row, prompt=long, n_streams=8, n_new=n_new)
+    yield targets, partial(rate, row=row, prompt=long, n_streams=8, n_new=2 * n_new)
 
 
 def run(args: argparse.Namespace) -> None:

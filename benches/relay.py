@@ -17,7 +17,6 @@ MODELS = b'{"object":"list","data":[{"id":"bench"}]}'
 CHUNK = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"bench",%s}\n\n'
 TEXT = CHUNK % b'"choices":[{"index":0,"delta":{"content":" token"}}]'
 END = CHUNK % b'"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]'
-USAGE = CHUNK % b'"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":%d}'
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -32,7 +31,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         for _ in range(n_texts):
             writer.write(TEXT)
             await writer.drain()
-        writer.write(END + USAGE % n_texts + sse.DONE)
+        writer.write(END + sse.DONE)
     await writer.drain()
     writer.close()
 

@@ -34,8 +34,8 @@ from devices import microkernel
 from devices.microkernel import AHEAD, BLOCK, ROWS, WIDTH, X_DTYPE, X_HEADER
 from model import PAGE
 
-ATTENTION_ROWS = 16  # rows of one sequence that attend together
-SPAN = 4 * PAGE  # keys that they attend to at once
+ATTENTION_ROWS = 32  # rows of one sequence that attend together
+SPAN = 8 * PAGE  # keys that they attend to at once
 
 # With "tbb" the calling thread does what no other has begun, so it never waits for a thread that other work
 # keeps from running. With "omp" all wait for all, and a thread without a processor stops the others: a tenth

@@ -136,11 +136,11 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, n_out: int, n_in: int) 
 def test_threads_change_nothing() -> None:
     """Numba once moved memory that each row wrote to out of the loop that threads share."""
     config, _, packed = both("qwen3-layer-types")
-    fast = FastOps(config, packed, 320, 10, 2)
+    fast = FastOps(config, packed, 576, 18, 2)
     found = []
     for small in (sys.maxsize, 0):  # one thread computes all, or all do
         fast._small = small
-        batch = Batch([Span(i, range(5 * i, 5 * i + 5), LONG_PROMPTS[-1], 0, 9) for i in range(2)])
+        batch = Batch([Span(i, range(9 * i, 9 * i + 9), LONG_PROMPTS[-1], 0, 9) for i in range(2)])
         found.append((forward(fast, packed, batch), fast._kv.copy()))
     for mine, theirs in zip(*found, strict=True):
         assert np.array_equal(mine, theirs)
@@ -316,8 +316,8 @@ def test_equals_numpy(name: str) -> None:
     """
     c, wide, packed = both(name)
     assert packed.embed.format == CASES[name].dtype
-    spec, fast = (kind(c, w, 320, 20, 4) for kind, w in ((NumpyOps, wide), (FastOps, packed)))
-    batch = Batch([Span(i, range(5 * i, 5 * i + 5), prompt, 0, 1) for i, prompt in enumerate(LONG_PROMPTS)])
+    spec, fast = (kind(c, w, 576, 36, 4) for kind, w in ((NumpyOps, wide), (FastOps, packed)))
+    batch = Batch([Span(i, range(9 * i, 9 * i + 9), prompt, 0, 1) for i, prompt in enumerate(LONG_PROMPTS)])
     x = spec.embed(batch, wide)
     assert np.array_equal(fast.embed(batch, packed), x)
     for i, (layer, packed_layer) in enumerate(zip(wide.layers, packed.layers, strict=True)):
@@ -342,7 +342,7 @@ def assert_close(found: Array, expected: Array) -> None:
     assert np.abs(found - expected).max() < 2.0**-5 * np.abs(expected).max()
 
 
-PAGES = [5, 0, 3, 2, 4]  # of one sequence
+PAGES = [5, 0, 3, 2, 4, 9, 8, 6, 7]  # of one sequence
 NOT_A_NUMBER = 0x7FC0  # in bfloat16
 SOME = ["llama-3", "mistral-window", "qwen3-layer-types", "smollm3-window"]
 SOME += [name for name, case in CASES.items() if "num_experts_per_tok" in case.changes]
@@ -366,9 +366,9 @@ def steps(ops: NumpyOps, weights: Weights, sizes: list[int]) -> Array:
 def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
     """Over several pages, more keys than are attended to at once, windows, groups and norms of heads."""
     config, _, packed = both(name)
-    fast = FastOps(config, packed, 320, 6, 2)
-    expected = steps(fast, packed, [1] * 300)
-    for sizes in ([64] * 4 + [44], [300], [1, 63, 64, 21, 107, 44], [7, 33, 90, 170], [258, *[1] * 42]):
+    fast = FastOps(config, packed, 576, 10, 2)
+    expected = steps(fast, packed, [1] * 556)
+    for sizes in ([64] * 8 + [44], [556], [1, 63, 64, 21, 107, 300], [7, 33, 90, 426], [514, *[1] * 42]):
         assert np.array_equal(steps(fast, packed, sizes), expected)
 
 
