@@ -23,7 +23,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping
-from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,10 +35,11 @@ import completions
 import sse
 from background import UNFINISHED, Job, Registry, Run, Said
 from channels import Accepted, Emit, Finish, Output, Usage
+from completions import Chunk
 from event_log import EventLog
 from gateway.remote import RemoteWorker
 from request import items, params, query
-from request.body import receive
+from request.body import Parsing, receive
 from request.ids import item_ids, new_id
 from request.refusals import BadInput, unsupported
 from request.room import Visit
@@ -67,9 +67,6 @@ CANNOT_CANCEL = {
 
 
 Handler = Callable[[HttpRequest, Visit], Awaitable[Response]]  # its visit holds what it takes
-# The JSON of a body. While it is open, a large body holds its place in the queue of parses.
-Parsing = AbstractAsyncContextManager[Any]
-Begun = tuple[Job, Prompt, dict[str, str]]  # a checked request; the headers of its answer: rule 3
 
 
 @dataclass(eq=False)
@@ -92,7 +89,7 @@ class Api:
         self._done = sse.DONE if self.done_line else b""
         self._started_at = int(time.time())
         model = self.local.names[0] if self.local else "upstream"
-        self.metrics = Metrics(model, self._readings)
+        self.metrics = Metrics(model, lambda: self._counts() | self.registry.counts())
 
     def endpoints(self) -> list[tuple[str, str, Handler]]:
         debug = [("GET", "/debug/steps", self.read_steps)] if self.steps else []
@@ -127,18 +124,12 @@ class Api:
         if not job.row.background:
             await while_connected(job.task, http.receive)
             if self.registry.stopping.is_set():
-                self._refuse_failed(job.log.events[-1]["response"]["error"])
+                self._refuse_failed(job.shown_row().response["error"])
         return JsonAnswer(job.log.shown.response_json, headers=headers)
 
     async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
         visit.hold(visit.rooms.sockets, 1)
-
-        async def start(parsing: Parsing, turn: Visit, recall: Recall) -> Job:
-            job, *_ = await self._begin(parsing, turn, "respond", recall)
-            await self.registry.start(job)
-            return job
-
-        await Connection(websocket, visit, self.registry.stopping, start, self.registry.to_continue).run()
+        await Connection(websocket, visit, self.registry, self._begin).run()
 
     async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
         parsing = await receive(http, visit)
@@ -152,24 +143,26 @@ class Api:
         job, _, headers = await while_connected(self._begin(parsing, visit, "compact"), http.receive)
         await self.registry.start(job)
         await while_connected(job.task, http.receive)
-        response = job.log.events[-1]["response"]
+        response = job.shown_row().response
         self._refuse_failed(response["error"])
         compaction = {name: response[name] for name in ("id", "created_at", "usage")}
         compaction["object"] = "response.compaction"
-        retained = await visit.call(lambda: items.retained(job.row.items))
+        retained = await visit.call(items.retained, job.row)
         compaction["output"] = [*retained, *response["output"]]
         return json_response(200, compaction, headers)
 
     async def _begin(
         self, parsing: Parsing, visit: Visit, purpose: str = "respond", recall: Recall | None = None
-    ) -> Begun:
-        """Refuse a body, or make all that is needed to start its response; raises BadInput.
+    ) -> tuple[Job, Prompt, dict[str, str]]:
+        """Refuse a body, or return its job, its prompt and the headers of its answer; raises BadInput.
 
         `purpose`: "respond", "count" (its tokens) or "compact". `recall` finds what a WebSocket remembers.
         What the body continues or refers to is held by the visit before it is loaded. A large body leaves its
         place before the prompt waits, perhaps for the check of a grammar.
         """
         async with parsing as body:
+            if self.image_texts:
+                body = items.with_image_texts(body)
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": ALIAS} | body  # the SDK allows a body without a model
             defaults = self._worker(params.model_name(body)).defaults
@@ -178,8 +171,6 @@ class Api:
                 values |= {"store": False, "background": False, "stream": False}
             if values["background"] and not (values["store"] or self.temporary):
                 raise unsupported("background", "This server runs only what it may store: send store=true.")
-            if self.image_texts:
-                values["input"] = items.with_image_texts(values["input"])
 
             async def find(id: str) -> Row | None:
                 visit.is_small = False  # a chain may be large, also one that a WebSocket remembers
@@ -198,13 +189,13 @@ class Api:
             if purpose == "compact":
                 conversation.append(items.TRIGGER)
             row = await visit.call(items.new_row, request, values, conversation)
-        head = {"id": row.id, "object": "response", "created_at": int(row.born_at)}
-        head |= {"model": self._spoken_name(request.model)} | request.echo
-        builder = self._builder(row, head, request.seal_reasoning)
+        head = {"id": row.id, "object": "response", "created_at": int(row.born_at), **request.echo}
+        head["model"] = self._spoken_name(request.model)
         prompt = await self._prepare(request, conversation)
         # A background response keeps only its row while it waits: _run_row() makes the prompt again.
         run = partial(self._run_row, row) if row.background else partial(self._run, prompt)
-        return Job(row, builder, run), prompt, self._warning(prompt.request)
+        job = self._job(row, head, request.seal_reasoning, run)
+        return job, prompt, self._warning(prompt.request)
 
     async def _prepare(self, request: params.Request, conversation: list[items.Item]) -> Prompt:
         """Make the prompt. For a compaction, make the one that asks for a summary."""
@@ -213,18 +204,9 @@ class Api:
             request = await asyncio.to_thread(items.summary_request, request, conversation, worker.defaults)
         return await worker.prepare(request)
 
-    def _builder(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> Builder:
+    def _job(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool, run: Run) -> Job:
         seal = items.sealer(self.secret, row.owner, "reasoning").dumps if seals_reasoning else None
-        return Builder(head, item_ids(row.id), seal, self.reasoning_events)
-
-    async def _run(self, prompt: Prompt, emit: Callable[[Said], None]) -> None:
-        """Emit what the model says of a prompt, or what is made of that."""
-        request = prompt.request
-        seal = items.sealer(self.secret, request.owner, "compaction").dumps if request.compacts else None
-        say: Emit = emit
-        if seal or not request.generate:
-            say = items.unsaid(emit, seal)
-        await self._run_choice(prompt, 0, say)
+        return Job(row, Builder(head, item_ids(row.id), seal, self.reasoning_events), run)
 
     async def _run_row(self, row: Row, emit: Callable[[Said], None]) -> None:
         """Run a background response. What waits is its row of JSON text: the prompt is made of it again."""
@@ -233,10 +215,10 @@ class Api:
         request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
         await self._run(await self._prepare(request, body["input"]), emit)
 
-    def revive(self, row: Row) -> tuple[Builder, Run]:
-        """Return what runs a background response that the last process has left unfinished in the store."""
-        seals_reasoning = params.SEALED_REASONING in (row.request.get("include") or ())
-        return self._builder(row, row.response, seals_reasoning), partial(self._run_row, row)
+    def revive(self, row: Row) -> Job:
+        """Return the job of a background response that the last process has left unfinished in the store."""
+        seals_reasoning = params.SEALED_REASONING in row.request.get("include", ())
+        return self._job(row, row.response, seals_reasoning, partial(self._run_row, row))
 
     def _refuse_failed(self, error: Mapping[str, str] | None) -> None:
         """Raise BadInput if a whole answer has failed: while the server stops, a client may try elsewhere."""
@@ -264,8 +246,7 @@ class Api:
         row = await self._row(http, visit)
         if not row.background:
             raise BadInput("Cannot cancel a synchronous response.")
-        await self.registry.cancel(row)
-        row = await self._row(http, visit)
+        row = await self.registry.cancel(row)
         if row.status != "cancelled":
             raise BadInput(CANNOT_CANCEL[row.status])
         return JsonAnswer(row.response_json)
@@ -290,13 +271,13 @@ class Api:
         return row
 
     def _warning(self, request: params.Request) -> dict[str, str]:
-        """Return the header of rule 3; each name is logged once a minute for each key."""
+        """Return the header of rule 3, and log the same: once a minute for each key."""
         if not request.not_run:
             return {}
-        names = [name for name in request.not_run if is_news((request.owner, name), self._told)]
-        if names:
-            log.warning("accepted, and without any effect here: %s", ", ".join(names))
-        return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
+        warning = "accepted, and without any effect here: " + ", ".join(request.not_run)
+        if is_news((request.owner, warning), self._told):
+            log.warning(warning)
+        return {"Warning": f'299 - "{warning}"'}
 
     # --- chat completions -----------------------------------------------------------------------------------
 
@@ -307,14 +288,16 @@ class Api:
             return prompt
         request = prompt.request
         headers = self._warning(request)
-        event_log = EventLog()
-        task = asyncio.create_task(self._fill_completion(event_log, prompt))
         if request.stream:
+            event_log = EventLog()
+            task = asyncio.create_task(self._run_completion(prompt, event_log.extend))
+            task.add_done_callback(lambda _: event_log.close())
             return EventStream(event_log, task, sse.DONE, more_headers=headers)
-        await while_connected(task, http.receive)
-        self._refuse_failed(event_log.events[-1].get("error"))
-        json_text = await asyncio.to_thread(lambda: sse.dumps(completions.fold(event_log.events)))
-        return JsonAnswer(json_text, headers=headers)
+        chunks: list[Chunk] = []
+        await while_connected(self._run_completion(prompt, chunks.extend), http.receive)
+        completion = await asyncio.to_thread(completions.fold, chunks)
+        self._refuse_failed(completion.get("error"))
+        return json_response(200, completion, headers)
 
     async def _begin_completion(self, parsing: Parsing, visit: Visit) -> Response | Prompt:
         """Refuse a body, or make its prompt; an upstream's answer is relayed. Raises BadInput."""
@@ -325,12 +308,12 @@ class Api:
                 visit.enter(relayed.n_choices)
                 return relayed
             if self.image_texts:
-                body["messages"] = items.with_image_texts(body.get("messages"))
+                body = items.with_image_texts(body)
             request = await visit.call(params.from_chat, body, worker.defaults, visit.owner)
             visit.enter(request.n)
         return await worker.prepare(request)
 
-    async def _fill_completion(self, event_log: EventLog, prompt: Prompt) -> None:
+    async def _run_completion(self, prompt: Prompt, append: Callable[[list[Chunk]], None]) -> None:
         """Run all choices of a prompt, and append their chunks as they come."""
         request = prompt.request
         head = {
@@ -342,51 +325,54 @@ class Api:
         }
         chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
 
-        def add(index: int, said: Accepted | Output | Finish) -> None:
-            event_log.extend(chunks.feed(index, said))
+        def add(index: int, said: Said) -> None:
+            append(chunks.feed(index, said))
 
-        with closing(event_log):
-            event_log.extend(chunks.start())
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for index in range(request.n):
-                        group.create_task(self._run_choice(prompt, index, partial(add, index)))
-            except* Exception:
-                log.exception("a chat completion failed")
-                add(0, UNFINISHED)
-            event_log.extend(chunks.end())
+        append(chunks.start())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(request.n):
+                    group.create_task(self._run(prompt, partial(add, index), index))
+        except* Exception:
+            log.exception("a chat completion failed")
+            add(0, UNFINISHED)
+        append(chunks.end())
 
     # --- what a model says ----------------------------------------------------------------------------------
 
-    async def _run_choice(self, prompt: Prompt, choice: int, emit: Emit) -> None:
-        """Run one choice of a prompt, count and log it, and name its calls as the client does.
+    async def _run(self, prompt: Prompt, emit: Callable[[Said], None], choice: int = 0) -> None:
+        """Run one choice of a prompt, count and log it, and emit what its client is told.
 
-        It emits the worker's Finish last. If the worker raises, or is cancelled, its end is only counted.
+        The worker's Finish is emitted last. If the worker raises, or is cancelled, its end is only counted.
         """
+        request = prompt.request
+        seal = items.sealer(self.secret, request.owner, "compaction").dumps if request.compacts else None
+        tell: Emit = emit
+        if seal or not request.generate:
+            tell = items.unsaid(emit, seal)
         watch = Stopwatch(self.metrics)
-        restorer = Restorer(prompt.request.called)
+        restorer = Restorer(request.called)
         end = UNFINISHED  # until the worker says another end
 
         def emit_restored(said: Accepted | Output | Finish) -> None:
             nonlocal end
             if isinstance(said, Accepted):
-                emit(said)
+                tell(said)
                 return
             for one in restorer.feed(said):
                 if isinstance(one, Finish):
                     end = one  # emitted when the run is over
                 else:
                     watch.piece()
-                    emit(one)
+                    tell(one)
 
         try:
             await prompt.run(emit_restored, choice)
         finally:
             usage = end.usage or Usage(0, 0)
-            n_in, n_out = usage.input_tokens, usage.output_tokens
-            watch.end(end.reason, n_in, usage.cached_tokens, n_out)
-            log.info("%s: %d tokens in, %d out", end.reason, n_in, n_out)
-        emit(end)
+            watch.end(end.reason, usage)
+            log.info("%s: %d tokens in, %d out", end.reason, usage.input_tokens, usage.output_tokens)
+        tell(end)
 
     # --- models, health -------------------------------------------------------------------------------------
 
@@ -417,27 +403,23 @@ class Api:
         """Tell that the process answers at all; else something should start it again."""
         return json_response(200, {"status": "ok"})
 
-    def _counts(self) -> dict[str, int]:
+    def _counts(self) -> dict[str, Any]:
         """Return what all workers hold together."""
-        counts: Counter[str] = Counter()
+        counts = Counter[str]()
         for worker in self._workers:
             counts.update(worker.counts())
         return dict(counts)
 
-    def _readings(self) -> dict[str, Any]:
-        return {**self._counts(), "live": self.registry.live(), "ended": self.registry.ended}
-
     def _models(self) -> dict[str, dict[str, Any]]:
         """Return the models of this machine, then those of the upstreams, as /v1/models shows them."""
-        models: dict[str, dict[str, Any]] = {}
-        common = {"object": "model", "created": self._started_at}
+        local: dict[str, dict[str, Any]] = {}
         if self.local:
-            local = common | {"owned_by": "local", "max_model_len": self.local.engine.max_seq_len}
-            models = {name: {"id": name} | local for name in self.local.names}
-        if self.remote:
-            for name, model in self.remote.upstreams.models().items():
-                models.setdefault(name, {"id": name} | common | {"owned_by": "upstream"} | model)
-        return models
+            own = {"owned_by": "local", "max_model_len": self.local.engine.max_seq_len}
+            local = dict.fromkeys(self.local.names, own)
+        upstream = self.remote.upstreams.models() if self.remote else {}
+        models = local | upstream | local  # in this order; of one name the local one
+        common = {"object": "model", "created": self._started_at, "owned_by": "upstream"}
+        return {name: {"id": name} | common | members for name, members in models.items()}
 
     def _worker(self, model: str) -> Worker:
         """Return the worker that serves a model; raises BadInput."""

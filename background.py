@@ -1,10 +1,11 @@
-"""Jobs, and the registry of them: responses in the foreground and in the background, run in one way.
+"""Jobs, and the registry of them: all responses that have not ended, in the foreground and in the background.
 
-    outputs of a worker --Job.emit()--> Builder --events--> EventLog --write()--> store.py
-                                                                +----read()----> any number of readers
+    outputs of a worker --Job.add()--> Builder --events--> EventLog --write()--> store.py
+                                                               +----read()----> any number of readers
 
-A foreground response belongs to its HTTP request and ends with it. A background response waits for its turn,
-and survives its request and this process.
+Every response is run here, in one way. A foreground response belongs to its HTTP request and ends with it. A
+background response waits for its turn, can be found by its id while it runs, and survives its request and
+this process.
 
 Authority: https://platform.openai.com/docs/guides/background
 
@@ -17,11 +18,10 @@ Rules of this file:
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -60,11 +60,11 @@ class Job:
     builder: Builder
     run: Run
     log: EventLog = field(default_factory=EventLog)
-    finish: Finish | None = None  # how it ends when its task is over; None: the next process runs it
+    finish: Finish | None = UNFINISHED  # how it ends when its task is over; None: the next process runs it
     n_bytes: int = 0  # of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
-    def emit(self, said: Said) -> None:
+    def add(self, said: Said) -> None:
         """Make events of what a worker says. Its Finish waits for the end of the run, and for the store."""
         if isinstance(said, Finish):
             self.finish = said
@@ -133,32 +133,36 @@ class Registry:
         with closing(EventLog(None, entries)) as event_log:
             return event_log
 
-    async def cancel(self, row: Row) -> None:
-        """Stop a background response; when this returns it has ended, and the engine has been told."""
-        if job := self.jobs.get(row.id):
-            self._stop(job, CANCELLED)
-            await job.log.until_over()
+    async def cancel(self, row: Row) -> Row:
+        """Stop a background response; return it when it has ended, and the engine has been told."""
+        job = self.jobs.get(row.id)
+        if job is None:
+            return row
+        self._stop(job, CANCELLED)
+        await job.log.until_over()
+        return job.shown_row()
 
     async def delete(self, row: Row) -> None:
         """Forget a response that has ended."""
         await self._call(row.owner, self._store.delete, row.id)
 
-    def live(self) -> dict[str, int]:
-        """Return how many background responses are queued, and how many in progress."""
-        return {"queued": 0, "in_progress": 0} | Counter(job.log.status for job in self.jobs.values())
+    def counts(self) -> dict[str, Mapping[str, int]]:
+        """Return how many background responses are live, and how many have ended, by their last status."""
+        live = {"queued": 0, "in_progress": 0} | Counter(job.log.status for job in self.jobs.values())
+        return {"live": live, "ended": self.ended}
 
     # --- the life of a process ------------------------------------------------------------------------------
 
-    async def recover(self, revive: Callable[[Row], tuple[Builder, Run]]) -> None:
+    async def recover(self, revive: Callable[[Row], Job]) -> None:
         """Run again what the last process left queued, and end what it left in progress."""
         for id_ in await self._call("", self._store.live):
             try:
                 row = await self._call("", self._store.get, id_)
                 assert row, "it cannot be read"
                 entries = (await self.events(row)).entries
-                builder, run = revive(row)
-                builder.resume(json.loads(sse.data(entry.frame)) for entry in entries)
-                job = Job(row, builder, run, EventLog(partial(self._write, row), entries))
+                job = revive(row)
+                job.builder.resume(sse.loads(sse.data(entry.frame)) for entry in entries)
+                job.log = EventLog(partial(self._write, row), entries)
                 if row.status == "queued":
                     await self._launch(job)
                 else:
@@ -211,12 +215,12 @@ class Registry:
     async def _launch(self, job: Job) -> None:
         if job.row.background:
             self.jobs[job.row.id] = job
-        job.task = asyncio.create_task(self._run(job))
+        job.task = asyncio.create_task(self._fill(job))
         # Let it begin: a task that is cancelled before its first step would not even make the last event.
         await asyncio.sleep(0)
 
-    async def _run(self, job: Job) -> None:
-        """Run a job. Whatever happens, what has begun gets its terminal event, and the log ends."""
+    async def _fill(self, job: Job) -> None:
+        """Fill a job's log. Whatever happens, what has begun gets its terminal event, and the log ends."""
         row = job.row
         with closing(job.log):
             try:
@@ -224,10 +228,9 @@ class Registry:
                     async with self._turns.turn(row.owner):
                         if self.stopping.is_set():
                             await asyncio.Future()  # until close() cancels it
-                        await job.run(job.emit)
+                        await job.run(job.add)
                 else:  # request/room.py limits how many there are of these
-                    await job.run(job.emit)
-                job.finish = job.finish or UNFINISHED
+                    await job.run(job.add)
             except asyncio.CancelledError:
                 # Not raised again: by its traceback the task would hold itself, and the whole request.
                 if not row.background:
@@ -235,13 +238,12 @@ class Registry:
             except Exception as error:
                 if not job.log.status:  # no event yet: the error becomes the answer to the request
                     raise
-                job.finish = UNFINISHED
                 if isinstance(error, BadInput):
                     job.finish = Finish("failed", None, error.message, error.late_code)
                 else:
                     log.exception("the run of %s failed", row.id)
             finally:
-                if job.finish and job.log.status and not job.log.ended:
+                if job.finish and job.log.status:
                     await self._end(job, job.finish)
 
     async def _end(self, job: Job, finish: Finish) -> None:
@@ -251,7 +253,7 @@ class Registry:
         except Exception:  # rule 3 holds in spite of a bug
             log.exception("%s could not be ended as it should be", job.row.id)
             error = {"code": UNFINISHED.code, "message": UNFINISHED.message}
-            response = json.loads(job.log.shown.response_json) | {"status": "failed", "error": error}
+            response = job.shown_row().response | {"status": "failed", "error": error}
             others, last = [], {"type": "response.failed", "response": response}
         job.log.extend(others)
         if job.row.kept and not job.row.background:

@@ -46,6 +46,10 @@ class TokenLogprob(NamedTuple):
             members["bytes"] = list(self.bytes)
         return members
 
+    def entry(self, with_bytes: bool = True) -> dict[str, Any]:
+        """Return it with the likeliest tokens, as it stands in a list of logprobs."""
+        return self.members(with_bytes) | {"top_logprobs": [each.members(with_bytes) for each in self.top]}
+
 
 class Piece(NamedTuple):
     """What one token adds to the text."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sse
-from channels import Accepted, Arguments, Call, Close, Delta, Finish, Output, TokenLogprob, Usage
+from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
 from request.refusals import error_body
 
 Chunk = dict[str, Any]  # as on the wire; the logprobs of a token are encoded already
@@ -49,8 +49,8 @@ class Chunks:
     named_call: bool = False
 
     def __post_init__(self) -> None:
-        # By choice: the rows of the calls that it has made so far.
-        self._calls: list[list[tuple[str, str]]] = [[] for _ in range(self.n)]
+        # By choice, of each call that it has made so far: is it one of a custom tool?
+        self._calls: list[list[bool]] = [[] for _ in range(self.n)]
         self._usages: list[Usage] = []  # of the choices that have ended
         self._failed = False  # a choice has failed: no choice says anything after the error
 
@@ -58,7 +58,7 @@ class Chunks:
         """Return the role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
         return [self._chunk(i, {"delta": {"role": "assistant", "content": ""}}) for i in range(self.n)]
 
-    def feed(self, index: int, said: Accepted | Output | Finish) -> list[Chunk]:
+    def feed(self, index: int, said: Accepted | Output | Compaction | Finish) -> list[Chunk]:
         """Return what one choice says. If it has failed, that is the end of the whole request."""
         if self._failed:
             return []
@@ -67,8 +67,6 @@ class Chunks:
         members: Chunk = {}  # more of the choice than its delta
         calls = self._calls[index]
         match said:
-            case Accepted() | Close():
-                return []
             case Delta("analysis", text):
                 delta = {"reasoning_content": text, "reasoning": text}
             case Delta("refusal", text):
@@ -78,10 +76,10 @@ class Chunks:
                 members["logprobs"] = _logprobs(logprobs)
             case Call(name, is_custom):
                 type_, member = CALL_MEMBERS[is_custom]
-                calls.append((type_, member))
+                calls.append(is_custom)
                 call = {"id": self.new_id("call"), "type": type_, type_: {"name": name, member: ""}}
             case Arguments(text):
-                type_, member = calls[-1]
+                type_, member = CALL_MEMBERS[calls[-1]]
                 call = {type_: {member: text}}
             case Finish("failed" | "cancelled"):
                 self._failed = True
@@ -91,6 +89,8 @@ class Chunks:
                 members["finish_reason"] = reason
                 if reason == "stop" and calls and not self.named_call:
                     members["finish_reason"] = "tool_calls"
+            case Accepted() | Close() | Compaction():
+                return []
         if call:
             delta = {"tool_calls": [{"index": len(calls) - 1, **call}]}
         return [self._chunk(index, {"delta": delta, **members})]
@@ -117,14 +117,13 @@ NUMBERED = ("choices", "tool_calls")  # lists whose elements say by their `index
 
 def fold(chunks: Iterable[Chunk]) -> Chunk:
     """Return the chat.completion object that a stream amounts to; the error object, if it ends in one."""
-    said: list[Chunk] = [{}]
-    for chunk in chunks:
+    said: list[Chunk] = [{}, *chunks]
+    for chunk in said:
         if "error" in chunk:
-            return dict(chunk)
-        said.append(chunk | {"object": "chat.completion"})
+            return chunk
     completion: Chunk = grown("", said)
     choices = [ended(choice) for choice in completion.pop("choices", ())]
-    return completion | {"choices": choices}
+    return completion | {"object": "chat.completion", "choices": choices}
 
 
 def grown(name: str, said: Iterable[Any]) -> Any:
@@ -192,8 +191,4 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> Chunk | None:
     """Encode each at once, since the whole answer repeats it."""
     if not logprobs:
         return None
-    content = []
-    for p in logprobs:
-        top_logprobs = [candidate.members() for candidate in p.top]
-        content.append(sse.encoded(p.members() | {"top_logprobs": top_logprobs}))
-    return {"content": content, "refusal": None}
+    return {"content": [sse.encoded(token.entry()) for token in logprobs], "refusal": None}

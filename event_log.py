@@ -42,15 +42,15 @@ Write = Callable[[int, Sequence[Entry]], Awaitable[bool]]
 
 def encode_event(number: int, event: Event) -> Entry:
     """Encode an event, or a chunk of chat: rule 2. Raises ValueError for what JSON cannot say."""
-    if "type" not in event:
-        return Entry(sse.encode(sse.dumps(event)))
-    numbered = {"type": event["type"], "sequence_number": number} | event
+    numbered = event
     status = response_json = ""
+    if "type" in event:
+        numbered = {"type": event["type"], "sequence_number": number, **event}
     if "response" in event:
         status = event["response"]["status"]
         response_json = sse.dumps(event["response"])
         numbered["response"] = sse.Encoded(response_json)
-    return Entry(sse.encode(sse.dumps(numbered), event["type"]), status, response_json)
+    return Entry(sse.encode(sse.dumps(numbered), event.get("type")), status, response_json)
 
 
 def newest_of(entries: Sequence[Entry]) -> Entry:
@@ -66,7 +66,6 @@ class EventLog:
     """
 
     def __init__(self, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
-        self.events: list[Event] = []  # appended by extend(), so without those of `stored`
         self.entries = [*stored]
         self.shown = newest_of(stored)  # has the newest response object that readers see
         self.status = self.shown.status  # of the newest response object, be it shown or not
@@ -84,19 +83,18 @@ class EventLog:
         """Append events in their order, to be written and shown."""
         for event in events:
             entry = encode_event(len(self.entries), event)
-            self.events.append(event)
             self.entries.append(entry)
             self.status = entry.status or self.status
-            if self._write is None:
-                self._show([entry])
-            elif self._writing is None:
-                self._writing = asyncio.create_task(self._write_all(self._write))
+        if self._write is None:
+            self._show(len(self.entries))
+        elif self._writing is None:
+            self._writing = asyncio.create_task(self._write_all(self._write))
 
     async def _write_all(self, write: Write) -> None:
         """Write until all entries are written: rule 3."""
         while unwritten := self.entries[self._n_written :]:
             is_written = await write(self._n_written, unwritten)
-            self._show(self.entries[self._n_shown : self._n_written + len(unwritten)])
+            self._show(self._n_written + len(unwritten))
             if is_written:
                 self._n_written += len(unwritten)
             else:
@@ -106,14 +104,14 @@ class EventLog:
     def close(self) -> None:
         """Nothing follows."""
         self._is_closed = True
-        self._show([])
+        self._show(self._n_shown)
 
-    def _show(self, entries: Sequence[Entry]) -> None:
-        """Show the next entries to readers, and wake those that wait."""
-        self._n_shown += len(entries)
-        for entry in entries:
+    def _show(self, n_shown: int) -> None:
+        """Show so many entries to readers, and wake those that wait."""
+        for entry in self.entries[self._n_shown : n_shown]:
             if entry.status:
                 self.shown = entry
+        self._n_shown = n_shown
         self._news.set()
         self._news.clear()
 

@@ -24,7 +24,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -33,7 +33,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
+from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -64,22 +64,22 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
         return Response(api.metrics.render(), media_type=CONTENT_TYPE)
 
     async def socket(websocket: WebSocket) -> None:
-        with rooms.visit(websocket.scope["owner"]) as visit:
-            await api.open_websocket(websocket, visit)
+        await api.open_websocket(websocket, websocket.scope["visit"])
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, unless it is refused; scope["owner"] is whose it is."""
+        """Let a request in, unless it is refused; scope["visit"] holds what it takes until it is answered."""
         headers = Headers(scope=scope)
-        scope["owner"] = keys.owner(headers)
-        app = refusal(scope, headers, keys, origins, hosts) or inner
-        await app(scope, receive, send)
+        with rooms.visit(keys.owner(headers)) as visit:
+            scope["visit"] = visit
+            app = refusal(scope, headers, keys, origins, hosts) or inner
+            await app(scope, receive, send)
 
-    routes: list[BaseRoute] = [
+    routes = [
         Route("/", webpage.RESPONSE, methods=["GET"]),
         Route("/metrics", scrape),
         WebSocketRoute("/v1/responses", socket),
         *(
-            Route(path, Visiting(rooms, handler), methods=[method])
+            Route(path, partial(visited, handler), methods=[method])
             for method, path, handler in api.endpoints()
         ),
     ]
@@ -129,17 +129,9 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
     return answer
 
 
-@dataclass
-class Visiting:
-    """An endpoint, as Starlette calls it, with a visit: until it is answered it holds what it takes."""
-
-    rooms: Rooms
-    handler: Handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.rooms.visit(scope["owner"]) as visit:
-            response = await self.handler(HttpRequest(scope, receive, send), visit)
-            await response(scope, receive, send)
+async def visited(handler: Handler, http: HttpRequest) -> Response:
+    """Ask an endpoint: Starlette calls it with the request alone."""
+    return await handler(http, http.scope["visit"])
 
 
 # --- who is let in ------------------------------------------------------------------------------------------
@@ -185,7 +177,7 @@ def refusal(
             f"it knows, not by {shown(host)}: start it with --allowed-host NAME, or with --api-key KEY."
         )
         return error_response(421, message, None, "host_not_allowed")
-    if scope["owner"] is None and scope["path"] not in KEYLESS_PATHS:
+    if not scope["visit"].has_key and scope["path"] not in KEYLESS_PATHS:
         message = "Incorrect or missing API key: send 'Authorization: Bearer KEY'."
         response = error_response(401, message, None, "invalid_api_key")
         response.headers["WWW-Authenticate"] = "Bearer"  # "MUST send": RFC 9110, section 15.5.2

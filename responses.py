@@ -408,14 +408,9 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _logprob(p: TokenLogprob) -> EncodedLogprob:
+def _logprob(token: TokenLogprob) -> EncodedLogprob:
     """Encode a logprob for its event, and with its bytes for its part: openai.types.responses has them so."""
-
-    def encoded(with_bytes: bool) -> sse.Encoded:
-        top_logprobs = [candidate.members(with_bytes) for candidate in p.top]
-        return sse.encoded(p.members(with_bytes) | {"top_logprobs": top_logprobs})
-
-    return encoded(False), encoded(True)
+    return sse.encoded(token.entry(with_bytes=False)), sse.encoded(token.entry())
 
 
 def _read_logprob(members: Mapping[str, Any]) -> TokenLogprob:

@@ -132,7 +132,7 @@ class Row(NamedTuple):
     @property
     def n_bytes(self) -> int:
         """Size of what the client has sent."""
-        return len(self.request_json.encode()) + len(self.items_json.encode())
+        return len((self.request_json + self.items_json).encode())
 
     @property
     def request(self) -> dict[str, Any]:
@@ -216,9 +216,9 @@ class Store:
 
     def size(self, id: str, owner: str) -> int:
         """Return the bytes that get() and frames() load; 0 if there is no such response."""
-        select = "SELECT row_bytes + event_bytes FROM responses WHERE id = ? AND owner = ?"
-        size = self._db.execute(select, (id, owner)).fetchone()
-        return int(size[0]) if size else 0
+        select = "SELECT ifnull(SUM(row_bytes + event_bytes), 0) FROM responses WHERE id = ? AND owner = ?"
+        (size,) = self._db.execute(select, (id, owner)).fetchone()
+        return int(size)
 
     def to_continue(self, row: Row) -> Row:
         """Return the row with only the status and the output of its response, without logprobs."""

@@ -34,6 +34,9 @@ import sse
 from request.refusals import BadInput
 from request.room import Visit
 
+# The JSON of a body. While it is open, a large body holds its place in the queue of parses.
+Parsing = AbstractAsyncContextManager[Any]
+
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
 FEW_BYTES = 4 * 1024  # all that is made of a body in the event loop takes 1 ms, as a rule, and 5 at worst
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
@@ -48,7 +51,7 @@ ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": 
 # --- what comes ---------------------------------------------------------------------------------------------
 
 
-async def receive(http: HttpRequest, visit: Visit) -> AbstractAsyncContextManager[Any]:
+async def receive(http: HttpRequest, visit: Visit) -> Parsing:
     """Wait for the body of a request, which then takes a stream; return parsed() of it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:

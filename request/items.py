@@ -117,10 +117,10 @@ def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
     """
     if row.status not in TERMINAL:
         raise BadInput(f"Previous response with id '{row.id}' has not ended yet.", "previous_response_id")
-    items, output = row.items, row.response["output"]
+    output = row.response["output"]
     if output and output[-1]["type"] == "compaction":
-        return [*retained(items), _opened(output[-1], "previous_response_id", sealer_of)]
-    return [*items, *output]
+        return [*retained(row), _opened(output[-1], "previous_response_id", sealer_of)]
+    return [*row.items, *output]
 
 
 def is_reference(item: Item) -> bool:
@@ -220,9 +220,9 @@ def _long_part(part: Any) -> Any:
     return part
 
 
-def retained(conversation: Sequence[Item]) -> list[Item]:
+def retained(row: Row) -> list[Item]:
     """Return what stays of a conversation beside its compaction: what the user has said."""
-    return [item for item in conversation if item["type"] == "message" and item["role"] == "user"]
+    return [item for item in row.items if item["type"] == "message" and item["role"] == "user"]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------

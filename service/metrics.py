@@ -33,6 +33,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from channels import Usage
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PREFIX = "llmref:"
 BETWEEN_SCRAPES_S = 0.25  # one takes the event loop for 5 ms
@@ -142,12 +144,12 @@ class Stopwatch:
             self._has_begun = True
             self._metrics.add("time_to_first_token_seconds", time.perf_counter() - self._started_at)
 
-    def end(self, reason: str, n_prompt: int, n_cached: int, n_generated: int) -> None:
+    def end(self, reason: str, usage: Usage) -> None:
         """Note that the run has ended; a count that is not known is 0."""
         values = {
-            "prompt_tokens": n_prompt,
-            "generation_tokens": n_generated,
-            "prefix_cache_hits": n_cached,
+            "prompt_tokens": usage.input_tokens,
+            "generation_tokens": usage.output_tokens,
+            "prefix_cache_hits": usage.cached_tokens,
             "e2e_request_latency_seconds": time.perf_counter() - self._started_at,
         }
         for name, value in values.items():

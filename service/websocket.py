@@ -1,6 +1,6 @@
 """The Responses API over a WebSocket: its messages are turns, and the events of each turn are messages.
 
-    message --body_of()--> body of POST /v1/responses --start()--> Job --log.read()--> messages
+    message --body_of()--> body of POST /v1/responses --begin()--> Job --log.read()--> messages
 
 A connection has lanes: one for each `stream_id` that its client has named, and one without a name. In a lane
 the turns run one after the other, in the order in which they came; lanes run at the same time. Here one
@@ -39,7 +39,7 @@ from typing import Any
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import sse
-from background import Job
+from background import Job, Registry
 from request.body import parsed
 from request.refusals import BadInput, error_body, unsupported, wrong_type, wrong_value
 from request.room import Visit
@@ -93,9 +93,8 @@ class Connection:
 
     websocket: WebSocket
     visit: Visit  # holds what it remembers
-    stopping: asyncio.Event  # the server is
-    start: Callable[..., Awaitable[Job]]  # a turn: its body, what it holds, self.recall(); raises BadInput
-    to_continue: Callable[[Row], Awaitable[Row]]  # makes of a response what another one continues
+    registry: Registry
+    begin: Callable[..., Awaitable[tuple[Job, Any, Any]]]  # the job of a turn; raises BadInput
     lanes: dict[str, Lane] = field(default_factory=lambda: {"": Lane("")})
     # Turns, and what reads their messages.
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
@@ -106,7 +105,7 @@ class Connection:
         try:
             async with self.tasks:
                 receiving = self.tasks.create_task(self._receive())
-                await self.stopping.wait()
+                await self.registry.stopping.wait()
                 receiving.cancel()
             await self.websocket.close(SERVICE_RESTART)
         except* WebSocketDisconnect:
@@ -179,9 +178,10 @@ class Connection:
                 visit.hold(rooms.bytes, len(json_text))
                 visit.enter()
                 async with lane.turn:
-                    if self.stopping.is_set():
+                    if self.registry.stopping.is_set():
                         raise BadInput("The server is about to stop.", None, "server_is_overloaded")
-                    job = await self.start(body_of(json_text, visit), visit, self.recall)
+                    job, *_ = await self.begin(body_of(json_text, visit), visit, recall=self.recall)
+                    await self.registry.start(job)
                     await self._send_events(lane, job)
         except BadInput as refusal:
             lane.last = None
@@ -194,7 +194,7 @@ class Connection:
                 async for frames in logged:
                     if job.log.ended and lane.job:
                         lane.job = None
-                        lane.next_number = len(job.log.events)
+                        lane.next_number = len(job.log.entries)
                         await self._remember(lane, job)  # before its client knows of the end
                     for frame in frames:
                         await self._send(sse.data(frame), lane.name)
@@ -216,7 +216,7 @@ class Connection:
         lane.last = None
         if job.log.status == "failed":
             return
-        row = await self.to_continue(job.shown_row())
+        row = await self.registry.to_continue(job.shown_row())
         n_bytes = sum(each.n_bytes + len(each.response_json) for each in [row, *self._remembered()])
         with suppress(BadInput):  # then more is held than is remembered, until the next one
             self.visit.hold(self.visit.rooms.bytes, n_bytes)

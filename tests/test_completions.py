@@ -100,21 +100,16 @@ def members_of(call: dict[str, Any]) -> list[str]:
 def test_a_call_is_announced_once(choices: list[Choice]) -> None:
     """E04: its first delta has all but the arguments, the later ones nothing else. Ids are its own."""
     ids: dict[tuple[int, int], str] = {}
-    kinds: dict[tuple[int, int], str] = {}
     for part in (part for chunk in chunks_of(choices) for part in chunk["choices"]):
         for call in part["delta"].get("tool_calls", []):
-            key = (part["index"], call["index"])
-            if key not in ids:
-                ids[key] = call["id"]
-                kinds[key] = "custom" if call["type"] == "custom" else "function"
-                argument = {"function": "arguments", "custom": "input"}[kinds[key]]
-                assert call.keys() == {"index", "id", "type", kinds[key]}
-                assert call[kinds[key]].keys() == {"name", argument}
-                assert call[kinds[key]][argument] == ""
+            kind, argument = ("custom", "input") if "custom" in call else ("function", "arguments")
+            said = call[kind]
+            if (part["index"], call["index"]) in ids:
+                assert call == {"index": call["index"], kind: {argument: said[argument]}}
             else:
-                argument = {"function": "arguments", "custom": "input"}[kinds[key]]
-                assert call.keys() == {"index", kinds[key]}
-                assert call[kinds[key]].keys() == {argument}
+                ids[part["index"], call["index"]] = call["id"]
+                members = {"id": call["id"], "type": kind, kind: {"name": said["name"], argument: ""}}
+                assert call == {"index": call["index"], **members}
     assert len(set(ids.values())) == len(ids)
 
 

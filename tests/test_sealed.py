@@ -12,12 +12,7 @@ from request.items import _opened, sealer
 from request.refusals import BadInput
 
 KEY = b"k" * 32
-
-
-def seal(text: str) -> str:
-    blob = sealer(KEY, "o", "p").dumps(text)
-    assert isinstance(blob, str)
-    return blob
+OURS = sealer(KEY, "o", "p")
 
 
 THINK: dict[str, Any] = {
@@ -29,21 +24,21 @@ THINK: dict[str, Any] = {
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_round_trip(text: str) -> None:
-    assert sealer(KEY, "o", "p").loads(seal(text)) == text
+    assert OURS.loads(OURS.dumps(text)) == text
 
 
 OF_OTHERS = [(b"q" * 32, "o", "p"), (KEY, "o", "another purpose"), (KEY, "another owner", "p")]
 
 
 def test_changed_or_of_another_key() -> None:
-    blob = seal("four")
+    blob = str(OURS.dumps("four"))
     odd = ["", "x", "AAAA", "=", "é", "\ud800"]
     odd += [blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :] for i in range(len(blob))]
     of_others = [sealer(*key).dumps("four") for key in OF_OTHERS]
     for each in odd + of_others:
         item = {"type": "compaction", "encrypted_content": each}
         with pytest.raises(BadInput, match="Expected a blob of compaction") as refusal:
-            _opened(item, "input[0]", lambda purpose: sealer(KEY, "o", "p"))
+            _opened(item, "input[0]", lambda purpose: OURS)
         assert refusal.value.code == "invalid_encrypted_content"
 
 
@@ -57,7 +52,12 @@ def server() -> Iterator[Server]:
 
 
 def test_reasoning_comes_back_without_its_text(server: Server) -> None:
-    """The model reads the same prompt, be the reasoning given back as text or as the blob alone."""
+    """The model reads the same prompt, be the reasoning given back as text or as the blob alone.
+
+    Without `include` there is no blob, not even null: the schema of Open Responses knows none there.
+    """
+    plain, _ = server.post("/v1/responses", THINK | {"include": []}).json["output"]
+    assert "encrypted_content" not in plain
     thought, said = server.post("/v1/responses", THINK).json["output"]
     blob = thought["encrypted_content"]
     bare = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": blob}
@@ -70,9 +70,3 @@ def test_reasoning_comes_back_without_its_text(server: Server) -> None:
     with serve() as stranger:
         reply = stranger.post("/v1/responses", body)
         assert (reply.status, reply.json["error"]["param"]) == (400, "input[1].encrypted_content")
-
-
-def test_no_blob_unasked(server: Server) -> None:
-    """Absent, not null: the schema of Open Responses knows no null there."""
-    thought, _ = server.post("/v1/responses", THINK | {"include": []}).json["output"]
-    assert "encrypted_content" not in thought

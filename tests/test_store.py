@@ -45,7 +45,6 @@ def newer(status: str = "", *output: dict[str, Any], id: str = "resp_1", at: flo
 
 
 def evict(db: Store, now: float) -> None:
-    """Delete what is over the limits, as background.py does."""
     while db.evict(now):
         pass
 
@@ -161,19 +160,17 @@ def test_limits(
 
 BIG = {"request_json": dumped({"instructions": "big" * 1000})}
 
-# fmt: off
-#   who holds what, from the oldest on: owner and size     limits                              left
-FAIR: list[tuple[str, str, Retention, str]] = [
-    ("one fills it up",      "b a A A A A",                 Retention(max_bytes=10_000),        "0 3 4 5"),
-    ("by count",             "b a a a a",                   Retention(max_responses=3),         "0 3 4"),
-    ("two share what is left", "A A A B B B c",             Retention(max_bytes=10_000),        "2 4 5 6"),
-    ("the oldest of equals", "a b a b",                     Retention(max_responses=3),         "1 2 3"),
+# who holds what, from the oldest on: owner and size; limits; left
+FAIR = [
+    ("b a A A A A", Retention(max_bytes=10_000), "0 3 4 5"),  # one fills it up
+    ("b a a a a", Retention(max_responses=3), "0 3 4"),  # by count
+    ("A A A B B B c", Retention(max_bytes=10_000), "2 4 5 6"),  # two share what is left
+    ("a b a b", Retention(max_responses=3), "1 2 3"),  # the oldest of equals
 ]
-# fmt: on
 
 
 @pytest.mark.bug("F13")
-@pytest.mark.parametrize(("owned", "limits", "left"), [case[1:] for case in FAIR], ids=[c[0] for c in FAIR])
+@pytest.mark.parametrize(("owned", "limits", "left"), FAIR)
 def test_who_holds_most_loses_the_oldest(owned: str, limits: Retention, left: str) -> None:
     """One key pushed out all that the others had stored. Capitals stand for large rows."""
     with closing(Store(":memory:", limits)) as db:
@@ -185,7 +182,7 @@ def test_who_holds_most_loses_the_oldest(owned: str, limits: Retention, left: st
 
 
 def test_events_expire_before_their_response() -> None:
-    """github.com/openai/openai-python/issues/2828: a stream has a last day, its response a later one."""
+    """A stream has a last day, its response a later one: github.com/openai/openai-python/issues/2828."""
     whole = size(ended("resp_1"))
     with closing(Store(":memory:", Retention(max_bytes=whole, max_age_s=100, events_age_s=10))) as db:
         db.write(ended("resp_1"), 0, [b"0" * whole])
@@ -214,13 +211,9 @@ def test_file_is_found_again(tmp_path: Path) -> None:
         assert db.get("resp_1") == row().with_response(*state("in_progress"), NOW)
         assert db.frames("resp_1") == [b"0", b"1"]
         assert db.get("resp_2") == ended("resp_2")
-
-
-def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "db")) as file:
-        file.execute("PRAGMA user_version = 2")
+        db._db.execute("PRAGMA user_version = 2")
     with pytest.raises(sqlite3.DatabaseError, match="expected version 3, got version 2"):
-        Store(str(tmp_path / "db"), Retention())
+        Store(path, Retention())
 
 
 @pytest.mark.parametrize("exists", [True, False])

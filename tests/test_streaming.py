@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 
 import pytest
 from starlette.requests import ClientDisconnect
@@ -10,8 +9,6 @@ from starlette.types import Message
 
 import streaming
 from streaming import KEEP_ALIVE, PIECE_BYTES, JsonAnswer, kept_alive, while_connected
-
-Write = Callable[[bytes], Awaitable[None]]
 
 
 def test_a_large_answer_leaves_in_pieces() -> None:
@@ -61,12 +58,9 @@ def test_work_ends_with_its_client() -> None:
 
 
 def written_in(
-    monkeypatch: pytest.MonkeyPatch,
-    silence_s: float,
-    script: Callable[[Write], Awaitable[None]],
-    reads: bool = True,
+    monkeypatch: pytest.MonkeyPatch, silence_s: float, n_writes: int, wait_s: float, reads: bool = True
 ) -> list[bytes]:
-    """What a stream has sent when the script is done with it, if it may be silent for so long."""
+    """What a stream has sent in the end that writes, then waits, and may be silent for so long."""
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", silence_s)
     written: list[bytes] = []
 
@@ -77,7 +71,10 @@ def written_in(
 
     async def main() -> None:
         async with kept_alive(send) as write:
-            await script(write)
+            for _ in range(n_writes):
+                await write(b"1")
+                await asyncio.sleep(wait_s)
+            await asyncio.sleep(wait_s)
         n_written = len(written)
         await asyncio.sleep(0.01)
         assert len(written) == n_written, "a comment after the end"
@@ -88,19 +85,9 @@ def written_in(
 
 def test_a_stream_that_is_not_silent_gets_no_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each write puts the next comment off."""
-
-    async def script(write: Write) -> None:
-        for _ in range(30):
-            await write(b"1")
-            await asyncio.sleep(0.01)
-
-    assert written_in(monkeypatch, 0.1, script) == [b"1"] * 30
+    assert written_in(monkeypatch, 0.1, n_writes=30, wait_s=0.01) == [b"1"] * 30
 
 
 def test_a_client_that_does_not_read_has_one_comment_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-pressure holds a comment like any frame; a second one would wait after it."""
-
-    async def script(_: Write) -> None:
-        await asyncio.sleep(0.05)
-
-    assert written_in(monkeypatch, 0.001, script, reads=False) == [KEEP_ALIVE]
+    assert written_in(monkeypatch, 0.001, n_writes=0, wait_s=0.05, reads=False) == [KEEP_ALIVE]

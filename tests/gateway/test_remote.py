@@ -35,7 +35,6 @@ from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures 
     test_previous_response,
     test_sdk_background,
     test_sdk_resumes,
-    test_unknown_response,
 )
 from test_server import (  # noqa: F401
     ASKED,

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
 from helpers.faulty_server import SLOW
 from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
 from helpers.wire import Wire
-from service import connections
+from service import connections, options
 
 RESPONSES = "/v1/responses"
 FAULTY = ("-m", "tests.helpers.faulty_server")
@@ -283,3 +284,65 @@ def test_idle_connections_do_not_take_the_last_files() -> None:
         assert server.get("/health/live").status == 200
         assert b"response.completed" in b"".join(chunks)
         assert len(server.log().splitlines()) < 50
+
+
+# --- time ---------------------------------------------------------------------------------------------------
+
+WHOLE = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+UNREAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n" + b"x" * 20_000
+DAWDLERS = [
+    # what comes at once    then, one by one    n of answers
+    (b"",                   b"",                0),
+    (b"GET /hea",           b"",                0),
+    (b"GET /",              b"a",               0),
+    (WHOLE,                 b"a",               1),
+    (WHOLE,                 b"\r\n",            1),
+    (UNREAD,                b"a",               1),  # a body that is not read
+]  # fmt: skip
+
+
+async def answer_at_once(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+
+@pytest.mark.parametrize(("begun", "drop", "n_answers"), DAWDLERS)
+def test_a_head_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch, begun: bytes, drop: bytes, n_answers: int
+) -> None:
+    """Bug: half a head held its connection for ever, however slowly it came, and nothing counted it."""
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.05)
+
+    async def dawdle() -> bytes:
+        protocol, wire, _ = connected(answer_at_once)
+        protocol.data_received(begun)
+        while not wire.is_closed:
+            await asyncio.sleep(0.002)
+            if drop and wire.is_read:
+                protocol.data_received(drop)
+        return wire.written
+
+    answers = asyncio.run(asyncio.wait_for(dawdle(), PATIENCE_S))
+    assert answers.count(b"HTTP/1.1 200 OK") == n_answers
+
+
+def test_an_answer_may_take_longer_than_a_connection_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the timer of the answer before it ended the connection."""
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.05)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.1)
+        await answer_at_once(scope, receive, send)
+
+    async def ask_twice() -> None:
+        protocol, wire, state = connected(app)
+        for _ in range(2):
+            protocol.data_received(WHOLE)
+            while state.tasks:
+                await asyncio.sleep(0.01)
+        assert wire.written.count(b"HTTP/1.1 200 OK") == 2
+        assert not wire.is_closed
+
+    asyncio.run(ask_twice())
+    kept = connections.http_config(Starlette(), options.arguments().parse_args([]))
+    assert kept.timeout_keep_alive == connections.NEVER_S

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
@@ -26,6 +27,7 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.sync.client import ClientConnection
 
+from background import Registry
 from helpers import laws
 from helpers.serving import Json, Server, serve, until
 from helpers.upstream import head, upstream
@@ -536,7 +538,7 @@ def test_what_was_sent_on_a_connection_is_not_held_after_it() -> None:
 # --- turns, in this process ---------------------------------------------------------------------------------
 
 TURN = b'{"type": "response.create"}'
-Start = Callable[..., Awaitable[Any]]
+Begin = Callable[..., Awaitable[Any]]
 
 
 class Client:
@@ -570,15 +572,16 @@ class Client:
 
 
 def running(
-    client: Client, start: Start, rooms: Rooms, stop: asyncio.Event | None = None
+    client: Client, begin: Begin, rooms: Rooms, stop: asyncio.Event | None = None
 ) -> asyncio.Task[None]:
     """A connection of this client."""
     websocket = WebSocket({"type": "websocket", "subprotocols": []}, client.receive, client.send)
-    connection = Connection(websocket, Visit(rooms, ""), stop or asyncio.Event(), start, never)
+    registry = cast(Registry, SimpleNamespace(stopping=stop or asyncio.Event()))
+    connection = Connection(websocket, Visit(rooms, ""), registry, begin)
     return asyncio.create_task(connection.run())
 
 
-async def never(*_: Any) -> Any:
+async def never(*_: Any, **recall: Any) -> Any:
     await asyncio.Event().wait()
 
 
@@ -586,15 +589,15 @@ def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
     """Messages are begun one after another, whoever sends them; errors are sent beside that."""
     has_started = asyncio.Event()
 
-    async def start(*_: Any) -> Any:
+    async def begin(*_: Any, **recall: Any) -> Any:
         has_started.set()
         await never()
 
     async def talk() -> None:
         rooms, deaf = Rooms(8), Client(b"[]", is_deaf=True)
-        first = running(deaf, start, rooms)
+        first = running(deaf, begin, rooms)
         await deaf.is_told.wait()
-        second = running(Client(b"[]", TURN), start, rooms)  # its turn comes after a refusal
+        second = running(Client(b"[]", TURN), begin, rooms)  # its turn comes after a refusal
         await asyncio.wait_for(has_started.wait(), 30)
         first.cancel()
         second.cancel()
@@ -606,7 +609,7 @@ def test_a_turn_ends_with_its_client() -> None:
     """Also one that sends nothing, at which it would see that its client has left."""
     has_ended = asyncio.Event()
 
-    async def start(*_: Any) -> Any:
+    async def begin(*_: Any, **recall: Any) -> Any:
         try:
             await never()
         finally:
@@ -615,7 +618,7 @@ def test_a_turn_ends_with_its_client() -> None:
     async def talk() -> None:
         client = Client(TURN)
         client.coming.append({"type": "websocket.disconnect"})
-        await asyncio.wait_for(running(client, start, Rooms(8)), 30)
+        await asyncio.wait_for(running(client, begin, Rooms(8)), 30)
         assert has_ended.is_set()
 
     asyncio.run(talk())
@@ -642,14 +645,14 @@ def test_a_turn_that_is_refused_is_forgotten() -> None:
     class Body:
         pass
 
-    async def start(*_: Any) -> Any:
+    async def begin(*_: Any, **recall: Any) -> Any:
         body = Body()
         bodies.append(weakref.ref(body))
         raise BadInput("no")
 
     async def talk() -> None:
         client = Client(TURN)
-        task = running(client, start, Rooms(8))
+        task = running(client, begin, Rooms(8))
         await client.is_told.wait()
         await asyncio.sleep(0.01)
         assert bodies[0]() is None
