@@ -92,7 +92,7 @@ class Api:
         self.metrics = Metrics(model, lambda: self._counts() | self.registry.counts())
 
     def endpoints(self) -> list[tuple[str, str, Handler]]:
-        debug = [("GET", "/debug/steps", self.read_steps)] if self.steps else []
+        debug = [("GET", "/debug/steps", self.stream_steps)] if self.steps else []
         # fmt: off
         return [
             # method   path                             handler
@@ -347,9 +347,9 @@ class Api:
         """
         request = prompt.request
         seal = items.sealer(self.secret, request.owner, "compaction").dumps if request.compacts else None
-        tell: Emit = emit
+        emit_told: Emit = emit
         if seal or not request.generate:
-            tell = items.unsaid(emit, seal)
+            emit_told = items.unsaid(emit, seal)
         watch = Stopwatch(self.metrics)
         restorer = Restorer(request.called)
         end = UNFINISHED  # until the worker says another end
@@ -357,14 +357,14 @@ class Api:
         def emit_restored(said: Accepted | Output | Finish) -> None:
             nonlocal end
             if isinstance(said, Accepted):
-                tell(said)
+                emit_told(said)
                 return
             for one in restorer.feed(said):
                 if isinstance(one, Finish):
                     end = one  # emitted when the run is over
                 else:
                     watch.piece()
-                    tell(one)
+                    emit_told(one)
 
         try:
             await prompt.run(emit_restored, choice)
@@ -372,7 +372,7 @@ class Api:
             usage = end.usage or Usage(0, 0)
             watch.end(end.reason, usage)
             log.info("%s: %d tokens in, %d out", end.reason, usage.input_tokens, usage.output_tokens)
-        tell(end)
+        emit_told(end)
 
     # --- models, health -------------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class Api:
             health |= self._counts() | {"background": len(self.registry.jobs)}
         return json_response(200 if is_ready else 503, health)
 
-    async def read_steps(self, http: HttpRequest, visit: Visit) -> Response:
+    async def stream_steps(self, http: HttpRequest, visit: Visit) -> Response:
         assert self.steps
         visit.enter()
         response = StreamingResponse(self.steps.read(visit.owner, self.registry.stopping))

@@ -300,20 +300,7 @@ def test_cancel_does_not_cancel(server: Server) -> None:
 
 
 def test_sdk_background(sdk: openai.OpenAI) -> None:
-    made = sdk.responses.create(model="tiny", input="hi", background=True)
-    assert (made.status, made.output, made.usage) == ("queued", [], None)
-    until(lambda: sdk.responses.retrieve(made.id).status == "completed", "it is completed")
-    found = sdk.responses.retrieve(made.id)
-    assert (found.output_text, found.background) == (HELLO, True)
-    with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a completed response\."):
-        sdk.responses.cancel(made.id)
-    sdk.responses.delete(made.id)
-    with pytest.raises(openai.NotFoundError):
-        sdk.responses.retrieve(made.id)
-
-
-def test_sdk_resumes(sdk: openai.OpenAI) -> None:
-    """By its plain stream, and by its helper, which asks for all and shows a part: openai-node#1984."""
+    """It resumes by a plain stream; by a helper that asks for all, and shows a part: openai-node#1984."""
     with sdk.responses.create(model="tiny", input="hi", background=True, stream=True) as stream:
         seen = list(stream)
     assert seen[0].type == "response.created"
@@ -324,6 +311,13 @@ def test_sdk_resumes(sdk: openai.OpenAI) -> None:
         with sdk.responses.stream(response_id=id_, starting_after=after) as helper:
             assert [e.sequence_number for e in helper] == [e.sequence_number for e in seen[after + 1 :]]
             assert helper.get_final_response().output_text == HELLO
+    found = sdk.responses.retrieve(id_)
+    assert (found.status, found.output_text, found.background) == ("completed", HELLO, True)
+    with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a completed response\."):
+        sdk.responses.cancel(id_)
+    sdk.responses.delete(id_)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(id_)
 
 
 def test_sdk_pages_through_the_input_of_a_chain(sdk: openai.OpenAI) -> None:
@@ -332,9 +326,7 @@ def test_sdk_pages_through_the_input_of_a_chain(sdk: openai.OpenAI) -> None:
         said: Any = [{"role": "user", "content": f"hi {i}"}, {"role": "user", "content": "hello"}]
         made = sdk.responses.create(model="tiny", input=said, previous_response_id=last, max_output_tokens=3)
         last = made.id
-    everything = sdk.responses.input_items.list(last, order="asc", limit=100)
-    forward = everything.data
-    assert not everything.has_more
+    forward = sdk.responses.input_items.list(last, order="asc", limit=100).data
     assert len({item.id for item in forward}) == len(forward) == 11
     for limit in (1, 11, 12):
         assert list(sdk.responses.input_items.list(last, order="asc", limit=limit)) == forward

@@ -34,7 +34,6 @@ from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures 
     test_foreground_response_that_runs_is_its_clients_alone,
     test_previous_response,
     test_sdk_background,
-    test_sdk_resumes,
 )
 from test_server import (  # noqa: F401
     ASKED,
