@@ -94,7 +94,7 @@ class Connection:
     websocket: WebSocket
     visit: Visit  # holds what it remembers
     registry: Registry
-    begin: Callable[..., Awaitable[tuple[Job, Any, Any]]]  # the job of a turn; raises BadInput
+    begin: Callable[..., Awaitable[Any]]  # makes the job of a turn, and more; raises BadInput
     lanes: dict[str, Lane] = field(default_factory=lambda: {"": Lane("")})
     # Turns, and what reads their messages.
     tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
@@ -209,7 +209,7 @@ class Connection:
         return [lane.last for lane in self.lanes.values() if lane.last]
 
     def recall(self, id: str) -> Row | None:
-        return next((row for row in self._remembered() if row.id == id), None)
+        return {row.id: row for row in self._remembered()}.get(id)
 
     async def _remember(self, lane: Lane, job: Job) -> None:
         """Remember the last response of a lane, unless it has failed, or there is no room for it."""
