@@ -39,16 +39,15 @@ class TokenLogprob(NamedTuple):
     bytes: bytes
     top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
-    def members(self, with_bytes: bool = True) -> dict[str, Any]:
-        """Return it as both APIs spell it; a logprob that is NaN becomes null when it is encoded."""
-        members: dict[str, Any] = {"token": self.token, "logprob": max(self.logprob, UNLIKELY)}
-        if with_bytes:
-            members["bytes"] = list(self.bytes)
-        return members
-
     def entry(self, with_bytes: bool = True) -> dict[str, Any]:
-        """Return it with the likeliest tokens, as it stands in a list of logprobs."""
-        return self.members(with_bytes) | {"top_logprobs": [each.members(with_bytes) for each in self.top]}
+        """Return it as both APIs spell it, with the likeliest tokens; a NaN becomes null when it is encoded."""
+        spelled: list[dict[str, Any]] = []
+        for token in (self, *self.top):
+            members: dict[str, Any] = {"token": token.token, "logprob": max(token.logprob, UNLIKELY)}
+            if with_bytes:
+                members["bytes"] = list(token.bytes)
+            spelled.append(members)
+        return spelled[0] | {"top_logprobs": spelled[1:]}
 
 
 class Piece(NamedTuple):
@@ -163,19 +162,6 @@ class CallReader(Protocol):
         """Return what is left: the model is done with the call."""
 
 
-class Header(Protocol):
-    """Reads the header of a message: the words before its content, which say what the message is."""
-
-    def feed(self, piece: Piece) -> None:
-        """Read one more word, or a part of one."""
-
-    def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
-        """Return the state that follows, the reader of the call if that is one, and words of no header.
-
-        `complete`: the content follows; else another marker came, in this state.
-        """
-
-
 class Forms(NamedTuple):
     """How the dialect is written, for grammars: TEXT, NAME and ARGUMENTS are places to be filled."""
 
@@ -195,11 +181,12 @@ class Dialect(NamedTuple):
     transitions: Transitions
     call_reader: Callable[[Schemas], CallReader]
     forms: Forms
-    header: Callable[[], Header] | None = None  # None: its messages have no headers
+    # Returns what a message is by the words of its header, which stand before its content: the state that
+    # follows, and the reader of the call if it is one. None: messages have no headers.
+    header: Callable[[str], tuple[State, CallReader | None]] | None = None
     start: State = "final"  # where an answer begins, unless the prompt ends with a marker
     reasoning_markers: tuple[str, ...] = ()  # not all models of the family know them
     call_markers: tuple[str, ...] = ()  # they mean something only if tools are offered
-    call_end: str = ""  # the marker after a call; after a malformed one it is text
     trims: bool = True  # newlines beside markers are the template's
     tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary
 
@@ -248,10 +235,7 @@ class Finder:
 
     def flush(self) -> list[Piece]:
         """Release all that is held: it did not become a needle."""
-        released = self._held_pieces
-        self._held_pieces = []
-        self._held_text = ""
-        return released
+        return self._release(len(self._held_text))
 
     def _first_match(self) -> tuple[int, int, str] | None:
         """Return (end, start, needle) of the match that ends first, and is the longest of such."""
@@ -408,7 +392,7 @@ class Parser:
         self._schemas = schemas or {}
         self._one_call = one_call
         self._markers = Finder(dialect.markers - dialect.tokens)
-        self._header = dialect.header() if dialect.header else None
+        self._header: list[Piece] = []  # the words of the header that is being read
         self._call = CallBody(dialect.call_reader(self._schemas))  # read in the state "call" alone
         self._trimming = Trimming(dialect.trims, after_marker)
         self._stop = Finder(stop)
@@ -458,7 +442,7 @@ class Parser:
         for piece in self._markers.flush():
             self._text(piece)
         if self.state == "between" or (self.state in HEADER_STATES and not cut):
-            self._end_header(complete=False)
+            self._end_header()
         if self.state == "call":
             is_half_a_call = self._call.opened_by or self._call.reader.called
             if not (cut and is_half_a_call):  # half a call is neither completed nor shown as text
@@ -468,8 +452,8 @@ class Parser:
             self._show(self._trimming.release())
         return self._outputs
 
-    def _emit(self, outputs: Iterable[Output]) -> None:
-        """Return them from feed() or close(), up to the one with which the response ends, if it does."""
+    def _collect(self, outputs: Iterable[Output]) -> None:
+        """Keep outputs for feed() or close() to return, up to the one that ends the response."""
         for output in outputs:
             if self.stopped:
                 return
@@ -494,7 +478,7 @@ class Parser:
         """
         leads_to = self._dialect.next(self.state, marker)
         if self.state in HEADER_STATES and leads_to not in ("header", "content"):
-            self._end_header(complete=False)
+            self._end_header()
         if self.state == "call":
             leads_to = self._dialect.next("call", marker)
             is_in_string = self._call.reader.in_string and leads_to != "end"
@@ -502,7 +486,7 @@ class Parser:
                 self._to_call(Piece(marker, marker))
                 return
             self._end_call()
-        ends_malformed_call = self._in_malformed_call and marker == self._dialect.call_end
+        ends_malformed_call = self._in_malformed_call and ("call", marker) in self._dialect.transitions
         self._in_malformed_call = False
         if ends_malformed_call:
             self._text(Piece(marker))
@@ -517,10 +501,11 @@ class Parser:
         # After a marker of a call the open item stays open: what follows may turn out to be its text.
         if is_after_a_call or not opens_call:
             if self._open_item:
-                self._emit([Close()])
+                self._collect([Close()])
             self._trimming.marker()
         if leads_to == "content":
-            self._end_header(complete=True)
+            self.state = "header"  # a message has begun, if only by its content
+            self._end_header()
             return
         if leads_to == "call":
             self._call = CallBody(self._dialect.call_reader(self._schemas))
@@ -529,28 +514,37 @@ class Parser:
                 if not is_after_a_call:
                     self._call.interrupted = self.state
         elif leads_to == "header":
-            assert self._header
-            self._header.feed(Piece(" "))  # a marker keeps the words beside it apart
+            self._header.append(Piece(" "))  # a marker keeps the words beside it apart
         elif leads_to == "end":
             self.stopped = True
         self.state = leads_to
 
-    def _end_header(self, complete: bool) -> None:
-        """Enter the state that the header says; words that were not a header are stray text."""
-        assert self._header
-        self.state, reader, stray = self._header.end(self.state, complete)
-        if reader:
-            self._call = CallBody(reader)
-            self._to_call(Piece(""))  # the name was in the header: it is announced now
-        for piece in stray:
-            self._text(piece)
+    def _end_header(self) -> None:
+        """Enter the state that the header says; words between two messages are stray text.
+
+        A message that has begun is what its header says even if its content is missing: then a function is
+        called without arguments.
+        """
+        pieces = self._header
+        self._header = []
+        words = "".join(piece.text for piece in pieces)
+        if self.state != "between":
+            assert self._dialect.header
+            self.state, reader = self._dialect.header(words)
+            if reader:
+                self._call = CallBody(reader)
+                self._to_call(Piece(""))  # the name was in the header: it is announced now
+            return
+        self.state = "final"
+        if words.strip():
+            for piece in pieces:
+                self._text(piece)
 
     def _text(self, piece: Piece) -> None:
         if self.state == "call":
             self._to_call(piece)
         elif self.state in HEADER_STATES:
-            assert self._header
-            self._header.feed(piece)
+            self._header.append(piece)
         elif (trimmed := self._trimming.without_leading(piece)).text:
             if self.state == "analysis":
                 self._show(self._trimming.without_trailing(trimmed))
@@ -560,12 +554,12 @@ class Parser:
     def _to_call(self, piece: Piece) -> None:
         if not self._call.reader.called:
             self._call.held_pieces.append(piece)
-        self._emit(self._call.reader.feed(piece))
+        self._collect(self._call.reader.feed(piece))
         if self._call.reader.malformed:
             self._not_a_call()
 
     def _end_call(self) -> None:
-        self._emit(self._call.reader.end())
+        self._collect(self._call.reader.end())
         if not self._call.reader.called:
             self._not_a_call()
 
@@ -588,4 +582,4 @@ class Parser:
 
     def _show(self, pieces: list[Piece]) -> None:
         channel = cast(Channel, self.state)
-        self._emit(Delta(channel, piece.text, piece.logprobs) for piece in pieces)
+        self._collect(Delta(channel, piece.text, piece.logprobs) for piece in pieces)

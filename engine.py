@@ -21,6 +21,7 @@ Rules of this file:
 """
 
 import asyncio
+import contextvars
 import logging
 import math
 import queue
@@ -30,7 +31,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import copy_context
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Literal, NamedTuple, Protocol
@@ -128,7 +128,7 @@ class Engine:
         self._inbox = queue.SimpleQueue[Callable[[], object]]()  # what to do between two steps
         # Steps that are launched and not yet read, oldest first.
         self._in_flight: deque[tuple[Ticket, list[Scheduled]]] = deque()
-        self._readers = WeakKeyDictionary[Sequence, Callable[[StepOutput], None]]()
+        self._readers = WeakKeyDictionary[Sequence, tuple[contextvars.Context, Feed, asyncio.Future[None]]]()
         self._late: set[Sequence] = set()  # a step has waited in vain for their masks
         self._outbox: list[tuple[Sequence, StepOutput]] = []  # what leaves the thread at the end of a step
         self._step_s = step_s
@@ -146,23 +146,11 @@ class Engine:
         """
         self._event_loop = asyncio.get_running_loop()
         ended = self._event_loop.create_future()
-        context = copy_context()  # of the request: for the log, and for the tasks that feed() makes
-
-        def read(output: StepOutput) -> None:
-            if ended.done():
-                return
-            try:
-                wants_more = context.run(feed, output)
-            except Exception as error:
-                ended.set_exception(error)
-            else:
-                if output.finish or not wants_more:
-                    ended.set_result(None)
-
-        self._readers[sequence] = read
+        context = contextvars.copy_context()  # of the request: for the log, and for tasks that feed() makes
+        self._readers[sequence] = context, feed, ended
         self._inbox.put(partial(self._scheduler.add, sequence))
         if self._why_closed:  # the thread may have read its inbox for the last time
-            read(StepOutput([], "failed", self._why_closed))
+            self._feed([(sequence, StepOutput([], "failed", self._why_closed))])
         try:
             await ended
         finally:
@@ -170,8 +158,8 @@ class Engine:
 
     def busy(self) -> bool:
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
-        is_at_work = bool(is_asked or self._scheduler.running or self._scheduler.waiting)
-        return is_at_work and not self._why_closed
+        is_at_work = is_asked or self._scheduler.running or self._scheduler.waiting
+        return bool(is_at_work) and not self._why_closed
 
     @property
     def alive(self) -> bool:
@@ -218,7 +206,7 @@ class Engine:
 
     def _step(self) -> None:
         """Schedule and launch the next step, pass on what was read before, read the oldest in flight."""
-        self._late = set(self._bring_masks() and self._wait_for_masks())
+        self._wait_for_masks()
         in_flight = [batch for _, batch in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         if batch:
@@ -237,24 +225,25 @@ class Engine:
 
         Returns the sequences that can do nothing without theirs.
         """
+        held_up: list[Sequence] = []
         for sequence in [*self._scheduler.running]:
             if sequence.constraint is None or sequence.mask is not None:
                 continue
             try:
-                sequence.mask = sequence.constraint.mask(sequence.output)
-                if sequence.mask is not None and not sequence.mask.any():
+                mask = sequence.constraint.mask(sequence.output)
+                if mask is not None and not mask.any():
                     raise ValueError("expected a token that may come next, the constraint allows none")
             except Exception as error:
                 log.error("a request failed alone: its constraint gave up: %r", error)
                 self._fail(sequence, GAVE_UP)
-        running = self._scheduler.running
-        return [sequence for sequence in running if sequence.awaits_mask and sequence.n_ready <= 0]
+            else:
+                sequence.mask = mask
+                if mask is None and sequence.n_ready <= 0:
+                    held_up.append(sequence)
+        return held_up
 
-    def _wait_for_masks(self) -> list[Sequence]:
-        """Give masks a moment to come, but not those that are late, if other sequences can go on.
-
-        Returns the sequences whose masks have not come.
-        """
+    def _wait_for_masks(self) -> None:
+        """Give masks a moment to come, but not those that are late, if other sequences can go on."""
         deadline = time.monotonic() + MASK_WAIT_S
         while held_up := self._bring_masks():
             others_can_go_on = len(held_up) < len(self._scheduler.running)
@@ -263,7 +252,7 @@ class Engine:
                 break
             self._flush_outbox()  # the event loop need not wait for them
             wait([sequence.constraint.fileno() for sequence in held_up if sequence.constraint], seconds_left)
-        return held_up
+        self._late = set(held_up)
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
@@ -321,6 +310,15 @@ class Engine:
             self._outbox = []
 
     def _feed(self, outputs: list[tuple[Sequence, StepOutput]]) -> None:
-        """Pass on what a step has brought, in the event loop."""
+        """Feed each reader what a step has brought, in the event loop; end what has its last output."""
         for sequence, output in outputs:
-            self._readers[sequence](output)
+            context, feed, ended = self._readers[sequence]
+            if ended.done():
+                continue
+            try:
+                wants_more = context.run(feed, output)
+            except Exception as error:
+                ended.set_exception(error)
+            else:
+                if output.finish or not wants_more:
+                    ended.set_result(None)

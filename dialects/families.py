@@ -16,7 +16,7 @@ Not here: following the tables (channels.py), writing grammars (structured_outpu
 
 from collections.abc import Collection
 
-from channels import CallReader, Dialect, Forms, Piece, State, Transitions
+from channels import CallReader, Dialect, Forms, State, Transitions
 from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
 
 # fmt: off
@@ -60,38 +60,14 @@ HARMONY: Transitions = {
 CHANNELS: dict[str, State] = {"analysis": "analysis", "commentary": "commentary", "final": "final"}
 
 
-class HarmonyHeader:
-    """The header of a message, whose words say what the message is.
-
-    It is read in three states. `between` two messages words may be stray text. In `role` <|start|> has begun
-    a message, in `header` another marker has. <|message|> ends the header (`content`).
+def harmony_header(header: str) -> tuple[State, CallReader | None]:
+    """Return what a message with this header is: a call if it has a recipient anywhere, else its channel.
 
         <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
                  role               header                                  content: a call     end
-    """
 
-    def __init__(self) -> None:
-        self._words: list[Piece] = []
-
-    def feed(self, piece: Piece) -> None:
-        self._words.append(piece)
-
-    def end(self, state: State, complete: bool) -> tuple[State, CallReader | None, list[Piece]]:
-        """Return what the header says, as channels.Header has it.
-
-        A message that has begun is what its header says even if its content is missing: then a recipient is
-        called without arguments.
-        """
-        pieces = self._words
-        self._words = []
-        words = "".join(piece.text for piece in pieces)
-        if complete or state != "between":
-            return *meaning_of(words), []
-        return "final", None, pieces if words.strip() else []
-
-
-def meaning_of(header: str) -> tuple[State, CallReader | None]:
-    """Return what a message with this header is: a call if it has a recipient anywhere, else its channel.
+    The header is read in three states. `between` two messages words may be stray text. In `role` <|start|>
+    has begun a message, in `header` another marker has. <|message|> ends the header (`content`).
 
     A message on an unknown channel, or on none, is the answer. Every other word, such as the type of the
     content, says nothing: https://github.com/openai/harmony/issues/38
@@ -118,7 +94,7 @@ DIALECTS = {
         known_by=("<|channel|>", "<|message|>"),
         transitions=HARMONY,
         call_reader=lambda _: AsWritten(""),  # the header names the function
-        header=HarmonyHeader,
+        header=harmony_header,
         start="between",
         trims=False,
         forms=Forms(
@@ -160,7 +136,6 @@ DIALECTS = {
         call_reader=XmlCalls,
         reasoning_markers=THINKING,
         call_markers=HERMES_CALLS,
-        call_end="</tool_call>",
         forms=Forms(
             thought=THINKING,
             call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
@@ -188,7 +163,6 @@ DIALECTS = {
         call_reader=lambda _: JsonCalls(),
         reasoning_markers=THINKING,
         call_markers=HERMES_CALLS,
-        call_end="</tool_call>",
         forms=Forms(
             thought=THINKING,
             call=f"<tool_call>\n{OBJECT}\n</tool_call>",

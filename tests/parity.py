@@ -159,7 +159,7 @@ def write(directory: Path, case: Case) -> None:
     shards = ["model.safetensors"]
     if case.n_shards > 1:
         shards = [f"model-{n + 1:05}-of-{case.n_shards:05}.safetensors" for n in range(case.n_shards)]
-        where = dict(zip([part.name for part in parts], itertools.cycle(shards), strict=False))
+        where = {part.name: shard for part, shard in zip(parts, itertools.cycle(shards), strict=False)}
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     for n, shard in enumerate(shards):
         tensors = {part.name: random_tensor(part.name, part.shape) for part in parts[n :: len(shards)]}
@@ -167,19 +167,18 @@ def write(directory: Path, case: Case) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, NDArray[Any]], dtype: str) -> None:
-    stored = {name: t if t.dtype == np.uint8 else STORED[dtype](t) for name, t in tensors.items()}
     specs: dict[str, TensorSpec] = {}
-    for name, tensor in stored.items():
-        kind = "bfloat16" if tensor.dtype == np.uint16 else str(tensor.dtype)
-        address, n_bytes = tensor.ctypes.data, tensor.nbytes
-        specs[name] = TensorSpec(dtype=kind, shape=tensor.shape, data_ptr=address, data_len=n_bytes)
+    stored = {name: t if t.dtype == np.uint8 else STORED[dtype](t) for name, t in tensors.items()}
+    for name, t in stored.items():
+        kind = "bfloat16" if t.dtype == np.uint16 else str(t.dtype)
+        specs[name] = TensorSpec(dtype=kind, shape=t.shape, data_ptr=t.ctypes.data, data_len=t.nbytes)
     serialize_file(specs, path, {"format": "pt"})
 
 
 STORED: dict[str, Callable[[Array], NDArray[Any]]] = {
     "BF16": lambda tensor: (tensor.view(np.uint32) >> 16).astype("<u2"),
     "F16": lambda tensor: tensor.astype("<f2"),
-    "F32": lambda tensor: tensor.astype("<f4"),
+    "F32": lambda tensor: tensor,
 }
 # the first of these that a tensor's name contains: mean and deviation, a matrix's times n_inputs ** -0.5
 SPREAD = {
@@ -251,9 +250,9 @@ class Golden(NamedTuple):
         """
         differences: list[float] = []
         for row, mine in zip(self.rows, logits, strict=True):
+            found = golden_row(row["position"], mine)
             differences.append(float(np.abs(mine[row["ids"]] - row["logits"]).max()))
-            differences.append(abs(float(mine.mean(dtype=np.float64)) - row["mean"]))
-            differences.append(abs(float(np.abs(mine).max()) - row["max_abs"]))
+            differences += [abs(found[member] - row[member]) for member in ("mean", "max_abs")]
         return max(differences)
 
     def of(self, ours: "Ours") -> Array:
@@ -265,16 +264,11 @@ def read_golden(name: str) -> Golden:
     return Golden(**json.loads((GOLDEN / f"{name}.json").read_text()))
 
 
-def write_golden(name: str, prompt: list[int], greedy: list[int], logits: Array, at: Sequence[int]) -> None:
-    """Keep these of the logits of all positions, (len(prompt) + len(greedy) - 1, vocab_size)."""
-    rows: list[dict[str, Any]] = []
-    for position in at:
-        row = logits[position]
-        ids = np.arange(len(row)) if len(row) <= 128 else np.argsort(-row, kind="stable")[:N_TOP]
-        kept = {"position": position, "ids": ids.tolist(), "logits": [round(float(v), 5) for v in row[ids]]}
-        rows.append(kept | {"mean": float(row.mean(dtype=np.float64)), "max_abs": float(np.abs(row).max())})
-    golden = Golden(prompt, greedy, rows)
-    (GOLDEN / f"{name}.json").write_text(json.dumps(golden._asdict()) + "\n")
+def golden_row(position: int, logits: Array) -> dict[str, Any]:
+    """Keep these of the logits of a position, (vocab_size,)."""
+    ids = np.arange(len(logits)) if len(logits) <= 128 else np.argsort(-logits, kind="stable")[:N_TOP]
+    kept = {"position": position, "ids": ids.tolist(), "logits": [round(float(v), 5) for v in logits[ids]]}
+    return kept | {"mean": float(logits.mean(dtype=np.float64)), "max_abs": float(np.abs(logits).max())}
 
 
 # ---- MXFP4 -------------------------------------------------------------------------------------------------
@@ -333,7 +327,8 @@ def compare(name: str, directory: Path, prompt: list[int], positions: Sequence[i
     The margin is that between the two likeliest tokens of a step: near 0 a greedy text is luck.
     """
     greedy, logits = theirs(directory, prompt)
-    write_golden(name, prompt, greedy, logits, positions)
+    golden = Golden(prompt, greedy, [golden_row(position, logits[position]) for position in positions])
+    (GOLDEN / f"{name}.json").write_text(json.dumps(golden._asdict()) + "\n")
     ours = Ours(directory)
     difference = np.abs(ours.logits(prompt + greedy[:-1], range(len(logits))) - logits).max()
     best = np.partition(logits[-N_GREEDY:], -2)[:, -2:]

@@ -21,23 +21,15 @@ from channels import Delta, Dialect, Finder, Finish, Output, Parser, Piece, Stat
 from dialects import families
 from dialects.families import DIALECTS
 from helpers.laws import parse
-from helpers.scripted import END, MARKERS, TEMPLATE, TEMPLATES, in_steps, said, vocab_size, vocabulary
+from helpers.scripted import END, MARKERS, TEMPLATE, TEMPLATES, ids_of, in_steps, said, vocabulary
 from request import tools
-from tokenizer import Tokenizer
 
-TINY = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
 TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"]}
 SCHEMA = {"type": "object", "properties": {name: {"type": of_type} for name, of_type in TYPES.items()}}
 Options = dict[str, Any]
-
-
-def whole(name: str, tokens: bool) -> Dialect:
-    """The dialect with all its markers, each a token or none."""
-    row = DIALECTS[name]
-    return families.find(row, row.markers if tokens else (), "".join(row.markers), tools=True)
-
-
-TOKENS, SPELLED = ({name: whole(name, tokens) for name in DIALECTS} for tokens in (True, False))
+# The dialects with all their markers: each is a token, or none is.
+SPELLED = {name: row._replace(tokens=frozenset()) for name, row in DIALECTS.items()}
+TOKENS = {name: row._replace(tokens=row.markers) for name, row in DIALECTS.items()}
 
 
 class ByMachines(Parser):
@@ -77,13 +69,9 @@ FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 # fmt: on
 names = st.sampled_from(list(DIALECTS))
+units_of = {name: [*sorted(DIALECTS[name].markers) * 3, *UNITS[name] * 2, *TEXT] for name in DIALECTS}
 outputs = names.flatmap(
-    lambda name: st.tuples(
-        st.just(name),
-        st.lists(
-            st.sampled_from([*sorted(DIALECTS[name].markers) * 3, *UNITS[name] * 2, *TEXT]), max_size=14
-        ),
-    )
+    lambda name: st.tuples(st.just(name), st.lists(st.sampled_from(units_of[name]), max_size=14))
 )
 cut_places = st.lists(st.integers(1, 60))
 stops = st.sampled_from([(), ("STOP",), ("\n",), ("aab", "ab"), ("b<", "{"), ("]", "^", "-", "\\")])
@@ -93,9 +81,7 @@ some_options = st.fixed_dictionaries(
 )
 
 
-def as_tokens(
-    units: Iterable[str], cuts: Iterable[int] = (), markers: Iterable[str] = MARKERS
-) -> list[Piece]:
+def as_tokens(units: Iterable[str], cuts: Iterable[int], markers: Iterable[str]) -> list[Piece]:
     """A marker is a token, text comes as it is cut."""
     pieces: list[Piece] = []
     for unit in re.split("(" + "|".join(map(re.escape, sorted(markers))) + ")", "".join(units)):
@@ -103,24 +89,16 @@ def as_tokens(
     return pieces
 
 
-def as_text(units: Iterable[str], cuts: Iterable[int] = (), markers: Iterable[str] = ()) -> list[Piece]:
+def as_text(units: Iterable[str], cuts: Iterable[int], markers: Iterable[str] = ()) -> list[Piece]:
     text = "".join(units)
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     return [Piece(text[i:j]) for i, j in itertools.pairwise(places) if text[i:j]]
 
 
-# fmt: off
-WAYS: list[tuple[dict[str, Dialect], Callable[..., list[Piece]]]] = [
-    # dialects  units, cuts, markers -> pieces
-    (TOKENS,    as_tokens),
-    (SPELLED,   as_text),
-]
-# fmt: on
+WAYS: list[tuple[dict[str, Dialect], Callable[..., list[Piece]]]] = [(TOKENS, as_tokens), (SPELLED, as_text)]
 
 
-def read(
-    name: str, units: Iterable[str], cuts: Iterable[int] = (), cut: bool = False, **options: Any
-) -> list[Any]:
+def read(name: str, units: Iterable[str], cuts: Iterable[int], cut: bool, **options: Any) -> list[Any]:
     """The items, by both ways: with markers that are tokens, and spelled."""
     return [
         parse(pieces(units, cuts, rows[name].markers), parser(rows[name], **options), cut)
@@ -162,13 +140,6 @@ sizes_of_steps = st.lists(st.integers(1, 9), min_size=1)
 words = cache(lambda name: vocabulary([unit.encode() for unit in (*UNITS[name], *TEXT)], name))
 
 
-def token_ids_of(name: str, units: Iterable[str]) -> list[int]:
-    """A token a unit."""
-    tokenizer = words(name)
-    ids = {tokenizer.token_bytes(i): i for i in range(vocab_size(tokenizer))}
-    return [ids[unit.encode()] for unit in units]
-
-
 @pytest.mark.bug("D01", "D04", "D06")
 @given(outputs, sizes_of_steps, stops, st.booleans(), st.none() | st.just(5))
 def test_steps_are_not_seen(
@@ -176,7 +147,7 @@ def test_steps_are_not_seen(
 ) -> None:
     """Through the worker: in steps of any sizes it says, counts and ends the same, delta by delta."""
     name, units = output
-    token_ids = token_ids_of(name, [*units, END])
+    token_ids = ids_of(words(name), [unit.encode() for unit in (*units, END)])  # a token a unit
     body: Options = {"stop": list(stop), "parallel_tool_calls": parallel, "max_output_tokens": limit}
     outputs = said(words(name), in_steps(token_ids, [1]), name, **body)
     assert said(words(name), in_steps(token_ids, sizes), name, **body) == outputs
@@ -184,9 +155,6 @@ def test_steps_are_not_seen(
     assert finish is outputs[-1]
     assert finish.usage
     assert finish.usage.reasoning_tokens <= finish.usage.output_tokens <= (limit or len(token_ids))
-
-
-# --- law: what is certain leaves at once --------------------------------------------------------------------
 
 
 @given(st.text("ab<", max_size=20), st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3))
@@ -203,8 +171,6 @@ def test_no_more_is_held_than_may_become_a_needle(text: str, needles: list[str])
         assert out == text[: next(may_begin, n)]
     assert out + "".join(piece.text for piece in finder.flush()) == text
 
-
-# --- law: the work is linear --------------------------------------------------------------------------------
 
 # fmt: off
 #    dialect         it begins with                                 and goes on with
@@ -259,8 +225,6 @@ def strings(held: Any) -> Iterator[str]:
             yield from strings(value)
 
 
-# --- law: what was written is read --------------------------------------------------------------------------
-
 spelled = st.sampled_from(sorted({marker for row in DIALECTS.values() for marker in row.markers}))
 texts = spelled | st.text("ab <>/é{}\n", min_size=1).map(lambda text: text.strip("\n ")).filter(bool)
 given_values = st.builds(lambda s, n: {"s": s, "n": n}, spelled | st.text("ab <>/é{}\n5"), st.integers())
@@ -276,6 +240,7 @@ def test_what_is_demanded_is_found(
     A marker that is a token is not found in text that spells it: not in the answer, the reasoning or a call.
     """
     forms = DIALECTS[name].forms
+    xml = "<parameter=s>\n{s}\n</parameter>\n<parameter=n>\n{n}\n</parameter>\n"
     calls = calls[: 1 if forms.separator is None else 2]
     beside = forms.before if calls else forms.text
     pieces = filled(name, f"{forms.thought[0]}TEXT{forms.thought[1]}", TEXT=thought) if thought else []
@@ -286,7 +251,8 @@ def test_what_is_demanded_is_found(
     for n, values in enumerate(calls):
         form = (forms.separator or "") + forms.call if n else forms.calls[0] + forms.call
         form += forms.calls[1] if n == len(calls) - 1 else ""
-        pieces += filled(name, form, NAME=NAME, ARGUMENTS=arguments_of(forms.arguments, values))
+        arguments = json.dumps(values) if forms.arguments == "json" else xml.format(**values)
+        pieces += filled(name, form, NAME=NAME, ARGUMENTS=arguments)
         expected.append(["call", NAME, values])
     found = parse(pieces, parser(TOKENS[name], schemas={NAME: SCHEMA}))
     assert [[*item[:-1], json.loads(item[-1])] if item[0] == "call" else item for item in found] == expected
@@ -299,21 +265,13 @@ def filled(name: str, form: str, **places: str) -> list[Piece]:
     return [Piece(places.get(part, part), part if part in markers else "") for part in parts]
 
 
-def arguments_of(syntax: str, values: dict[str, Any]) -> str:
-    if syntax == "json":
-        return json.dumps(values)
-    return "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
-
-
-# --- the trace in the header of the parser ------------------------------------------------------------------
-
 ROW = re.compile(
     r"#     (?P<piece><\w+>|</\w+>|'.*?') {2,}(?P<state>\w+)(?: .*?)??(?P<outputs>[A-Z]\w+\(.*\))?"
 )
 
 
 def test_the_trace_is_what_happens() -> None:
-    """Each row of the worked example in channels.py: the piece, the state behind it, and what comes out."""
+    """Each row of the worked example in channels.py: the piece, the state after it, and what comes out."""
     source = Path(channels.__file__).read_text(encoding="utf-8")
     rows = [row for line in source.splitlines() if (row := ROW.fullmatch(line))]
     reader = parser(TOKENS["hermes"], stop=["END"])
@@ -327,8 +285,8 @@ def test_the_trace_is_what_happens() -> None:
 
 
 def spelled_out(output: Output) -> str:
-    fields = [field for field in output if isinstance(field, str) and field]
-    return f"{type(output).__name__}({', '.join(map(repr, fields))})"
+    fields = [repr(field) for field in output if field and isinstance(field, str)]
+    return f"{type(output).__name__}({', '.join(fields)})"
 
 
 # --- cases --------------------------------------------------------------------------------------------------
@@ -349,18 +307,13 @@ G = "<tool_call><function=g>"
 CASES = {
     # dialect: text                                                   items
     "hermes": [
-        # What stands beside a marker.
         ("<think>\n\na\n\n</think>\nb\n",                              "[analysis]a[final]b\n"),
         (" \n<think>a",                                                "[analysis]a"),
-        # What ends what.
         ("<think>a<tool_call>{'name': 'f'}</tool_call>",               "[analysis]a[call f]{}"),
         ("<tool_call>{'name': 'f'}<tool_call>{'name': 'g'}",           "[call f]{}[call g]{}"),
-        # How calls are written.
         ("<tool_call>{'arguments': {'a': 1}, 'name': 'f'}",            "[call f]{'a': 1}"),
         ("<tool_call>{'name': 'f', 'parameters': {'a': 1}}",           "[call f]{'a': 1}"),
-        ("<tool_call>{'name': 'f', 'arguments': '{\\'a\\': 1}'}",      "[call f]{'a': 1}"),
         ("<tool_call>{'name': 'f', 'arguments': null}",                "[call f]{}"),
-        ("<tool_call>{'name': 'f', 'arguments': {'a': '<think>'}}",    "[call f]{'a': '<think>'}"),
         # Of two members of one name the first counts: it has left already.
         ("<tool_call>{'name': 'f', 'name': 'g'}",                      "[call f]{}"),
         ("<tool_call>{'name': 'f', 'arguments': {}, 'parameters': 1}", "[call f]{}"),
@@ -368,7 +321,6 @@ CASES = {
         (f"a\n\n{NONE}\nb",                                            f"[final]a\n\n{NONE}\nb"),
         (f"<think>a {NONE} b</think>c",                                f"[analysis]a {NONE} b[final]c"),
         (f"<tool_call>{{'name': 'f'}}</tool_call>{NONE}",              f"[call f]{{}}[final]{NONE}"),
-        ("<tool_call>{'name': ''}",                                    "[final]<tool_call>{'name': ''}"),
         ("<tool_call>a<think>b",                                       "[final]<tool_call>a[analysis]b"),
     ],
     "qwen3-coder": [
@@ -380,11 +332,9 @@ CASES = {
         (f"{G}{P}True{P_END}{F_END}",                                 "[call g]{'s': 'True'}"),
         (f"{G}{P}\n[1, {{}}]\n{P_END}{F_END}",                        "[call g]{'s': [1, {}]}"),
         (f"{G}{P}[1e999]{P_END}{F_END}",                              "[call g]{'s': '[1e999]'}"),
-        # What was forgotten, or is there twice.
         (f"a\n{F}{P}a</tool_call>b",                                   "[final]a[call f]{'s': 'a'}[final]b"),
         (f"{F}{P}a{P_END}",                                           "[call f]{'s': 'a'}"),
         (f"{F}</function><function=g></function>",                    "[call f]{}[call g]{}"),
-        # What is no call.
         ("<tool_call><fun>a</tool_call>",                             "[final]<tool_call><fun>a</tool_call>"),
     ],
     "llama": [
@@ -407,18 +357,9 @@ CASES = {
         ("[TOOL_CALLS][{'arguments': {}, 'name': 'f'}, 5, {'name': 'g'}",       "[call f]{}[call g]{}"),
     ],
     "harmony": [
-        # Newlines are the model's.
         (f"{THOUGHT}\na\n<|end|>{ASSISTANT}{FINAL}\nb\n",             "[analysis]\na\n[final]\nb\n"),
-        # Commentary without a recipient is for the user.
-        ("<|channel|>commentary<|message|>a<|end|>",                  "[commentary]a"),
-        # The recipient decides, wherever it stands and whatever stands beside it.
-        (f"{TO_F}{{}}<|call|>",                                       "[call f]{}"),
         ("<|channel|>commentary to=assistant<|message|>a",            "[commentary]a"),
-        (f"{ASSISTANT} to=functions.f<|channel|>commentary<|call|>",  "[call f]{}"),
-        # A channel unknown, or none.
         ("<|channel|>musings<|message|>a<|end|>",                     "[final]a"),
-        # What is missing, what is there twice, what is stray.
-        ("a",                                                         "[final]a"),
         (f"{THOUGHT}a<|end|>b<|end|>\n{ASSISTANT}{FINAL}c",           "[analysis]a[final]b[final]c"),
         (f"{THOUGHT}a<|end|>commentary to=functions.f<|message|>{{}}", "[analysis]a[call f]{}"),
         (f"{TO_F}{{<|constrain|>}}<|call|>",                          "[call f]{}"),
@@ -435,7 +376,6 @@ ENDS = [
     ("llama",       "a<|eot_id|>more<|eom_id|>",                       "[final]a",             STOPPED),
     # Cut off by a limit: half a tag is no answer, for the rest, which would tell call from text, is missing.
     *(("hermes",   f"a\n<tool_call>{body}", "[final]a", CUT) for body in ("", "\n", "{'na", "{'a': {}")),
-    ("hermes",      "a<tool_call>{'name': 'f', 'arguments': {'a'",     "[final]a[call f]{'a'", CUT),
     ("qwen3-coder", "<tool_call><function=f><parameter=s>a",           "[call f]{'s': 'a",     CUT),
     ("qwen3-coder", "<tool_call><function=f><parameter=n>1",           "[call f]{'n': ",       CUT),
     ("llama",       "{'name': 'f', 'parameters': {",                   "[call f]{",            CUT),
@@ -443,7 +383,6 @@ ENDS = [
     ("harmony",     "<|start|>assistant to=functions.get_w",           "",                     CUT),
     ("harmony",     "<|channel|>commentary to=functions.f<|message|>", "[call f]",             CUT),
     ("harmony",     "comment",                                         "[final]comment",       CUT),
-    # Stop strings, and a single call.
     ("hermes",      "a\n\n",     "[final]a",     STOPPED | {"stop": ["\n"]}),
     ("hermes",      "<think>a\nb",      "[analysis]a\nb",       GOES_ON | {"stop": ["\n"]}),
     ("hermes",      "\n\nb",     "[final]b",     AFTER | {"stop": ["\n"]}),
@@ -472,23 +411,17 @@ def test_case(name: str, text: str, items: str, options: Options) -> None:
 
 def test_an_added_token_that_is_not_a_marker_is_text_outside_of_strings() -> None:
     """Harmony's arguments leave as they are written, whatever they are."""
-    tokens = ["<|channel|>", "commentary to=functions.f", "<|message|>", "1"]
-    pieces = [Piece(text, text if text.startswith("<|") else "") for text in tokens]
-    added = Piece("<|fim_prefix|>", "<|fim_prefix|>")
-    assert parse([*pieces, added], parser(TOKENS["harmony"])) == [["call", "f", "1<|fim_prefix|>"]]
+    pieces = [*as_tokens([TO_F, "1"], [], DIALECTS["harmony"].markers), Piece("<|fim|>", "<|fim|>")]
+    assert parse(pieces, parser(TOKENS["harmony"])) == [["call", "f", "1<|fim|>"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("llama", "Hi {}"), ("hermes", "<tool_call>a"), ("harmony", "Hi")]
-)
-def test_logprobs_of_what_was_held_leave_with_it(name: str, text: str) -> None:
+@pytest.mark.parametrize(("name", "state"), [("llama", "call"), ("hermes", "call"), ("harmony", "between")])
+def test_logprobs_of_what_was_held_leave_with_it(name: str, state: State) -> None:
     """What might have been a call, or a header, has one logprob a token all the same."""
-    pieces = [Piece(c, "", (TokenLogprob(c, -1.0, c.encode()),)) for c in text.removeprefix("<tool_call>")]
-    head = [Piece("<tool_call>", "<tool_call>")] if text.startswith("<") else []
-    reader = parser(TOKENS[name])
-    said = [output for piece in (*head, *pieces) for output in reader.feed(piece)]
+    reader = parser(TOKENS[name], state=state)
+    said = [o for c in "Hi {}" for o in reader.feed(Piece(c, "", (TokenLogprob(c, -1.0, b""),)))]
     deltas = [output for output in [*said, *reader.close(cut=False)] if isinstance(output, Delta)]
-    assert [p.token for delta in deltas for p in delta.logprobs] == [piece.text for piece in pieces]
+    assert [p.token for delta in deltas for p in delta.logprobs] == [*"Hi {}"]
 
 
 # --- which dialect it is, and where it begins ---------------------------------------------------------------
@@ -505,16 +438,14 @@ def test_the_template_says_which_dialect_it_is(file: str) -> None:
 # fmt: off
 FOUND = [
     # vocabulary           template             tools    markers,   and those that are tokens
-    (TINY.added,           TEMPLATE.source,     True,    MARKERS,   MARKERS),
-    (TINY.added,           TEMPLATE.source,     False,   MARKERS[:2], MARKERS[:2]),
+    ([*MARKERS, END],      TEMPLATE.source,     True,    MARKERS,   MARKERS),
+    ([*MARKERS, END],      TEMPLATE.source,     False,   MARKERS[:2], MARKERS[:2]),
     ([],                   "no reasoning",      False,   [],        []),
     ([],                   "<think></think>",   True,    MARKERS,   []),
 ]
 OPENINGS = [
     # dialect        the prompt ends with                        state,      after a marker
     ("hermes",       "<|im_start|>assistant\n",                  "final",    False),
-    ("hermes",       "<|im_start|>assistant\n<think>\n",         "analysis", True),
-    ("hermes",       "<think>\n\n</think>\n\n",                  "final",    True),
     ("hermes",       "<think> is a tag",                         "final",    False),
     ("qwen3-coder",  "<｜Assistant｜><think>\n",                 "analysis", True),
     ("llama",        "<|end_header_id|>\n\n",                    "call",     False),
@@ -542,7 +473,7 @@ def test_opening(name: str, tail: str, state: State, after_marker: bool) -> None
 def test_the_tables_agree(name: str) -> None:
     """The forms and lists of a dialect name its own markers, and rows leave states that rows reach."""
     row = DIALECTS[name]
-    assert {*row.reasoning_markers, *row.call_markers, *filter(None, [row.call_end])} <= row.markers
+    assert {*row.reasoning_markers, *row.call_markers} <= row.markers
     written = re.findall(r"<\|\w+\|>|\[/?[A-Z_]{2,}\]|</?(?:think|tool_call)>", str(row.forms))
     assert {*written} <= row.markers
     assert ("content" in row.transitions.values()) == (row.header is not None)

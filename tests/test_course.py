@@ -38,8 +38,10 @@ def nano() -> Iterator[openai.OpenAI]:
         port = free.getsockname()[1]
     command = [sys.executable, "course/nano.py", str(TINY), "--port", str(port)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        url = f"http://127.0.0.1:{port}/v1"
         try:  # the client asks again while nothing listens
-            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=20)
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=20) as client:
+                yield client
         finally:
             process.kill()
 
@@ -61,7 +63,8 @@ def said(client: openai.OpenAI, prompt: str) -> list[Any]:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_nano_says_what_the_real_server_says(nano: openai.OpenAI, server: Server, prompt: str) -> None:
-    assert said(nano, prompt) == said(server.sdk(), prompt)
+    with server.sdk() as client:
+        assert said(nano, prompt) == said(client, prompt)
 
 
 def test_a_seed_repeats_an_answer(nano: openai.OpenAI) -> None:

@@ -1,7 +1,6 @@
-"""model.py: the laws of the forward pass, and sampling from distributions made by hand.
+"""model.py: the laws of the forward pass, to the bit, and sampling from distributions made by hand.
 
-The checkpoints are those of parity.py; tests/checkpoint/test_parity.py compares their logits with those that
-transformers computes. A law that promises the same bits allows no rounding.
+tests/checkpoint/test_parity.py compares the logits of these checkpoints with those of transformers.
 """
 
 import tempfile
@@ -13,14 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from model import PAGE, Array, Batch, NumpyOps, Span, forward
 from parity import CASES, N_PAGES, Ours, prefill, write
-from sampling import Choice, Context, Sampling
+from sampling import Choice, Context, Sampling, pick_token
 
-ROUNDING = 2e-4
-SIZES = [1, 31, 32, 33]
 VARIED = [
     "llama-3.2-rope-parameters",
     "mistral-window",
@@ -53,47 +49,35 @@ def read(model: Ours, pages: Sequence[int], token_ids: Sequence[int], start: int
     return logits
 
 
-def alone(model: Ours, token_ids: Sequence[int]) -> Array:
-    return read(model, range(N_PAGES // 2, N_PAGES), token_ids)
-
-
-def one_by_one(token_ids: Sequence[int], start: int, pages: Sequence[int], n_wanted: int = 1) -> Span:
-    return Span(0, pages, token_ids, start, n_wanted)
-
-
 def written(model: Ours, pages: Sequence[int], n: int) -> Array:
     """Keys and values of the first n tokens, (n, n_layers, 2, n_kv_heads, head_dim)."""
     kv: Array = model.ops._kv[list(pages)].transpose(0, 3, 1, 2, 4, 5)
     return kv.reshape(-1, *kv.shape[2:])[:n].copy()
 
 
-def near(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    return bool(np.abs(np.subtract(a, b, dtype=np.float64)).max() < ROUNDING)
-
-
 # ---- Laws --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIED)
-@pytest.mark.parametrize("size", SIZES)
-def test_prefill_in_chunks_is_prefill_at_once(name: str, size: int) -> None:
-    model, token_ids, kept, whole = ours(name), tokens(100), [7, 3], [4, 5]
-    for start in range(0, 100, size):
-        logits = read(model, kept, token_ids[start : start + size], start)
-    assert np.array_equal(logits, read(model, whole, token_ids))
-    assert np.array_equal(written(model, kept, 100), written(model, whole, 100))
+def test_rows_in_chunks_are_the_rows_of_as_many_steps(name: str) -> None:
+    """What makes drafts exact, and what was taken from a sequence computable again.
 
+    Wherever the pages lie: in a row they are read at once, else one by one, and the sums must not know.
+    """
+    model, token_ids = ours(name), tokens(110)
 
-@pytest.mark.parametrize("name", VARIED)
-def test_rows_by_themselves_are_the_rows_of_as_many_steps(name: str) -> None:
-    """What makes drafts exact, and what was taken from a sequence computable again: the same bits."""
-    model, token_ids, n = ours(name), tokens(110), 40
-    for pages in ([0, 1], [9, 2]):
-        read(model, pages, token_ids[:n])
-    expected = [run(model, [one_by_one(token_ids[i : i + 1], i, [0, 1])])[0] for i in range(n, 110)]
-    at_once = run(model, [prefill([5] * 9, 0, [30]), one_by_one(token_ids[n:], n, [9, 2], n_wanted=70)])
-    assert np.array_equal(at_once[1:], expected)
-    assert np.array_equal(written(model, [0, 1], 110), written(model, [9, 2], 110))
+    def chunked(size: int, pages: list[int]) -> tuple[Array, Array]:
+        company = prefill([5] * 9, 0, [30])
+        chunks = [token_ids[start : start + size] for start in range(0, 110, size)]
+        spans = [Span(0, pages, chunk, size * i, len(chunk)) for i, chunk in enumerate(chunks)]
+        rows = [row for span in spans for row in run(model, [company, span])[1:]]
+        return np.array(rows), written(model, pages, 110)
+
+    logits, kv = chunked(1, [0, 1])
+    for size, pages in ((31, [9, 2]), (32, [50, 10]), (33, [20, 21]), (63, [8, 7]), (110, [3, 70])):
+        found, kept = chunked(size, pages)
+        assert np.array_equal(found, logits)
+        assert np.array_equal(kept, kv)
 
 
 @pytest.mark.parametrize("name", VARIED)
@@ -117,27 +101,14 @@ def test_prefill_and_decode_in_one_batch_give_the_same_bits_as_alone(name: str) 
 
 
 @pytest.mark.parametrize("name", VARIED)
-@pytest.mark.parametrize("n", [63, 64, 65, 125])
-def test_the_same_bits_wherever_the_pages_lie(n: int, name: str) -> None:
-    """In a row they are read at once, else one by one: the sums must not know."""
-    model, prompt = ours(name), tokens(n)
-    found = []
-    for pages in ([0, 1, 2], [50, 10, 70], [8, 7, 6], [20, 21, 90]):
-        prefill = read(model, pages, prompt[:40]), read(model, pages, prompt[40:], 40)
-        decode = [run(model, [one_by_one([i], n + i, pages)])[0] for i in range(3)]
-        found.append(np.array([*prefill, *decode]))
-    assert all(np.array_equal(logits, found[0]) for logits in found)
-
-
-@pytest.mark.parametrize("name", VARIED)
 def test_memory_that_was_never_written_is_never_read(name: str) -> None:
     """np.empty may hold anything, a NaN too."""
     model, token_ids, pages = ours(name), tokens(80), [3, 1]
     model.ops._kv[pages] = np.nan
     read(model, pages, token_ids[:33])
     for position in range(33, 80):
-        logits = run(model, [one_by_one(token_ids[position : position + 1], position, pages)])[0]
-    assert near(logits, alone(model, token_ids))
+        logits = read(model, pages, token_ids[position : position + 1], position)
+    assert np.array_equal(logits, read(model, range(N_PAGES // 2, N_PAGES), token_ids))
     assert np.isnan(model.ops._kv[1, :, :, 80 - PAGE :]).all()
 
 
@@ -154,13 +125,12 @@ def test_untouched_pages_take_no_memory() -> None:
 
 P = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
 LOGITS = (np.log(P) + 7).astype(np.float32)
-OPS: NumpyOps = ours("llama-2").ops
 SEEDS = range(300)  # a token of probability 0.05 is missed by all of them with probability 2e-7
 
 
 def pick(logits: Array, sampling: Sampling, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> Choice:
     before = logits.copy()
-    [choice] = OPS.pick(logits[None], [Context(sampling, prompt, output)])
+    choice = pick_token(logits, Context(sampling, prompt, output))
     assert np.array_equal(logits, before)
     return choice
 
@@ -191,21 +161,17 @@ def test_tokens_that_can_come(parameters: dict[str, Any], expected: set[int]) ->
     assert {*drawn(LOGITS, Sampling(**parameters))} == expected
 
 
-@pytest.mark.parametrize("n", [*SIZES, 1000, 49152])
+@pytest.mark.parametrize("n", [1, 31, 1000, 49152])
 def test_filters_on_large_vocabularies(n: int) -> None:
-    """Against sets that are built token by token, in float64."""
+    """Against sets that are built in float64, by sorting all tokens."""
     rng = np.random.default_rng(n)
     logits = (3 * rng.standard_normal(n)).astype(np.float32)
     logits[rng.integers(n)] += 30  # an outlier
     for temperature, top_k, top_p, min_p in [(3.0, 20, 0.9, 0.0), (9.0, 0, 0.95, 0.01), (1.0, 7, 1.0, 0.2)]:
         p = np.exp(logits.astype(np.float64) / temperature)
         falling = [int(i) for i in np.argsort(-p, kind="stable") if p[i] >= min_p * p.max()][: top_k or n]
-        nucleus, reached = set[int](), 0.0
-        line = top_p * p[falling].sum()
-        for token_id in falling:
-            if reached < line:
-                nucleus.add(token_id)
-                reached += p[token_id]
+        reached = p[falling].cumsum()
+        nucleus = {*falling[: 1 + np.searchsorted(reached[:-1], top_p * reached[-1])]}
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         came = {pick(logits, replace(sampling, seed=seed)).token_id for seed in range(40)}
         assert came <= nucleus
@@ -254,7 +220,7 @@ def test_penalties_and_bias(
     assert changed == drawn(np.array(becomes, np.float32), plain, output=output)
 
 
-@pytest.mark.parametrize("n", [2, *SIZES[1:], 1000])
+@pytest.mark.parametrize("n", [2, 33, 1000])
 def test_logprobs_of_all_tokens(n: int) -> None:
     logits = (4 * np.random.default_rng(n).standard_normal(n)).astype(np.float32)
     exact = logits - np.log(np.exp(logits, dtype=np.float64).sum())

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pages import OutOfPages, PagePool, PrefixHash, prefix_hash, root_hash
 
 ROOT = root_hash("")
-
 N = 4
 HASHES = [prefix_hash(ROOT, [i]) for i in range(4)]
 
@@ -87,7 +86,7 @@ TestPages = Machine.TestCase
 
 
 def test_a_hash_is_that_of_the_whole_prefix() -> None:
-    """Keys depend on all tokens before them: equal tokens behind others are another page."""
+    """Keys depend on all tokens before them: equal tokens after others are another page."""
     assert prefix_hash(ROOT, [1, 2]) == prefix_hash(ROOT, (1, 2))
     texts = [[1], [2], [1, 2], [513]]
     hashes = [prefix_hash(before, text) for before in (ROOT, *HASHES) for text in texts]

@@ -37,7 +37,6 @@ from unittest import mock
 import pytest
 
 import completions
-import responses
 import sse
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
@@ -185,22 +184,9 @@ def responses_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator
 
 
 def shown(outputs: Iterable[Output | Finish], show: list[str]) -> Iterator[Any]:
-    for event in events_of(outputs):
+    for event in scripted.events_of(outputs):
         if values := members(event, show):
             yield [event["type"].removeprefix("response."), *values]
-
-
-def events_of(outputs: Iterable[Output | Finish]) -> list[responses.Event]:
-    number = itertools.count(1)
-    builder = responses.Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}")
-    made = [builder.start()]
-    for output in outputs:
-        made.append(builder.finish(output, now=2) if isinstance(output, Finish) else builder.feed(output))
-    return list(itertools.chain(*made))
-
-
-ECHO = params.from_responses({"model": "m", "input": "hi"}, {}).echo
-HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"} | ECHO
 
 
 def client(program: Callable[[Iterable[Any]], Iterator[Any]]) -> Run:
@@ -210,7 +196,7 @@ def client(program: Callable[[Iterable[Any]], Iterator[Any]]) -> Run:
     """
 
     def run(chunks: list[list[list[Any]]]) -> Iterator[Any]:
-        events = laws.on_the_wire(events_of(map(to_output, itertools.chain(*chunks))))
+        events = laws.on_the_wire(scripted.events_of(map(to_output, itertools.chain(*chunks))))
         try:
             yield from program(events)
         except clients.StreamError as error:

@@ -1,45 +1,25 @@
 """Laws of responses.py over any outputs and any end. The documented bugs are in
 tests/replays/responses-*.toml."""
 
-import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai import omit
-from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
 import responses
 import sse
 from channels import UNLIKELY, Arguments, Call, Channel, Compaction, Delta, Finish, Output, TokenLogprob
 from event_log import encode_event
-from helpers import laws
+from helpers import clients, laws
 from helpers.laws import deltas, finishes, outputs, texts
-from request import params
+from helpers.scripted import HEAD, builder, events_of
 from responses import ENDINGS, GRAMMAR, KINDS, REASONING_EVENTS, Builder, Event, IllegalEvent, fold, label
-
-BODY = {"model": "m", "input": "hi", "tools": [{"type": "function", "name": "f"}], "metadata": {"a": "b"}}
-ECHO = params.from_responses(BODY, {}).echo
-HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"} | ECHO
-NOW = 2
-
-
-def builder() -> Builder:
-    number = itertools.count(1)
-    return Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}")
-
-
-def events_of(outputs: Sequence[Output | Compaction], finish: Finish) -> list[Event]:
-    b = builder()
-    return [*b.start(), *(event for output in outputs for event in b.feed(output)), *b.finish(finish, NOW)]
-
 
 # --- laws ---------------------------------------------------------------------------------------------------
 
@@ -47,7 +27,7 @@ def events_of(outputs: Sequence[Output | Compaction], finish: Finish) -> list[Ev
 @given(outputs, finishes)
 def test_shape_sum_order_and_status(outputs: list[Output], finish: Finish) -> None:
     """Laws 3, 4 and 5, and every event and body by the SDK's own models, strictly."""
-    events = laws.on_the_wire(events_of(outputs, finish))
+    events = laws.on_the_wire(events_of([*outputs, finish]))
     laws.check_response(events)
     laws.check_body(json.loads(json.dumps(fold(events))))
 
@@ -55,11 +35,10 @@ def test_shape_sum_order_and_status(outputs: list[Output], finish: Finish) -> No
 @given(outputs, finishes)
 def test_nothing_is_lost_or_added(outputs: list[Output], finish: Finish) -> None:
     """The items are those of the outputs, commentary being a message too."""
-    said = [[KINDS[item[0]].item, *item[1:]] for item in laws.items(outputs)]
-    assert list(map(shown, fold(events_of(outputs, finish))["output"])) == said
-    namespaces = [output.namespace for output in outputs if isinstance(output, Call)]
-    calls = [item for item in fold(events_of(outputs, finish))["output"] if "call_id" in item]
-    assert [item.get("namespace", "") for item in calls] == namespaces
+    output = fold(events_of([*outputs, finish]))["output"]
+    assert [*map(shown, output)] == [[KINDS[item[0]].item, *item[1:]] for item in laws.items(outputs)]
+    namespaces = [said.namespace for said in outputs if isinstance(said, Call)]
+    assert [item.get("namespace", "") for item in output if "call_id" in item] == namespaces
 
 
 def shown(item: dict[str, Any]) -> list[str]:
@@ -70,21 +49,14 @@ def shown(item: dict[str, Any]) -> list[str]:
 
 @given(outputs, finishes)
 def test_the_sdk_adds_up_the_same(outputs: list[Output], finish: Finish) -> None:
-    """The official client's accumulator raises where an id or an index is not the one announced."""
-    state: ResponseStreamState[None] = ResponseStreamState(text_format=omit, input_tools=omit)
-    texts = {}
-    for event in laws.on_the_wire(events_of(outputs, finish)):
-        for seen in state.handle_event(laws.STREAM_EVENT.validate_python(event)):
-            if seen.type in ("response.output_text.delta", "response.function_call_arguments.delta"):
-                texts[seen.output_index] = seen.snapshot
-    output = fold(events_of(outputs, finish))["output"]
-    said = {i: shown(item)[-1] for i, item in enumerate(output) if is_added_up(item)}
-    assert texts == {i: text for i, text in said.items() if text}
+    """The official client's accumulator raises if an id or an index is not the one announced.
 
-
-def is_added_up(item: dict[str, Any]) -> bool:
-    """The SDK adds up the text of messages and the arguments of functions."""
-    return item["type"] == "function_call" or "output_text" in [p["type"] for p in item.get("content", [])]
+    It adds up the text of messages and the arguments of functions.
+    """
+    events = laws.on_the_wire(events_of([*outputs, finish]))
+    output = fold(events)["output"]
+    said = [shown(item)[-1] for item in output if re.search("output_text|function_call", str(item))]
+    assert [*clients.openai_sdk(events)] == [*filter(None, said)]
 
 
 def test_a_logprob_is_encoded_once() -> None:
@@ -93,20 +65,15 @@ def test_a_logprob_is_encoded_once() -> None:
     """
     b = Builder(HEAD | {"instructions": "word " * 1000}, lambda prefix: f"{prefix}_1")
     logprob = TokenLogprob("a", -math.inf, b"a", (TokenLogprob("b", -1.5, b"b"),) * 20)
-    events = [*b.start(), *b.feed(Delta("final", "aa", (logprob,) * 2)), *b.finish(Finish("stop"), NOW)]
-    by_type = {event["type"]: event for event in events}
-    delta, done = by_type["response.output_text.delta"], by_type["response.output_text.done"]
-    assert list(map(id, done["logprobs"])) == list(map(id, delta["logprobs"]))
-    parts = [
-        by_type["response.content_part.done"]["part"],
-        by_type["response.output_item.done"]["item"]["content"][0],
-        by_type["response.completed"]["response"]["output"][0]["content"][0],
-    ]
+    events = [*b.start(), *b.feed(Delta("final", "aa", (logprob,) * 2)), *b.finish(Finish("stop"), 2)]
+    *_, delta, done, part_done, item_done, completed = events
+    assert [*map(id, done["logprobs"])] == [*map(id, delta["logprobs"])]
+    items = [item_done["item"], completed["response"]["output"][0]]
+    parts = [part_done["part"], *(item["content"][0] for item in items)]
     assert len({tuple(map(id, part["logprobs"])) for part in parts}) == 1
     assert all(isinstance(logprob, sse.Encoded) for logprob in (*done["logprobs"], *parts[0]["logprobs"]))
     assert len({id(event["response"]["instructions"]) for event in events if "response" in event}) == 1
-    (got,) = {json.loads(sse.dumps(part))["logprobs"][0]["logprob"] for part in parts}
-    assert got == UNLIKELY
+    assert {json.loads(sse.dumps(part))["logprobs"][0]["logprob"] for part in parts} == {UNLIKELY}
 
 
 def test_a_first_logprob_that_cannot_be_encoded_opens_no_item() -> None:
@@ -115,20 +82,18 @@ def test_a_first_logprob_that_cannot_be_encoded_opens_no_item() -> None:
     b.start()
     with pytest.raises(ValueError, match="surrogate"):
         b.feed(Delta("final", "b", (TokenLogprob("\ud800", -1, b"b"),)))
-    assert [event["type"] for event in b.finish(Finish("failed"), NOW)] == ["response.failed"]
+    assert [event["type"] for event in b.finish(Finish("failed"), 2)] == ["response.failed"]
 
 
 @given(outputs, finishes)
 def test_the_response_in_an_event_is_encoded_with_it(outputs: list[Output], finish: Finish) -> None:
     """Its bytes in the frame are those that GET answers with, and that the store keeps."""
-    for number, event in enumerate(events_of(outputs, finish)):
+    for number, event in enumerate(events_of([*outputs, finish])):
         numbered = {"type": event["type"], "sequence_number": number} | event
         entry = encode_event(number, event)
         assert entry.frame == sse.encode(sse.dumps(numbered), event["type"])
-        if "response" not in event:
-            assert entry[1:] == ("", "")
-            continue
-        assert entry[1:] == (event["response"]["status"], sse.dumps(event["response"]))
+        response = event.get("response")
+        assert entry[1:] == ((response["status"], sse.dumps(response)) if response else ("", ""))
         assert entry.response_json.encode() in entry.frame
 
 
@@ -146,7 +111,7 @@ def test_a_builder_takes_up_what_another_one_has_left(
     left = json.loads(sse.dumps(events))
     second = builder()
     second.resume(left)
-    ended = laws.on_the_wire([*left, *second.finish(Finish("failed", message="interrupted"), NOW)])
+    ended = laws.on_the_wire([*left, *second.finish(Finish("failed", message="interrupted"), 2)])
     laws.check_response(ended)
     said = [item for item in fold(ended)["output"] if item.get("status") == "incomplete"]
     assert len(said) <= 1
@@ -156,21 +121,21 @@ def test_a_builder_takes_up_what_another_one_has_left(
 def test_nothing_follows_the_end(outputs: list[Output], finish: Finish, late: Finish, more: Output) -> None:
     """Law 5: a terminal status never changes, whatever still comes."""
     b = builder()
-    said: list[list[Event]] = [b.start(), *map(b.feed, outputs), b.finish(finish, NOW)]
+    said: list[list[Event]] = [b.start(), *map(b.feed, outputs), b.finish(finish, 2)]
     assert said[-1][-1]["response"]["status"] == ENDINGS[finish.reason].status
     with pytest.raises(IllegalEvent):
-        b.finish(late, NOW)
+        b.finish(late, 2)
     with pytest.raises(IllegalEvent):
         b.feed(more)
 
 
 def test_the_trace_is_what_happens() -> None:
-    """The worked example in responses.py: the events that are made, and the state behind each."""
+    """The worked example in responses.py: the events that are made, and the state after each."""
     source = Path(responses.__file__).read_text(encoding="utf-8")
     trace = re.findall(r"^#     .* (response\.[\w.]+(?: \w+)?) {2,}([\w ]+)$", source, re.MULTILINE)
     outputs: list[Output] = [Delta("final", "Hi"), Delta("final", "!"), Call("f"), Arguments("{}")]
     state, made = "start", []
-    for event in events_of(outputs, Finish("stop")):
+    for event in events_of([*outputs, Finish("stop")]):
         state = GRAMMAR[state, label(event)]
         made.append((label(event), state))
     assert trace == made
@@ -183,18 +148,15 @@ def test_the_trace_is_what_happens() -> None:
 def test_every_event_of_the_grammar_is_made_and_is_one_of_the_sdk() -> None:
     """No event that the SDK does not know (A15), and no row that nothing reaches but those for `queued`."""
     used, state = set(), "start"
-    outputs: list[Output | Compaction] = [Call("f"), Arguments("{}"), Call("g", custom=True), Arguments("x")]
-    outputs.append(Compaction("sealed"))
-    outputs += [Delta(channel, "a") for channel in get_args(Channel)]
-    for event in events_of(outputs, Finish("stop")):
+    calls: list[Output] = [Call("f"), Arguments("{}"), Call("g", custom=True), Arguments("x")]
+    deltas = [Delta(channel, "a") for channel in get_args(Channel)]
+    for event in events_of([*calls, Compaction("sealed"), *deltas, Finish("stop")]):
         used.add((state, label(event)))
         state = GRAMMAR[state, label(event)]
     queued = {row for row in GRAMMAR if "queued" in row[0] + row[1]}
     theirs = {row for row in GRAMMAR if row[1].startswith(REASONING_EVENTS["open-responses"] + ".")}
-    assert GRAMMAR.keys() - used - queued - theirs == {
-        ("between", "response.incomplete"),
-        ("between", "response.failed"),
-    }
+    other_ends = {("between", "response.incomplete"), ("between", "response.failed")}
+    assert GRAMMAR.keys() - used - queued - theirs == other_ends
     union = get_args(get_args(ResponseStreamEvent)[0])
     known = {name for model in union for name in get_args(model.model_fields["type"].annotation)}
     assert {event.split(" ")[0] for _, event in GRAMMAR.keys() - theirs} <= known
@@ -203,8 +165,6 @@ def test_every_event_of_the_grammar_is_made_and_is_one_of_the_sdk() -> None:
 @given(outputs, finishes)
 def test_reasoning_under_its_other_name(outputs: list[Output], finish: Finish) -> None:
     """`--reasoning-events open-responses`: the same stream but for two names, and never both of one."""
-    number = itertools.count(1)
-    b = Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}", reasoning_events="open-responses")
-    theirs = [*b.start(), *(event for output in outputs for event in b.feed(output)), *b.finish(finish, NOW)]
-    ours = events_of(outputs, finish)
+    ours = events_of([*outputs, finish])
+    theirs = events_of([*outputs, finish], reasoning_events="open-responses")
     assert [e | {"type": e["type"].replace("reasoning_text.", "reasoning.")} for e in ours] == theirs

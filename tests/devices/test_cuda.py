@@ -244,7 +244,7 @@ def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
                 answers = await asyncio.gather(*[steps_of(engine, job) for job in jobs])
                 return [[token for step in steps for token in step.tokens] for steps in answers]
 
-            return play(main(), "answers")
+            return play(main())
 
     expected = run(N_PAGES, 0, False)
     assert run(N_PAGES, 4, False) == expected

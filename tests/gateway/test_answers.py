@@ -23,10 +23,11 @@ from gateway.outputs import Outputs
 from gateway.refused import Refused
 from gateway.relay import frames_of, whole
 from helpers import laws
+from helpers.scripted import events_of
 from helpers.serving import Json
 from helpers.upstream import DONE, STREAM, delta, event, finish
 from request.tool_calls import Restorer
-from test_replays import FOLDER, events_of, load
+from test_replays import FOLDER, load
 
 # --- the law ------------------------------------------------------------------------------------------------
 

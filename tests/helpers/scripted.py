@@ -1,7 +1,7 @@
 """A model that says what it is told, in any dialect: an engine without weights, a vocabulary of given tokens.
 
-For tests of what comes behind the engine. A step holds any number of tokens, as with speculative decoding,
-and the engine's contract holds: nothing behind a stop token, and never more than was asked for.
+A step holds any number of tokens, as with speculative decoding. The engine's contract holds: nothing after a
+stop token, and never more than was asked for.
 """
 
 import asyncio
@@ -17,12 +17,14 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from channels import Accepted, Finish, Output
+from channels import Accepted, Compaction, Finish, Output
 from dialects.families import DIALECTS
 from dialects.matchers import Grammars
 from engine import Engine, Feed, StepOutput
 from request import params
+from request.params import Request
 from request.template import ChatTemplate
+from responses import Builder, Event
 from sampling import Choice
 from scheduler import Sequence
 from tokenizer import BYTE_OF, Tokenizer
@@ -42,17 +44,21 @@ GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (2041,))  # nothing is demand
 TOOL = {"type": "function", "name": "f"}
 
 
+def request(body: dict[str, Any]) -> Request:
+    return params.from_responses({"model": "m", "input": "hi"} | body, {})
+
+
+ECHO = request({"tools": [TOOL], "metadata": {"a": "b"}}).echo
+HEAD = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"} | ECHO
+
+
 class ScriptedEngine:
     """Answers every job with the same steps."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, steps: Iterable[abc.Sequence[int]], ends: Iterable[str] = ENDS
-    ) -> None:
-        self.config = SimpleNamespace(
-            eos_token_ids=frozenset(tokenizer.added[end] for end in tokenizer.added.keys() & ends),
-            vocab_size=vocab_size(tokenizer),
-        )
-        self.max_seq_len = 4096
+    def __init__(self, tokenizer: Tokenizer, steps: Iterable[abc.Sequence[int]], max_seq_len: int) -> None:
+        eos = frozenset(tokenizer.added[end] for end in tokenizer.added.keys() & ENDS)
+        self.config = SimpleNamespace(eos_token_ids=eos, vocab_size=vocab_size(tokenizer))
+        self.max_seq_len = max_seq_len
         self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
 
     async def generate(self, job: Sequence, feed: Feed) -> None:
@@ -71,21 +77,29 @@ class ScriptedEngine:
 
 
 def said(
-    tokenizer: Tokenizer,
-    steps: Iterable[abc.Sequence[int]],
-    dialect: str = "hermes",
-    ends: Iterable[str] = ENDS,
-    **body: Any,
+    tokenizer: Tokenizer, steps: Iterable[abc.Sequence[int]], dialect: str = "hermes", **body: Any
 ) -> list[Output | Finish]:
-    """What the worker makes of these steps; `ends` are its config's, `body` is more of the request."""
-    worker = worker_of(tokenizer, TEMPLATES[dialect], steps, ends)
-    return asyncio.run(outputs_of(worker, body))
+    """What the worker makes of these steps; `body` is more of the request."""
+    return asyncio.run(outputs_of(worker_of(tokenizer, TEMPLATES[dialect], steps), body))
+
+
+def builder(**options: Any) -> Builder:
+    number = itertools.count(1)
+    return Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}", **options)
+
+
+def events_of(outputs: Iterable[Output | Compaction | Finish], **options: Any) -> list[Event]:
+    """The events of a response, from the first on."""
+    made = builder(**options)
+    events = made.start()
+    for output in outputs:
+        events += made.finish(output, now=2) if isinstance(output, Finish) else made.feed(output)
+    return events
 
 
 async def outputs_of(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:
-    request = params.from_responses({"model": "m", "input": "hi", "tools": [TOOL]} | body, {})
     outputs: list[Accepted | Output | Finish] = []
-    prompt = await worker.prepare(request)
+    prompt = await worker.prepare(request({"tools": [TOOL]} | body))
     await prompt.run(outputs.append)
     return [output for output in outputs if not isinstance(output, Accepted)]
 
@@ -94,15 +108,11 @@ def worker_of(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     steps: Iterable[abc.Sequence[int]] = (),
-    ends: Iterable[str] = ENDS,
     max_seq_len: int = 4096,
     max_output_tokens: int = 4096,
 ) -> LocalWorker:
-    engine = ScriptedEngine(tokenizer, steps, ends)
-    engine.max_seq_len = max_seq_len
-    return LocalWorker(
-        cast(Engine, engine), tokenizer, template, GRAMMARS, max_output_tokens=max_output_tokens
-    )
+    engine = cast(Engine, ScriptedEngine(tokenizer, steps, max_seq_len))
+    return LocalWorker(engine, tokenizer, template, GRAMMARS, max_output_tokens=max_output_tokens)
 
 
 def in_steps(token_ids: abc.Sequence[int], sizes: Iterable[int]) -> list[abc.Sequence[int]]:
@@ -113,19 +123,17 @@ def in_steps(token_ids: abc.Sequence[int], sizes: Iterable[int]) -> list[abc.Seq
 
 
 def vocabulary(tokens: Iterable[bytes], dialect: str = "hermes") -> Tokenizer:
-    """All bytes and these tokens; behind them the markers and the end, as added tokens: those of tags are
-    text, as Qwen has them, the others control tokens.
+    """All bytes and these tokens; then the markers and the end, as added tokens: tags are text, as Qwen has
+    them, the others control tokens.
     """
     spelled = {byte: character for character, byte in BYTE_OF.items()}
     words = dict.fromkeys([*(bytes([n]) for n in range(256)), *tokens])
     vocab = {"".join(spelled[byte] for byte in word): n for n, word in enumerate(words)}
     library = tokenizers.Tokenizer(models.BPE(vocab, []))
     library.decoder = decoders.ByteLevel()
-    markers = sorted(DIALECTS[dialect].markers)
-    library.add_tokens([AddedToken(m, normalized=False) for m in markers if TAG.fullmatch(m)])
-    library.add_special_tokens(
-        [AddedToken(m, normalized=False) for m in (*markers, END) if not TAG.fullmatch(m)]
-    )
+    for marker in sorted(DIALECTS[dialect].markers | {END}):
+        add = library.add_tokens if TAG.fullmatch(marker) else library.add_special_tokens
+        add([AddedToken(marker, normalized=False)])
     with TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
         path.write_text(library.to_str(), encoding="utf-8")

@@ -16,7 +16,7 @@ import pytest
 
 import service.steps
 import sse
-from helpers.engines import Watch, alone, endless, play, started
+from helpers.engines import alone, endless, play, started
 from helpers.serving import Json, Server, http_chunks, serve
 from service.steps import Steps
 
@@ -119,10 +119,10 @@ def test_a_reader_that_is_late_or_slow_loses_the_oldest_steps(
             got += [await anext(frames) for _ in range(25 if is_slow else 20)]
         return [json.loads(event.data)["step"] for frame in got for event in parser.feed(frame)]
 
-    with started(Watch()) as engine:
+    with started() as engine:
         steps = Steps(engine, lambda _: b"")
         alone(engine, endless(10, 20))
-        numbers = play(main(), "a reader")
+        numbers = play(main())
     assert numbers == sorted(set(numbers))
     assert max(b - a for a, b in itertools.pairwise([0, *numbers])) > 100
 
