@@ -40,7 +40,7 @@ class TokenLogprob(NamedTuple):
     top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
     def entry(self, with_bytes: bool = True) -> dict[str, Any]:
-        """Return it as both APIs spell it, with the likeliest tokens; a NaN becomes null when it is encoded."""
+        """Return it as both APIs spell it, and the likeliest tokens; NaN becomes null when it is encoded."""
         spelled: list[dict[str, Any]] = []
         for token in (self, *self.top):
             members: dict[str, Any] = {"token": token.token, "logprob": max(token.logprob, UNLIKELY)}
