@@ -1,8 +1,4 @@
-"""background.py on its own: real stores, and runs that say what the test wants, when it wants.
-
-The bugs are those of servers that have background responses: a run that is never ended, a reader that is
-never woken, a cancel that a late completion overwrites. A state machine looks for them: RegistryMachine.
-"""
+"""background.py on its own: real stores, and runs that say what the test wants, when it wants."""
 
 import asyncio
 import functools
@@ -241,20 +237,15 @@ async def test_a_reader_gets_what_waits_in_pieces() -> None:
     log = EventLog()
     log.extend([{}] * (2 * MAX_FRAMES + 1))
     log.close()
-    sizes: list[int] = []
-    seen: list[int] = []
+    readers = [log.read(), log.read()]
+    sizes: list[tuple[int, int]] = []
 
-    async def look() -> None:
-        while True:
-            seen.append(len(sizes))
-            await asyncio.sleep(0)
+    async def follow(i: int) -> None:
+        async for frames in readers[i]:
+            sizes.append((i, len(frames)))
 
-    looking = asyncio.create_task(look())
-    async with aclosing(log.read()) as logged:
-        async for frames in logged:
-            sizes.append(len(frames))
-    looking.cancel()
-    assert (sizes, seen) == ([MAX_FRAMES, MAX_FRAMES, 1], [1, 2])
+    await asyncio.gather(follow(0), follow(1))
+    assert sizes == [(i, n) for n in (MAX_FRAMES, MAX_FRAMES, 1) for i in (0, 1)]
 
 
 # --- any order of all that can happen -----------------------------------------------------------------------
@@ -690,10 +681,9 @@ async def test_eviction_lets_writes_in_between() -> None:
         evicting = asyncio.create_task(registry.evict())
         await asyncio.sleep(0)  # it begins
         log = await started(registry, row(), Held())
-        async with aclosing(log.read()) as logged:
-            async for frames in logged:
-                if b"Hel" in frames[-1]:
-                    break
+        async for frames in log.read():
+            if b"Hel" in frames[-1]:
+                break
         assert len(await registry._call("", store._ids, "SELECT id FROM responses")) > 20
         evicting.cancel()
 
