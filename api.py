@@ -48,7 +48,7 @@ from responses import Builder
 from service.logs import is_news
 from service.metrics import Metrics, Stopwatch
 from service.steps import Steps
-from service.websocket import Connection, Recall
+from service.websocket import AS_BODY, Connection
 from store import TERMINAL, Row
 from streaming import SSE_HEADERS, EventStream, JsonAnswer, json_response, while_connected
 from worker import ALIAS, LocalWorker, Prompt, Worker
@@ -152,11 +152,16 @@ class Api:
         return json_response(200, compaction, headers)
 
     async def _begin(
-        self, parsing: Parsing, visit: Visit, purpose: str = "respond", recall: Recall | None = None
+        self,
+        parsing: Parsing,
+        visit: Visit,
+        purpose: str = "respond",
+        recall: Callable[[str], Row | None] | None = None,
     ) -> tuple[Job, Prompt, dict[str, str]]:
         """Refuse a body, or return its job, its prompt and the headers of its answer; raises BadInput.
 
-        `purpose`: "respond", "count" (its tokens) or "compact". `recall` finds what a WebSocket remembers.
+        `purpose`: "respond", "count" (its tokens) or "compact". `recall` finds what a WebSocket remembers:
+        then the body is a message of one.
         What the body continues or refers to is held by the visit before it is loaded. A large body leaves its
         place before the prompt waits, perhaps for the check of a grammar.
         """
@@ -165,10 +170,16 @@ class Api:
                 body = items.with_image_texts(body)
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": ALIAS} | body  # the SDK allows a body without a model
+            if recall:
+                body = body | AS_BODY
             defaults = self._worker(params.model_name(body)).defaults
             values = await visit.call(params.read, params.RESPONSES, body, defaults, visit.owner)
             if purpose != "respond":
                 values |= {"store": False, "background": False, "stream": False}
+            if values["background"] and recall:
+                raise unsupported(
+                    "background", "A turn of a WebSocket runs in the foreground; POST it instead."
+                )
             if values["background"] and not (values["store"] or self.temporary):
                 raise unsupported("background", "This server runs only what it may store: send store=true.")
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterable, Set
 from functools import partial
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -42,7 +43,7 @@ from request.ids import REQUEST_ID, new_id
 from request.refusals import MAX_SHOWN, BadInput, shown
 from request.room import Rooms
 from service import webpage
-from service.metrics import CONTENT_TYPE, Metrics
+from service.metrics import Metrics
 from streaming import error_response
 
 log = logging.getLogger("middleware")
@@ -61,7 +62,7 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
     """
 
     async def scrape(_: HttpRequest) -> Response:
-        return Response(api.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(api.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def socket(websocket: WebSocket) -> None:
         await api.open_websocket(websocket, websocket.scope["visit"])

@@ -32,7 +32,6 @@ import secrets
 import socket
 import sqlite3
 import sys
-import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,7 +41,7 @@ from api import Api
 from background import Registry
 from checkpoint import hub
 from gateway.remote import RemoteWorker
-from gateway.upstreams import Upstreams
+from gateway.upstreams import Timeouts, Upstreams
 from middleware import Keys, make_app
 from request.room import N_THREADS, Rooms
 from service import loading, logs, options
@@ -73,7 +72,9 @@ def main() -> int:
         keys = Keys(options.secrets(args, "api_key"))
         args.secret = [*options.secrets(args, "secret"), secrets.token_hex()]
         if args.upstream:
-            upstreams = Upstreams(args.upstream, options.upstream_keys(args), options.timeouts(args))
+            upstreams = Upstreams(
+                args.upstream, options.upstream_keys(args), Timeouts(**dict(args.upstream_timeout))
+            )
             remote = RemoteWorker(upstreams, args.price)
         listener = bind(args.host, args.port)
         store = Store(args.store, Retention(args.store_max_responses, args.store_max_bytes))
@@ -159,12 +160,12 @@ async def serve(
         await signals.acquire()
         server.should_exit = True  # uvicorn accepts no more connections
         registry.stopping.set()
-        deadline = time.monotonic() + args.shutdown_grace
+        deadline = loop.time() + args.shutdown_grace
         if is_busy():
             log.warning("waiting for what runs, at most %g s; again to stop at once", args.shutdown_grace)
-        while is_busy() and signals.locked() and time.monotonic() < deadline:  # until another signal comes
+        while is_busy() and signals.locked() and loop.time() < deadline:  # until another signal comes
             await asyncio.sleep(0.02)
-        await registry.close(persistent=args.store != IN_MEMORY)
+        await registry.close(args.store != IN_MEMORY)  # in a file what is queued waits for the next process
         for worker in workers:
             await worker.close()  # what still runs, in the foreground, fails
         evicting.cancel()
@@ -179,7 +180,7 @@ def announce(local: LocalWorker | None, listener: socket.socket) -> None:
     url = f"http://{host}:{port}"
     facts = loading.facts(local) if local else {}
     facts |= {"listening": url, "page": f"{url}/ to open in a browser"}
-    print(*(f"{name:10} {value}" for name, value in facts.items()), sep="\n", flush=True)
+    print("\n".join(f"{name:10} {value}" for name, value in facts.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from engine import Engine
 from model import PAGE, Batch, NumpyOps, Span, forward
-from service.loading import cpu_ops, packs
+from service.loading import ops_of, packs
 from tokenizer import Tokenizer
 
 MAX_BATCH = 8
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
 
 def measure(directory: Path, args: argparse.Namespace) -> None:
     config = read_config(directory)
-    kind = cpu_ops()
+    kind = ops_of("cpu")
     ops: dict[str, NumpyOps] = {}
     for name in args.weights:
         packers = packs(kind, config, None if name == "file" else name)

@@ -25,7 +25,7 @@ from checkpoint.config import Config, UnsupportedModel, read_config
 from checkpoint.weights import n_params, read_weights
 from devices import cuda, kernels
 from dialects.matchers import Grammars
-from engine import Engine, ModelRunner
+from engine import Engine
 from model import PAGE, NumpyOps
 from request import params
 from request.template import ChatTemplate
@@ -35,8 +35,9 @@ from worker import LocalWorker
 log = logging.getLogger("loading")
 
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-MAX_ROPE_BYTES = 2**29  # a million positions of heads of 128; making the table takes three times as much
-ROPE_DIM_BYTES = 4  # a position: a complex64 for two dimensions of a head
+# A million of heads of 128: the table has 4 bytes for each dimension of each position, so 512 MB, and making
+# it takes three times as much.
+MAX_POSITION_DIMS = 2**27
 # fmt: off
 #    file                            number in it                 bytes
 MEMORY_LIMITS = [
@@ -68,7 +69,7 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
         room = free_memory() // 4  # the system gives memory only to pages that are used
     n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
     weights = read_weights(directory, config, *packs(ops_class, config, args.weights))
-    runner: ModelRunner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
+    runner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
     engine = Engine(runner, args.speculate)
     name = directory.name
     if args.model and not Path(args.model).exists():  # an id on the Hub
@@ -82,15 +83,11 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
 def context_length(config: Config, option: int | None) -> int:
     """Return the longest context in tokens, prompt and answer; raises UnsupportedModel."""
     length = option or config.max_seq_len
-    if not 2 <= length <= config.max_seq_len:
+    longest = min(config.max_seq_len, MAX_POSITION_DIMS // config.head_dim)
+    if not 2 <= length <= longest:
         raise UnsupportedModel(
-            f"--max-model-len {length}: expected 2 to {config.max_seq_len}, the model's own limit"
-        )
-    longest = MAX_ROPE_BYTES // (ROPE_DIM_BYTES * config.head_dim)
-    if length > longest:
-        raise UnsupportedModel(
-            f"a context of {length} tokens: the table of rotary positions has room for {longest}; "
-            "give --max-model-len"
+            f"a context of {length} tokens: expected 2 to {longest}, the limit of the model or of the table "
+            "of rotary positions; give --max-model-len"
         )
     return length
 
@@ -109,34 +106,14 @@ def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 # --- ops and memory -----------------------------------------------------------------------------------------
 
 
-def ops_of(device: str) -> type[NumpyOps] | type[cuda.CudaOps]:
-    """Return the ops of a device; raises ValueError for "cuda" if there is no GPU."""
+def ops_of(device: str) -> Any:
+    """Return the fastest ops that are installed; raises ValueError for "cuda" if there is no GPU."""
     if device != "cpu":
         missing = cuda.missing()
         if not missing:
             return cuda.CudaOps
         if device == "cuda":
             raise ValueError(f"--device cuda: {missing}")
-    return cpu_ops()
-
-
-def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
-    """Return how read_weights() packs the matrices of the layers, and the outer ones, for --weights."""
-    if weights is None:
-        return [ops_class.pack]
-    if ops_class is cuda.CudaOps:
-        need = "a GPU multiplies by bfloat16 alone; give --device cpu"
-    elif ops_class is NumpyOps:
-        need = "NumPy multiplies by float32 alone; pip install -e '.[fast]' brings the kernels"
-    elif config.experts:
-        need = "a mixture of experts is multiplied by as the file has it, bfloat16 or MXFP4; leave it out"
-    else:
-        return [*ops_class.pack_as(weights)]
-    raise ValueError(f"--weights {weights}: {need}")
-
-
-def cpu_ops() -> type[NumpyOps]:
-    """Return the fastest ops that are installed."""
     try:
         from devices.cpu import FastOps
     except ImportError as error:
@@ -145,19 +122,29 @@ def cpu_ops() -> type[NumpyOps]:
     return FastOps
 
 
+def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
+    """Return how read_weights() packs the matrices of the layers, and the outer ones, for --weights."""
+    if weights is None:
+        return [ops_class.pack]
+    if config.experts or not hasattr(ops_class, "pack_as"):
+        raise ValueError(
+            f"--weights {weights}: expected a model without experts, on a CPU, with Numba: "
+            "give --device cpu, and pip install -e '.[fast]'; or leave it out"
+        )
+    return [*ops_class.pack_as(weights)]
+
+
 def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | None, room: int) -> int:
     """Return the number of pages in the pool of the KV cache: --kv-memory, else what `room` bytes hold.
 
     Without the option it is at most what a full batch of the longest contexts can use.
     """
-    if kv_memory:
-        if kv_memory < page_bytes:
-            raise ValueError(
-                f"--kv-memory {kv_memory}: expected {page_bytes} or more, for a page of {PAGE} tokens"
-            )
-        return kv_memory // page_bytes
+    n_bytes = kv_memory or room
+    n_pages = n_bytes // page_bytes
+    if n_pages < 1:
+        raise ValueError(f"--kv-memory {n_bytes}: expected {page_bytes} or more, for a page of {PAGE} tokens")
     max_pages = max_batch * -(-max_seq_len // PAGE)
-    return max(1, min(max_pages, room // page_bytes))
+    return n_pages if kv_memory else min(n_pages, max_pages)
 
 
 def free_memory() -> int:

@@ -1,6 +1,6 @@
 """The options of the command line: their names, defaults, checks and help.
 
-    argv --arguments().parse_args()--> options --timeouts(), secrets()--> what the server is given
+    argv --arguments().parse_args()--> options --secrets(), upstream_keys()--> what the server is given
 
 Rules of this file:
 1. A value that cannot work is refused here, in one line that says what was expected and what came.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dialects.families import DIALECTS
-from gateway.upstreams import DEFAULT_TIMEOUTS, Timeouts
+from gateway.upstreams import DEFAULT_TIMEOUTS
 from responses import REASONING_EVENTS
 from service import logs
 from store import IN_MEMORY, Retention
@@ -53,11 +53,12 @@ def number(kind: Callable[[str], float], low: float, text: str, high: float = MA
 
 
 def timeout(text: str) -> tuple[str, float]:
-    """Return NAME=SECONDS as a field of Timeouts and its value."""
+    """Return NAME=SECONDS as a field of Timeouts, such as first_byte_s, and its value."""
     name, _, value = text.partition("=")
-    if name not in TIMEOUTS:
-        raise ArgumentTypeError(f"expected NAME=SECONDS with NAME one of {', '.join(TIMEOUTS)}; got {text}")
-    return TIMEOUTS[name], seconds(value)
+    field = name.replace("-", "_") + "_s"
+    if field not in DEFAULT_TIMEOUTS._fields:
+        raise ArgumentTypeError(f"expected connect, first-byte, idle, answer or probe, =SECONDS; got {text}")
+    return field, seconds(value)
 
 
 UNITS = ("", "K", "M", "G", "T")  # powers of 1024
@@ -74,21 +75,11 @@ def size(text: str) -> int:
 
 def key(text: str) -> str:
     """Return a secret. A refusal does not show it."""
-    if not re.fullmatch("[ -~]+", text.strip()):
+    text = text.strip()
+    if not re.fullmatch("[ -~]+", text):
         raise ArgumentTypeError("expected a key of printable ASCII, for it travels in a header")
-    return text.strip()
+    return text
 
-
-# fmt: off
-#  --upstream-timeout   field of Timeouts
-TIMEOUTS = {
-    "connect":          "connect_s",
-    "first-byte":       "first_byte_s",
-    "idle":             "idle_s",
-    "answer":           "answer_s",
-    "probe":            "probe_s",
-}
-# fmt: on
 
 natural = partial(number, int, 0)
 positive = partial(number, int, 1)
@@ -211,8 +202,10 @@ OPTIONS: dict[str, list[Any]] = {
 
 
 def arguments() -> ArgumentParser:
-    about = "Serve a language model over OpenAI's Responses and Chat Completions APIs."
-    parser = ArgumentParser(description=about, usage="python server.py [OPTION ...]")
+    parser = ArgumentParser(
+        usage="python server.py [OPTION ...]",
+        description="Serve a language model over OpenAI's Responses and Chat Completions APIs.",
+    )
     for title, options in OPTIONS.items():
         section = parser.add_argument_group(title)
         for usage, check, default, about in options:
@@ -232,11 +225,7 @@ def arguments() -> ArgumentParser:
     return parser
 
 
-# --- options in several parts -------------------------------------------------------------------------------
-
-
-def timeouts(args: Namespace) -> Timeouts:
-    return Timeouts(**dict(args.upstream_timeout))
+# --- secrets -------------------------------------------------------------------------------
 
 
 def secrets(args: Namespace, name: str) -> list[str]:
@@ -248,8 +237,10 @@ def secrets(args: Namespace, name: str) -> list[str]:
     file = getattr(args, f"{name}_file")
     variable = f"LLMREF_{name.upper()}"
     texts: dict[str, str] = {}  # by where they come from
-    if file:  # bytes that are not UTF-8 are not a key either, and are refused as one
-        texts[str(file)] = file.read_text(encoding="utf-8", errors="replace")
+    if file:
+        texts[str(file)] = file.read_text(
+            encoding="latin-1"
+        )  # any bytes can be read; key() takes ASCII alone
     if variable in os.environ:
         texts[variable] = os.environ[variable]
     found = [*getattr(args, name)]

@@ -1,6 +1,6 @@
 """The Responses API over a WebSocket: its messages are turns, and the events of each turn are messages.
 
-    message --body_of()--> body of POST /v1/responses --begin()--> Job --log.read()--> messages
+    message --parsed()--> body of POST /v1/responses --begin()--> Job --log.read()--> messages
 
 A connection has lanes: one for each `stream_id` that its client has named, and one without a name. In a lane
 the turns run one after the other, in the order in which they came; lanes run at the same time. Here one
@@ -18,7 +18,8 @@ https://www.openresponses.org/specification, WebSocket transport.
 
 Rules of this file:
 1. A turn is a request like any other, and what it sends are the frames of its log without their SSE lines.
-   While it waits it is the text of its message: a JSON value may take fifty times as much.
+   While it waits it is the text of its message, which is then parsed again: a JSON value may take fifty times
+   as much.
 2. What is wrong with a message is told in a message, with the status that HTTP would have, and the connection
    lives on.
 3. The last response of each lane can be continued without a store. A turn that fails makes its lane forget
@@ -31,8 +32,8 @@ Rules of this file:
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,36 +42,18 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 import sse
 from background import Job, Registry
 from request.body import parsed
-from request.refusals import BadInput, error_body, unsupported, wrong_type, wrong_value
+from request.refusals import BadInput, error_body, wrong_type, wrong_value
 from request.room import Visit
 from store import Row
 from streaming import cancel
 
 log = logging.getLogger("websocket")
 
-Recall = Callable[[str], Row | None]  # id of a response -> the response; None if it is not remembered
-
 MAX_LANES = 32  # that have a name: the guide's
 MAX_NAME = 256  # characters of a lane's name, which each of its events repeats
-IGNORED = "response.processed"  # Codex says that it has read an answer
+AS_BODY = {"type": None, "stream_id": None, "stream": True}  # what a body has in place of a message's members
 SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
-
-CANNOT_STEER = "A response cannot be steered here. After its end, send this input with response.create."
-
-
-# --- messages -----------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def body_of(json_text: bytes, visit: Visit) -> AsyncIterator[dict[str, Any]]:
-    """Yield the body that POST /v1/responses would have; raises BadInput."""
-    async with parsed(json_text, visit) as message:
-        if message.get("type") != "response.create":
-            raise wrong_value("type", "'response.create'", message.get("type"))
-        if message.get("background"):
-            raise unsupported("background", "A turn of a WebSocket runs in the foreground; POST it instead.")
-        yield message | {"type": None, "stream_id": None, "stream": True}
 
 
 # --- a connection -------------------------------------------------------------------------------------------
@@ -94,16 +77,15 @@ class Connection:
     websocket: WebSocket
     visit: Visit  # holds what it remembers
     registry: Registry
-    begin: Callable[..., Awaitable[Any]]  # makes the job of a turn, and more; raises BadInput
-    lanes: dict[str, Lane] = field(default_factory=lambda: {"": Lane("")})
-    # Turns, and what reads their messages.
-    tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
+    begin: Callable[..., Awaitable[tuple[Job, Any, Any]]]  # Api._begin()
 
     async def run(self) -> None:
+        """Serve the connection until the client leaves, or the server stops."""
         offered = self.websocket.scope["subprotocols"]
         await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        self.lanes = {"": Lane("")}  # by name
         try:
-            async with self.tasks:
+            async with asyncio.TaskGroup() as self.tasks:  # turns, and what reads their messages
                 receiving = self.tasks.create_task(self._receive())
                 await self.registry.stopping.wait()
                 receiving.cancel()
@@ -126,11 +108,11 @@ class Connection:
             await self.visit.until_next_part()
 
     async def _read(self, json_text: bytes) -> None:
-        """Begin the turn that a message asks for; raises BadInput."""
+        """Do what a message asks for; raises BadInput."""
         max_bytes = self.visit.rooms.max_body_bytes
         if len(json_text) > max_bytes:
-            expected = f"Expected a message of at most {max_bytes} bytes, see --max-body"
-            raise BadInput(f"{expected}, got {len(json_text)}.", None, "websocket_message_too_large")
+            expected = f"Expected at most {max_bytes} bytes, see --max-body; got {len(json_text)}."
+            raise BadInput(expected, None, "websocket_message_too_large")
         async with parsed(json_text, self.visit) as message:
             if not isinstance(message, dict):
                 raise wrong_type("message", "an object", message)
@@ -141,11 +123,15 @@ class Connection:
                 expected = f"Expected at most {MAX_LANES} different values of 'stream_id' on a connection."
                 raise BadInput(expected, "stream_id", "websocket_stream_limit_reached")
             lane = self.lanes.setdefault(name, Lane(name))
-        event_type = message.get("type")
-        if event_type == "response.steer":
-            await self._steer(lane, message)
-        elif event_type != IGNORED:
-            self.tasks.create_task(self._take_turn(lane, json_text))
+        match message.get("type"):
+            case "response.create":
+                self.tasks.create_task(self._take_turn(lane, json_text))
+            case "response.steer":
+                await self._steer(lane, message)
+            case "response.processed":
+                pass  # Codex has read an answer
+            case other:
+                raise wrong_value("type", "'response.create'", other)
 
     async def _steer(self, lane: Lane, message: dict[str, Any]) -> None:
         """Say why a response is not steered, in its lane; if there is none, in the lane of the message."""
@@ -158,7 +144,11 @@ class Connection:
                 code, lane = "response_already_completed", each
         event: dict[str, Any] = {
             "type": "response.steer.failed",
-            "error": {"type": "invalid_request_error", "code": code, "message": CANNOT_STEER},
+            "error": {
+                "type": "invalid_request_error",
+                "code": code,
+                "message": "A response is not steered here: send this with response.create after its end.",
+            },
             "steer": {"input": message.get("input"), "previous_response_id": id_},
         }
         if lane.job:  # its log gives the number
@@ -172,15 +162,14 @@ class Connection:
 
     async def _take_turn(self, lane: Lane, json_text: bytes) -> None:
         """Run a turn after those before it in its lane; what refuses it becomes a message."""
-        rooms = self.visit.rooms
         try:
-            with rooms.visit(self.visit.owner) as visit:
-                visit.hold(rooms.bytes, len(json_text))
+            with self.visit.rooms.visit(self.visit.owner) as visit:
+                visit.load(len(json_text))
                 visit.enter()
                 async with lane.turn:
                     if self.registry.stopping.is_set():
                         raise BadInput("The server is about to stop.", None, "server_is_overloaded")
-                    job, *_ = await self.begin(body_of(json_text, visit), visit, recall=self.recall)
+                    job, *_ = await self.begin(parsed(json_text, visit), visit, recall=self.recall)
                     await self.registry.start(job)
                     await self._send_events(lane, job)
         except BadInput as refusal:
@@ -205,22 +194,25 @@ class Connection:
 
     # --- memory ---------------------------------------------------------------------------------------------
 
-    def _remembered(self) -> list[Row]:
-        return [lane.last for lane in self.lanes.values() if lane.last]
-
     def recall(self, id: str) -> Row | None:
-        return {row.id: row for row in self._remembered()}.get(id)
+        """Return the response that a lane remembers by this id."""
+        for lane in self.lanes.values():
+            if lane.last and lane.last.id == id:
+                return lane.last
+        return None
 
     async def _remember(self, lane: Lane, job: Job) -> None:
         """Remember the last response of a lane, unless it has failed, or there is no room for it."""
         lane.last = None
         if job.log.status == "failed":
             return
-        row = await self.registry.to_continue(job.shown_row())
-        n_bytes = sum(each.n_bytes + len(each.response_json) for each in [row, *self._remembered()])
-        with suppress(BadInput):  # then more is held than is remembered, until the next one
+        lane.last = await self.registry.to_continue(job.shown_row())
+        rows = [each.last for each in self.lanes.values() if each.last]
+        try:
+            n_bytes = sum(row.n_bytes + len(row.response_json) for row in rows)
             self.visit.hold(self.visit.rooms.bytes, n_bytes)
-            lane.last = row
+        except BadInput:  # more is held than is remembered, until the next one
+            lane.last = None
 
     # --- what is sent ---------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ Two BLAS threads collapse on a busy machine. Asking for tests/gpu by name on a m
 error, not dozens of skips.
 """
 
+import asyncio
 import hashlib
+import inspect
 import os
 import subprocess
 import sys
@@ -35,6 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"tests/gpu is for a GPU: {reason}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile the kernels of the CPU before any test whose server would do it within the test's time."""
     starts_servers = any(hasattr(item, "module") and hasattr(item.module, "serve") for item in session.items)
@@ -47,9 +59,9 @@ COMPILE = """
 from pathlib import Path
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
-from service.loading import cpu_ops, packs
+from service.loading import ops_of, packs
 
-ops, directory = cpu_ops(), Path("tests/models/tiny")
+ops, directory = ops_of("cpu"), Path("tests/models/tiny")
 config = read_config(directory)
 for name in (None, "int8", "int4") if hasattr(ops, "pack_as") else (None,):
     ops(config, read_weights(directory, config, *packs(ops, config, name)), 64, 1, 1)

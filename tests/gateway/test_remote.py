@@ -18,6 +18,7 @@ import pytest
 import sse
 from gateway.upstreams import Timeouts
 from helpers import laws
+from helpers.asked import CHAT, FAULTY, RESPONSES
 from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, delta, finish, hangs, head, says, upstream
 from service import options
@@ -37,9 +38,6 @@ from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures 
 )
 from test_server import (  # noqa: F401
     ASKED,
-    CHAT,
-    FAULTY,
-    RESPONSES,
     chat_body,
     events,
     responses_body,
@@ -236,4 +234,4 @@ def test_options_of_upstreams() -> None:
         with pytest.raises(SystemExit):
             parse([flag])
     flags = ["--upstream-timeout", "connect=1", "--upstream-timeout", "first-byte=2.5"]
-    assert options.timeouts(parse(flags)) == Timeouts(connect_s=1, first_byte_s=2.5)
+    assert Timeouts(**dict(parse(flags).upstream_timeout)) == Timeouts(connect_s=1, first_byte_s=2.5)

@@ -6,20 +6,17 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
+import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from helpers.asked import FAULTY, HI, NO_END, RESPONSES
 from helpers.faulty_server import ENDS, RAISES, SLOW
-from helpers.serving import TINY, Json, Server, http_bytes, http_frames, serve, until
+from helpers.serving import Json, Server, http_bytes, http_frames, serve, until
 from service import logs, metrics
 
-RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
-FAULTY = ("-m", "tests.helpers.faulty_server")
-HI: Json = {"model": "tiny", "input": "hi"}
-EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
-ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
+ENDLESS: Json = HI | NO_END | {"seed": SLOW, "stream": True}
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 Samples = dict[Sample, float]
@@ -35,7 +32,7 @@ def scrape(server: Server) -> Samples:
     """Return the value of each name, without its prefix, and its labels, without the model."""
     time.sleep(metrics.BETWEEN_SCRAPES_S)  # within it a scrape gets what the last one got
     reply = server.get("/metrics")
-    assert (reply.status, reply.headers["content-type"]) == (200, metrics.CONTENT_TYPE)
+    assert (reply.status, reply.headers["content-type"]) == (200, prometheus_client.CONTENT_TYPE_LATEST)
     found: Samples = {}
     for family in text_string_to_metric_families(reply.body.decode()):
         for sample in family.samples:
@@ -44,17 +41,12 @@ def scrape(server: Server) -> Samples:
     return found
 
 
+def growth(server: Server, was: Samples) -> Samples:
+    return {sample: value - was.get(sample, 0) for sample, value in scrape(server).items()}
+
+
 def value(found: Samples, name: str, **labels: str) -> float:
     return found.get((name, frozenset(labels.items())), 0)
-
-
-def growth(found: Samples, was: Samples) -> Samples:
-    return {sample: value - was.get(sample, 0) for sample, value in found.items()}
-
-
-def response_id(frame: bytes) -> str:
-    found: str = json.loads(frame.split(b"data: ")[1])["response"]["id"]
-    return found
 
 
 # --- metrics ------------------------------------------------------------------------------------------------
@@ -62,15 +54,14 @@ def response_id(frame: bytes) -> str:
 
 def test_requests_and_tokens(server: Server) -> None:
     was = scrape(server)
-    answers = [
-        server.post(RESPONSES, HI | more).json for more in ({}, {"max_output_tokens": 5}, {"seed": RAISES})
-    ]
+    changes: list[Json] = [{}, {"max_output_tokens": 5}, {"seed": RAISES}]
+    answers = [server.post(RESPONSES, HI | more).json for more in changes]
     assert [answer["status"] for answer in answers] == ["completed", "incomplete", "failed"]
     usages = [answer["usage"] for answer in answers if answer["usage"]]
     served = {"handler": RESPONSES, "method": "POST", "status": "200"}
     asked = "http_requests_total"
-    until(lambda: value(growth(scrape(server), was), asked, **served) == 3, "the last one has been counted")
-    new = growth(scrape(server), was)
+    until(lambda: value(growth(server, was), asked, **served) == 3, "the last one has been counted")
+    new = growth(server, was)
     assert value(new, "prompt_tokens_total") == sum(usage["input_tokens"] for usage in usages)
     assert value(new, "generation_tokens_total") == sum(usage["output_tokens"] for usage in usages)
     for reason, n in {"stop": 1, "length": 1, "error": 1, "abort": 0}.items():
@@ -90,7 +81,7 @@ def test_what_was_computed_is_counted_if_the_client_leaves(server: Server, backg
     log = len(server.log())
     ask = http_bytes(RESPONSES, ENDLESS | {"background": background})
     with server.connect(ask) as client, closing(http_frames(client)) as chunks:
-        id_ = response_id(next(chunks))
+        id_ = json.loads(next(chunks).split(b"data: ")[1])["response"]["id"]
         n_deltas = 0
         while n_deltas < 40:
             n_deltas += b".delta" in next(chunks)
@@ -100,12 +91,12 @@ def test_what_was_computed_is_counted_if_the_client_leaves(server: Server, backg
     if background:
         server.post(f"{RESPONSES}/{id_}/cancel", {})
     ends = {"name": "request_success_total", "finished_reason": "abort"}
-    until(lambda: value(growth(scrape(server), was), **ends) == 1, "it is over")
+    until(lambda: value(growth(server, was), **ends) == 1, "it is over")
     found = scrape(server)
     assert value(found, "num_requests_running") == 0
     assert value(found, "background_responses", status="in_progress") == 0
     assert value(found, "background_responses_ended_total", status="cancelled") == background
-    found = growth(found, was)
+    found = growth(server, was)
     n_prompt, n_generated = (value(found, f"{name}_tokens_total") for name in ("prompt", "generation"))
     assert n_prompt > 0
     assert n_generated >= n_deltas
@@ -136,7 +127,7 @@ def test_each_line_of_json_knows_its_request() -> None:
         until(lambda: server.health()["background"] == 0, "it has ended")
         refused = server.post("/v1/ba%0Anana", {})
         until(lambda: refused.headers["x-request-id"] in server.log(), "it is noted, after its reply")
-        lines: list[dict[str, Any]] = [json.loads(line) for line in server.log().splitlines()]
+        lines: list[Json] = [json.loads(line) for line in server.log().splitlines()]
     for reply in (*replies, refused):
         own = [line for line in lines if line["request_id"] == reply.headers["x-request-id"]]
         assert [line["status"] for line in own if line["logger"] == "middleware"] == [reply.status]

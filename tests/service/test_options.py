@@ -27,15 +27,7 @@ WRONG = [
     *((name, value) for name in ("--api-key", "--upstream-api-key") for value in ("cl\u00e9", "a\nb")),
     ("--speculate", "17"),
 ]
-#   text    bytes
-SIZES = [
-    ("1",    1),
-    ("64K",  2**16),
-    ("3m",   3 * 2**20),
-    ("1.5G", 3 * 2**29),
-    ("2GiB", 2**31),
-    ("2GB",  2**31),
-]
+SIZES = {"1": 1, "64K": 2**16, "3m": 3 * 2**20, "1.5G": 3 * 2**29, "2GiB": 2**31, "2GB": 2**31}
 # fmt: on
 
 
@@ -54,8 +46,7 @@ def test_what_cannot_work_is_refused_in_a_line(
 
 
 def test_values_are_read() -> None:
-    for text, n_bytes in SIZES:
-        assert options.size(text) == n_bytes
+    assert {text: options.size(text) for text in SIZES} == SIZES
     for url in ("http://x", "HTTPS://x.org:8000/v1/", "http://[::1]:80/v1", "http://u:p@x/v1"):
         assert PARSER.parse_args(["--upstream", url]).upstream == [url]
 

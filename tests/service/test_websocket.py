@@ -1,7 +1,6 @@
-"""The Responses API over a WebSocket, against the real server: the scenarios of Open Responses, the official
-client, and what a client can do wrong.
+"""The Responses API over a WebSocket: turns as over HTTP, lanes, memory, and what a client can do wrong.
 
-The names of the first tests are those of openresponses/openresponses, src/lib/compliance-tests.ts.
+The scenarios of Open Responses are rules of the audit (audit/turns.py), which tests/wire asks of this server.
 """
 
 import asyncio
@@ -14,8 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import openai
 import pytest
@@ -28,17 +26,18 @@ from websockets.protocol import State
 from websockets.sync.client import ClientConnection
 
 from background import Registry
-from helpers import laws
-from helpers.serving import Json, Server, serve, until
+from helpers.asked import FAULTY, HELLO, HI, NO_END, RESPONSES, large
+from helpers.serving import Json, Server, http_bytes, serve, until
 from helpers.upstream import head, upstream
 from helpers.wire import Wire
 from request.refusals import BadInput
 from request.room import Rooms, Visit
 from service import connections
 from service.websocket import MAX_LANES, Connection
-from test_lifecycle import ENDLESS, FAULTY, HELLO, HI, LONG, RAISES
+from store import Retention, Store
+from streaming import cancel
 
-SLOW = 668  # the seed of faulty_server.py for a hundredth of a second a token
+RAISES, SLOW = 666, 668  # seeds of faulty_server.py
 ASKED: Json = HI | {"store": False, "temperature": 0}
 LAST = ("response.completed", "response.incomplete", "response.failed", "error")
 REPLAYS = Path(__file__).parents[1] / "replays"
@@ -62,13 +61,11 @@ def send(client: ClientConnection, body: Json) -> None:
     client.send(json.dumps({"type": "response.create"} | body))
 
 
-def received(client: ClientConnection, lane: str | None = None) -> list[Json]:
-    """The messages of a turn, to its last one; of all lanes, unless one is named."""
+def received(client: ClientConnection) -> list[Json]:
+    """Return the messages of a turn, to its last one."""
     messages: list[Json] = []
     while not messages or messages[-1]["type"] not in LAST:
-        message = json.loads(client.recv(timeout=30))
-        if lane is None or message.get("stream_id") == lane:
-            messages.append(message)
+        messages.append(json.loads(client.recv(timeout=30)))
     return messages
 
 
@@ -78,7 +75,7 @@ def turn(client: ClientConnection, body: Json) -> list[Json]:
 
 
 def answer(client: ClientConnection, body: Json) -> Json:
-    """The response of a turn that all goes well with."""
+    """Return the response of a turn that succeeds."""
     *_, last = turn(client, body)
     assert last["type"] in ("response.completed", "response.incomplete"), last
     response: Json = last["response"]
@@ -86,7 +83,7 @@ def answer(client: ClientConnection, body: Json) -> Json:
 
 
 def refusal(client: ClientConnection, body: Json) -> tuple[int, str]:
-    """Status and code of the error that a turn gets at once."""
+    """Return status and code of the error that a turn gets at once."""
     (error,) = turn(client, body)
     assert error["type"] == "error"
     assert error["error"].keys() == {"message", "type", "param", "code"}
@@ -94,106 +91,31 @@ def refusal(client: ClientConnection, body: Json) -> tuple[int, str]:
 
 
 def close_code(client: ClientConnection) -> int:
-    """The code of the close that comes behind what the server still sends."""
+    """Return the code of the close that comes after what the server still sends."""
     with suppress(ConnectionClosed):
         while True:
             client.recv(timeout=30)
     return client.protocol.close_code or 0
 
 
-def is_idle(server: Server) -> bool:
-    health = server.health()
-    return bool(health["running"] == health["waiting"] == 0)
-
-
 NOT_FOUND = (400, "previous_response_not_found")
-
-# --- the scenarios of Open Responses ------------------------------------------------------------------------
-
-
-def test_websocket_response(client: ClientConnection) -> None:
-    events = turn(client, ASKED)
-    laws.check_order(events)
-    laws.check_statuses(events)
-    for event in events:
-        laws.STREAM_EVENT.validate_json(json.dumps(event), strict=True)
-    assert events[-1]["response"]["output"][-1]["content"][0]["text"] == HELLO
-
-
-def test_websocket_sequential_responses(client: ClientConnection) -> None:
-    """Both are sent at once; each is numbered from 0, and the second begins when the first has ended."""
-    send(client, ASKED)
-    send(client, ASKED)
-    first, second = received(client), received(client)
-    for events in (first, second):
-        assert [event["sequence_number"] for event in events] == [*range(len(events))]
-    assert first[-1]["response"]["id"] != second[0]["response"]["id"]
-
-
-def test_websocket_continuation(client: ClientConnection) -> None:
-    first = answer(client, ASKED)
-    more = ASKED | {"input": "Who are you?"}
-    second = answer(client, more | {"previous_response_id": first["id"]})
-    assert second["previous_response_id"] == first["id"]
-    assert second["usage"]["input_tokens"] > answer(client, more)["usage"]["input_tokens"]
-
-
-def test_websocket_reconnect_store_false_recovery(server: Server, client: ClientConnection) -> None:
-    first = answer(client, ASKED)
-    with server.websocket() as other:
-        assert refusal(other, ASKED | {"previous_response_id": first["id"]}) == NOT_FOUND
-        assert answer(other, ASKED)["status"] == "completed"
-
-
-ORPHAN: Json = {"input": [{"type": "function_call_output", "call_id": "call_missing", "output": "none"}]}
-
-
-def test_websocket_failed_continuation_evicts_cache(client: ClientConnection) -> None:
-    first = answer(client, ASKED)
-    chained = ASKED | {"previous_response_id": first["id"]}
-    assert refusal(client, chained | ORPHAN) == (400, "invalid_value")
-    assert refusal(client, chained) == NOT_FOUND
-
-
-def test_websocket_failed_generation_evicts_cache(client: ClientConnection) -> None:
-    first = answer(client, ASKED)
-    chained = ASKED | {"previous_response_id": first["id"]}
-    *_, last = turn(client, chained | {"seed": RAISES, "temperature": 1} | ENDLESS)
-    assert last["type"] == "response.failed"
-    assert refusal(client, chained) == NOT_FOUND
-
-
-def test_websocket_generate_false(client: ClientConnection) -> None:
-    """What Codex sends first: the prompt is computed, and the next turn finds it in the cache."""
-    story = ASKED | {"input": "Once upon a time. " * 40}
-    events = turn(client, story | {"generate": False})
-    assert [event["type"] for event in events] == [
-        "response.created",
-        "response.in_progress",
-        "response.completed",
-    ]
-    warm = events[-1]["response"]
-    assert (warm["output"], warm["usage"]["output_tokens"]) == ([], 0)
-    more = {"previous_response_id": warm["id"], "input": "hi", "max_output_tokens": 16}
-    assert answer(client, story | more)["usage"]["input_tokens_details"]["cached_tokens"] >= 64
-
 
 # --- the official client ------------------------------------------------------------------------------------
 
 
-async def lanes_of_the_sdk(server: Server) -> None:
+async def test_async_sdk(server: Server) -> None:
+    """Two lanes at once: the events of each are those of its own response."""
     sdk = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="any")
     async with sdk, sdk.responses.connect() as connection:
-        await connection.response.create(
-            model="tiny", input="hi", stream_id="a", previous_response_id="resp_1"
-        )
+        ask = connection.response.create
+        await ask(model="tiny", input="hi", stream_id="a", previous_response_id="resp_1")
         event = await connection.recv()
         assert event.type == "error"
         assert (event.stream_id, event.status) == ("a", 400)
         assert event.error.code == "previous_response_not_found"
-        for lane in ("a", "b"):
-            await connection.response.create(model="tiny", input="hi", stream_id=lane, temperature=0)
         texts = {"a": "", "b": ""}
+        for lane in texts:
+            await ask(model="tiny", input="hi", stream_id=lane, temperature=0)
         n_completed = 0
         while n_completed < 2:
             event = await connection.recv()
@@ -203,18 +125,22 @@ async def lanes_of_the_sdk(server: Server) -> None:
         assert texts == {"a": HELLO, "b": HELLO}
 
 
-def test_async_sdk(server: Server) -> None:
-    asyncio.run(lanes_of_the_sdk(server))
-
-
 # --- the law: one stream of events --------------------------------------------------------------------------
 
+# What is drawn for each request.
 DRAWN = re.compile(r'"(resp|msg|rs|fc|ctc|call)_[0-9a-zA-Z]+"|"(created_at|completed_at)":\d+')
 
 
-def drawn_apart(text: str) -> str:
-    """The text of an event without what is drawn for each request."""
-    return DRAWN.sub("*", text)
+def same_as_http(server: Server, client: ClientConnection, body: Json) -> None:
+    reply = server.post(RESPONSES, body | {"stream": True})
+    send(client, body)
+    if reply.status != 200:
+        assert received(client) == [{"type": "error", "status": reply.status} | reply.json]
+        return
+    for frame in reply.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
+        text = client.recv(timeout=30)
+        assert isinstance(text, str)
+        assert DRAWN.sub("*", text) == DRAWN.sub("*", frame.split("\ndata: ", 1)[1])
 
 
 def test_a_turn_is_the_stream_of_http(server: Server, client: ClientConnection) -> None:
@@ -233,31 +159,17 @@ def test_a_turn_is_the_stream_of_http_in_each_replay(relayed: tuple[Server, Any]
     """Whatever an upstream sends, byte for byte."""
     front, worker = relayed
     replay = tomllib.loads((REPLAYS / f"{name}.toml").read_text(encoding="utf-8"))
-    said = "".join(replay["input"]).encode()
     content_type = replay.get("options", {}).get("content_type") or "text/event-stream"
-    worker.answer = lambda exchange: exchange.send(head(content_type) + said)
+    said = head(content_type) + "".join(replay["input"]).encode()
+    worker.answer = lambda exchange: exchange.send(said)
     with front.websocket() as client:
         same_as_http(front, client, {"model": "m", "input": "hi"})
 
 
-def same_as_http(server: Server, client: ClientConnection, body: Json) -> None:
-    reply = server.post("/v1/responses", body | {"stream": True})
-    send(client, body)
-    if reply.status != 200:
-        (error,) = received(client)
-        assert error == {"type": "error", "status": reply.status} | reply.json
-        return
-    frames = reply.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
-    for frame in frames:
-        data = frame.split("\ndata: ", 1)[1]
-        text = client.recv(timeout=30)
-        assert isinstance(text, str)
-        assert drawn_apart(text) == drawn_apart(data)
-
-
 # --- lanes --------------------------------------------------------------------------------------------------
 
-RUNS: Json = LONG | {"seed": SLOW, "store": False, "temperature": 1}
+RUNS: Json = HI | NO_END | {"seed": SLOW, "store": False, "temperature": 1}
+ORPHAN: Json = {"input": [{"type": "function_call_output", "call_id": "call_missing", "output": "none"}]}
 
 
 def test_a_lane_has_an_order(client: ClientConnection) -> None:
@@ -276,6 +188,14 @@ def test_a_fork_that_fails_leaves_its_parent(client: ClientConnection) -> None:
     assert answer(client, chained | {"stream_id": "b"})["status"] == "completed"
     assert refusal(client, chained | ORPHAN | {"stream_id": "a"})[0] == 400
     assert refusal(client, chained | {"stream_id": "b"}) == NOT_FOUND
+
+
+def test_a_turn_that_fails_leaves_nothing_to_continue(client: ClientConnection) -> None:
+    first = answer(client, ASKED)
+    chained = ASKED | {"previous_response_id": first["id"]}
+    *_, last = turn(client, chained | NO_END | {"seed": RAISES, "temperature": 1})
+    assert last["type"] == "response.failed"
+    assert refusal(client, chained) == NOT_FOUND
 
 
 def test_there_are_so_many_lanes(client: ClientConnection) -> None:
@@ -331,9 +251,8 @@ def test_too_large(client: ClientConnection, n_fragments: int) -> None:
 
 @pytest.mark.parametrize("n_fragments", [1, 90])
 def test_far_too_large(client: ClientConnection, n_fragments: int) -> None:
-    message = ["x" * 100_000] * n_fragments if n_fragments > 1 else "x" * 9_000_000
     with suppress(ConnectionClosed):
-        client.send(message)
+        client.send(["x" * (9_000_000 // n_fragments)] * n_fragments)
     assert close_code(client) in (1009, 1006)  # the code may be lost while the client is still sending
 
 
@@ -344,44 +263,43 @@ def steer(client: ClientConnection, id: Any) -> None:
     client.send(json.dumps({"type": "response.steer", "previous_response_id": id, "input": "Stop now."}))
 
 
-def check_steer_failed(event: Json, id: Any, code: str) -> None:
-    assert event["type"] == "response.steer.failed"
-    assert (event["error"]["type"], event["error"]["code"]) == ("invalid_request_error", code)
-    assert event["steer"] == {"input": "Stop now.", "previous_response_id": id}
+def why_not(failed: Json, id: Any) -> str:
+    """Return the code of an event that says that this response is not steered."""
+    assert failed["type"] == "response.steer.failed"
+    assert failed["error"]["type"] == "invalid_request_error"
+    assert failed["steer"] == {"input": "Stop now.", "previous_response_id": id}
+    code: str = failed["error"]["code"]
+    return code
 
 
 @pytest.mark.bug("M13")
-def test_a_response_that_runs_is_not_steered(client: ClientConnection) -> None:
-    """Bug: the answer was an `error` event, of which a client cannot tell what it is about."""
+def test_a_response_is_not_steered(client: ClientConnection) -> None:
+    """Bug: the answer was an `error` event, of which a client cannot tell what it is about.
+
+    Its lane is told, in which the numbers go on, also after its end.
+    """
     send(client, RUNS | {"stream_id": "a", "max_output_tokens": 100})
     created = json.loads(client.recv(timeout=30))
-    steer(client, created["response"]["id"])
+    id_ = created["response"]["id"]
+    steer(client, id_)
     events = [created, *received(client)]
+    assert events[-1]["type"] == "response.incomplete"
     (failed,) = [event for event in events if event["type"] == "response.steer.failed"]
-    check_steer_failed(failed, created["response"]["id"], "steering_not_supported")
+    assert why_not(failed, id_) == "steering_not_supported"
+    steer(client, id_)
+    events.append(json.loads(client.recv(timeout=30)))
+    assert why_not(events[-1], id_) == "response_already_completed"
     assert {event["stream_id"] for event in events} == {"a"}
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
-    assert events[-1]["type"] == "response.incomplete"
 
 
 @pytest.mark.bug("M13")
-def test_a_response_that_has_ended_is_not_steered(client: ClientConnection) -> None:
-    events = turn(client, ASKED | {"stream_id": "a"})
-    id_ = events[-1]["response"]["id"]
-    steer(client, id_)
-    failed = json.loads(client.recv(timeout=30))
-    check_steer_failed(failed, id_, "response_already_completed")
-    assert (failed["stream_id"], failed["sequence_number"]) == ("a", len(events))
-
-
-@pytest.mark.bug("M13")
-@pytest.mark.parametrize("id", ["resp_missing", None, ["resp"]])
-def test_a_response_that_is_not_known_is_not_steered(client: ClientConnection, id: Any) -> None:
-    steer(client, id)
-    failed = json.loads(client.recv(timeout=30))
-    check_steer_failed(failed, id, "response_not_found")
-    assert failed["sequence_number"] == 0
-    assert "stream_id" not in failed
+def test_a_response_that_is_not_known_is_not_steered(client: ClientConnection) -> None:
+    for number, id_ in enumerate(("resp_missing", None, ["resp"])):
+        steer(client, id_)
+        failed = json.loads(client.recv(timeout=30))
+        assert why_not(failed, id_) == "response_not_found"
+        assert (failed.get("stream_id"), failed["sequence_number"]) == (None, number)
 
 
 # --- its end ------------------------------------------------------------------------------------------------
@@ -407,20 +325,19 @@ def test_a_stop_of_the_server(grace: str) -> None:
 
 # --- the handshake ------------------------------------------------------------------------------------------
 
-KEYS = ("--api-key", "mine", "--api-key", "yours")
-MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
+MINE = {"Authorization": "Bearer mine"}
 PAGE = "https://example.org"
+LOCKED = ("--api-key", "mine", "--api-key", "yours", "--cors-origin", PAGE, "--max-body", "1M")
 
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Server]:
-    flags = ("--cors-origin", PAGE, "--max-streams", "8", "--max-body", "1M")
-    with serve(*KEYS, *flags, script=FAULTY) as started:
+    with serve(*LOCKED, "--max-streams", "8", script=FAULTY) as started:
         yield started
 
 
 def refused_handshake(server: Server, **settings: Any) -> tuple[int, str]:
-    """Status and code of the refusal, which looks like every other."""
+    """Return status and code of the refusal, which looks like every other."""
     with pytest.raises(InvalidStatus) as refused, server.websocket(**settings):
         pass
     reply = refused.value.response
@@ -432,8 +349,7 @@ def refused_handshake(server: Server, **settings: Any) -> tuple[int, str]:
 
 def test_a_page_gives_its_key_as_a_subprotocol(locked: Server) -> None:
     """A browser lets it set no header, and wants one of the subprotocols that it has offered."""
-    offered = ["responses", "openai-insecure-api-key.mine"]
-    with locked.websocket(subprotocols=offered) as client:
+    with locked.websocket(subprotocols=["responses", "openai-insecure-api-key.mine"]) as client:
         assert client.subprotocol == "responses"
         assert answer(client, ASKED)["status"] == "completed"
     assert refused_handshake(locked, subprotocols=["openai-insecure-api-key.nope"])[0] == 401
@@ -441,19 +357,16 @@ def test_a_page_gives_its_key_as_a_subprotocol(locked: Server) -> None:
 
 def test_a_page_of_another_site_opens_none(server: Server, locked: Server) -> None:
     assert refused_handshake(server, origin=PAGE) == (403, "origin_not_allowed")
-    with server.websocket(origin=server.url) as client:
-        assert answer(client, ASKED)["status"] == "completed"
-    with locked.websocket(origin=PAGE, additional_headers=MINE) as client:
-        assert answer(client, ASKED)["status"] == "completed"
+    ours, allowed = (server, {"origin": server.url}), (locked, {"origin": PAGE, "additional_headers": MINE})
+    for asked, settings in (ours, allowed):
+        with asked.websocket(**settings) as client:
+            assert answer(client, ASKED)["status"] == "completed"
 
 
-# --- what a client can do to others -------------------------------------------------------------------------
+# --- frames -------------------------------------------------------------------------------------------------
 
-
-HANDSHAKE = (
-    b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-)
+UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec_WebSocket_Version": "13"}
+HANDSHAKE = http_bytes(RESPONSES, None, "GET", **UPGRADE, Sec_WebSocket_Key="A" * 22 + "==")
 
 
 def frame(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
@@ -475,12 +388,12 @@ async def accepted() -> tuple[Any, Wire]:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "websocket.accept"})
-        await asyncio.Event().wait()
+        await never()
 
-    config, state, wire = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState(), Wire()
+    config, wire = uvicorn.Config(app, log_config=None, lifespan="off"), Wire()
     config.load()
     limited = type("LimitedProtocol", (connections.WebSocketProtocol,), {"reader_timeout": 60})
-    connection: Any = limited(config, state, {})
+    connection: Any = limited(config, ServerState(), {})
     connection.connection_made(wire)
     connection.data_received(HANDSHAKE)
     await asyncio.sleep(0.01)
@@ -491,176 +404,124 @@ SMALL = [frame(Opcode.PING, b""), frame(Opcode.PONG, b""), frame(Opcode.CONT, b"
 
 
 @pytest.mark.parametrize("small", SMALL, ids=("ping", "pong", "fragment"))
-def test_few_frames_come_in_a_time(monkeypatch: pytest.MonkeyPatch, small: bytes) -> None:
+async def test_few_frames_come_in_a_time(monkeypatch: pytest.MonkeyPatch, small: bytes) -> None:
     """Bug: connections that sent nothing but pings lived, and were answered, for ever. And a message of empty
     fragments would grow for as long as it may take to come.
     """
-
-    async def talk() -> None:
-        client, wire = await accepted()
-        client.data_received(frame(Opcode.TEXT, b"[", fin=False))
+    client, wire = await accepted()
+    client.data_received(frame(Opcode.TEXT, b"[", fin=False))
+    client.data_received(small * (connections.MAX_FRAMES - 3))
+    with monkeypatch.context() as later:  # a client that is idle may ping for ever
+        later.setattr(connections, "FRAMES_S", 0)
         client.data_received(small * (connections.MAX_FRAMES - 3))
-        with monkeypatch.context() as later:  # a client that is idle may ping for ever
-            later.setattr(connections, "FRAMES_S", 0)
-            client.data_received(small * (connections.MAX_FRAMES - 3))
-        assert not wire.is_closed
-        client.data_received(small * 4)
-        assert wire.is_closed
-
-    asyncio.run(talk())
+    assert not wire.is_closed
+    client.data_received(small * 4)
+    assert wire.is_closed
 
 
-def test_what_comes_before_the_answer_to_a_handshake_ends_the_connection() -> None:
+async def test_what_comes_before_the_answer_to_a_handshake_ends_the_connection() -> None:
     """Bug: a traceback, if it was no frame that the package could read."""
-
-    async def talk() -> None:
-        client, wire = await accepted()
-        client.conn.state = State.CONNECTING
-        client.data_received(b"\xff" * 9)
-        assert wire.is_closed
-
-    asyncio.run(talk())
+    client, wire = await accepted()
+    client.conn.state = State.CONNECTING
+    client.data_received(b"\xff" * 9)
+    assert wire.is_closed
 
 
-def test_what_was_sent_on_a_connection_is_not_held_after_it() -> None:
+async def test_what_was_sent_on_a_connection_is_not_held_after_it() -> None:
     """Bug: of one that was lost the package held all that had come, until a garbage collection."""
-
-    async def talk() -> None:
-        client, _ = await accepted()
-        client.data_received(frame(Opcode.TEXT, b"x" * 100_000)[:65536])
-        assert client.conn.reader.buffer
-        client.connection_lost(ConnectionResetError())
-        assert not client.conn.reader.buffer
-
-    asyncio.run(talk())
+    client, _ = await accepted()
+    client.data_received(frame(Opcode.TEXT, b"x" * 100_000)[:65536])
+    assert client.conn.reader.buffer
+    client.connection_lost(ConnectionResetError())
+    assert not client.conn.reader.buffer
 
 
 # --- turns, in this process ---------------------------------------------------------------------------------
 
 TURN = b'{"type": "response.create"}'
-Begin = Callable[..., Awaitable[Any]]
 
 
 class Client:
-    """Sends these messages, and then nothing, and remembers what it is sent.
+    """Sends these messages, and then nothing; a deaf one reads nothing either."""
 
-    A deaf one reads nothing, one that has left cannot be written to.
-    """
-
-    def __init__(self, *messages: bytes | None, is_deaf: bool = False, has_left: bool = False) -> None:
+    def __init__(self, *messages: bytes, is_deaf: bool = False) -> None:
         self.coming: list[Json] = [{"type": "websocket.connect"}]
-        for message in messages:
-            self.coming.append({"type": "websocket.receive", "bytes": message})
-        self.sent: list[Json] = []
+        self.coming += [{"type": "websocket.receive", "bytes": message} for message in messages]
         self.is_told = asyncio.Event()
         self.is_deaf = is_deaf
-        self.has_left = has_left
 
     async def receive(self) -> Any:
-        if not self.coming:
-            await asyncio.Event().wait()
-        return self.coming.pop(0)
+        return self.coming.pop(0) if self.coming else await never()
 
     async def send(self, message: Any) -> None:
-        self.sent.append(message)
         if message["type"] == "websocket.send":
             self.is_told.set()
-            if self.has_left:
-                raise OSError
             if self.is_deaf:
-                await asyncio.Event().wait()
+                await never()
+
+    def talk(self, begin: Callable[..., Awaitable[Any]], rooms: Rooms) -> asyncio.Task[None]:
+        """Return a task that serves the connection of this client; `begin` is that of Api."""
+        websocket = WebSocket({"type": "websocket", "subprotocols": []}, self.receive, self.send)
+        registry = Registry(Store(":memory:", Retention()))
+        return asyncio.create_task(Connection(websocket, Visit(rooms, ""), registry, begin).run())
 
 
-def running(
-    client: Client, begin: Begin, rooms: Rooms, stop: asyncio.Event | None = None
-) -> asyncio.Task[None]:
-    """A connection of this client."""
-    websocket = WebSocket({"type": "websocket", "subprotocols": []}, client.receive, client.send)
-    registry = cast(Registry, SimpleNamespace(stopping=stop or asyncio.Event()))
-    connection = Connection(websocket, Visit(rooms, ""), registry, begin)
-    return asyncio.create_task(connection.run())
-
-
-async def never(*_: Any, **recall: Any) -> Any:
+async def never(*_: Any, **__: Any) -> Any:
     await asyncio.Event().wait()
 
 
-def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
+async def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
     """Messages are begun one after another, whoever sends them; errors are sent beside that."""
-    has_started = asyncio.Event()
+    has_begun = asyncio.Event()
 
-    async def begin(*_: Any, **recall: Any) -> Any:
-        has_started.set()
+    async def begin(*_: Any, **__: Any) -> Any:
+        has_begun.set()
         await never()
 
-    async def talk() -> None:
-        rooms, deaf = Rooms(8), Client(b"[]", is_deaf=True)
-        first = running(deaf, begin, rooms)
-        await deaf.is_told.wait()
-        second = running(Client(b"[]", TURN), begin, rooms)  # its turn comes after a refusal
-        await asyncio.wait_for(has_started.wait(), 30)
-        first.cancel()
-        second.cancel()
-
-    asyncio.run(talk())
+    rooms, deaf = Rooms(8), Client(b"[]", is_deaf=True)
+    first = deaf.talk(begin, rooms)
+    await deaf.is_told.wait()
+    second = Client(b"[]", TURN).talk(begin, rooms)  # its turn comes after a refusal
+    await asyncio.wait_for(has_begun.wait(), 30)
+    await cancel(first, second)
 
 
-def test_a_turn_ends_with_its_client() -> None:
+async def test_a_turn_ends_with_its_client() -> None:
     """Also one that sends nothing, at which it would see that its client has left."""
-    has_ended = asyncio.Event()
+    ended: list[bool] = []
 
-    async def begin(*_: Any, **recall: Any) -> Any:
+    async def begin(*_: Any, **__: Any) -> Any:
         try:
             await never()
         finally:
-            has_ended.set()
+            ended.append(True)
 
-    async def talk() -> None:
-        client = Client(TURN)
-        client.coming.append({"type": "websocket.disconnect"})
-        await asyncio.wait_for(running(client, begin, Rooms(8)), 30)
-        assert has_ended.is_set()
-
-    asyncio.run(talk())
+    client = Client(TURN)
+    client.coming.append({"type": "websocket.disconnect"})
+    await asyncio.wait_for(client.talk(begin, Rooms(8)), 30)
+    assert ended
 
 
-def test_a_stop_says_nothing_to_a_client_that_has_left() -> None:
-    """Bug: each of 500 left a traceback, when the server had met their end while it told of an error."""
-
-    async def talk() -> None:
-        client, stop = Client(b"[]", has_left=True), asyncio.Event()
-        task = running(client, never, Rooms(8), stop)
-        await client.is_told.wait()
-        stop.set()
-        await asyncio.wait_for(task, 30)
-        assert client.sent[-1]["type"] == "websocket.send"
-
-    asyncio.run(talk())
-
-
-def test_a_turn_that_is_refused_is_forgotten() -> None:
+async def test_a_turn_that_is_refused_is_forgotten() -> None:
     """Bug: its refusal held on to the frame that held the refusal, and so to the body."""
     bodies: list[weakref.ref[object]] = []
 
     class Body:
         pass
 
-    async def begin(*_: Any, **recall: Any) -> Any:
+    async def begin(*_: Any, **__: Any) -> Any:
         body = Body()
         bodies.append(weakref.ref(body))
         raise BadInput("no")
 
-    async def talk() -> None:
-        client = Client(TURN)
-        task = running(client, begin, Rooms(8))
+    client = Client(TURN)
+    gc.disable()
+    try:
+        task = client.talk(begin, Rooms(8))
         await client.is_told.wait()
         await asyncio.sleep(0.01)
         assert bodies[0]() is None
-        task.cancel()
-
-    gc.disable()
-    try:
-        asyncio.run(talk())
+        await cancel(task)
     finally:
         gc.enable()
 
@@ -669,15 +530,10 @@ def test_a_turn_that_is_refused_is_forgotten() -> None:
 
 
 def test_memory_is_bounded(locked: Server) -> None:
-    """What has no room is not remembered.
-
-    There is room for 16 MB, of which one of several keys may have half.
-    """
-    described: Json = {"type": "object", "properties": {}, "additionalProperties": False}
-    schema = described | {"description": "x" * 500_000}
-    large = ASKED | {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
+    """There is room for 16 MB, of which one of several keys may have half. What has no room is forgotten."""
     with locked.websocket(additional_headers=MINE) as client:
-        ids = [answer(client, large | {"stream_id": str(i)})["id"] for i in range(20)]
+        asked = ASKED | large(500_000)
+        ids = [answer(client, asked | {"stream_id": str(i)})["id"] for i in range(20)]
         chained = [ASKED | {"previous_response_id": id_} for id_ in ids]
         assert refusal(client, chained[-1]) == NOT_FOUND
         assert answer(client, chained[0] | {"stream_id": "0"})["status"] == "completed"
@@ -688,5 +544,5 @@ def test_logprobs_are_not_remembered(server: Server, client: ClientConnection) -
     first = answer(client, ASKED | {"include": ["message.output_text.logprobs"], "top_logprobs": 5})
     assert first["output"][-1]["content"][0]["logprobs"]
     second = answer(client, ASKED | {"previous_response_id": first["id"], "store": True})
-    items = server.get(f"/v1/responses/{second['id']}/input_items").json["data"]
+    items = server.get(f"{RESPONSES}/{second['id']}/input_items").json["data"]
     assert [item["content"][0]["logprobs"] for item in items if item.get("role") == "assistant"] == [[]]
