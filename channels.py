@@ -165,7 +165,7 @@ class CallReader(Protocol):
 class Forms(NamedTuple):
     """How the dialect is written, for grammars: TEXT, NAME and ARGUMENTS are places to be filled."""
 
-    thought: tuple[str, str]  # markers around the reasoning
+    thought: tuple[str, str]  # markers around the reasoning; not all models of a family know them
     call: str
     separator: str | None  # between two calls; None: there is only one
     text: str = "TEXT"  # an answer without calls
@@ -185,7 +185,6 @@ class Dialect(NamedTuple):
     # follows, and the reader of the call if it is one. None: messages have no headers.
     header: Callable[[str], tuple[State, CallReader | None]] | None = None
     start: State = "final"  # where an answer begins, unless the prompt ends with a marker
-    reasoning_markers: tuple[str, ...] = ()  # not all models of the family know them
     call_markers: tuple[str, ...] = ()  # they mean something only if tools are offered
     trims: bool = True  # newlines beside markers are the template's
     tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary

@@ -171,7 +171,7 @@ class LocalWorker:
         self._family = families.DIALECTS[self.dialect]
 
     def counts(self) -> dict[str, int]:
-        return self.engine.counts() | {"grammars_waiting": self.grammars.n_waiting}
+        return self.engine.counts() | {"grammars_waiting": self.grammars.turns.n_waiting}
 
     @property
     def alive(self) -> bool:

@@ -304,8 +304,8 @@ class XmlCalls(Coroutine):
     def end(self) -> list[Output]:
         if not self.called:
             return []
-        forgotten = [VALUE_END, "</function", ">"]  # it may be: if not, these mean nothing
-        return self._read([*self._finder.flush(), *forgotten])
+        # The model may have forgotten to end the call. If it has not, what is added here means nothing.
+        return self._read([*self._finder.flush(), VALUE_END, "</function", ">"])
 
     def _calls(self) -> Reading[None]:
         function = ""  # the open one

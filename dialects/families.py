@@ -109,7 +109,6 @@ DIALECTS = {
         known_by=("[TOOL_CALLS]", "[ARGS]"),
         transitions=MISTRAL,
         call_reader=lambda _: NamedCalls(),
-        reasoning_markers=MISTRAL_THINKING,
         call_markers=MISTRAL_CALLS,
         forms=Forms(
             thought=MISTRAL_THINKING,
@@ -121,7 +120,6 @@ DIALECTS = {
         known_by=("[TOOL_CALLS]",),
         transitions=MISTRAL,
         call_reader=lambda _: JsonCalls(),
-        reasoning_markers=MISTRAL_THINKING,
         call_markers=MISTRAL_CALLS,
         forms=Forms(
             thought=MISTRAL_THINKING,
@@ -134,7 +132,6 @@ DIALECTS = {
         known_by=("<tool_call>", "<function="),
         transitions=HERMES,
         call_reader=XmlCalls,
-        reasoning_markers=THINKING,
         call_markers=HERMES_CALLS,
         forms=Forms(
             thought=THINKING,
@@ -148,7 +145,6 @@ DIALECTS = {
         transitions=LLAMA,
         call_reader=JsonCalls,  # it gets the names on offer: a call may be bare JSON, like an answer
         start="call",
-        reasoning_markers=THINKING,
         call_markers=("<|python_tag|>",),
         forms=Forms(
             thought=THINKING,
@@ -161,7 +157,6 @@ DIALECTS = {
         known_by=(),
         transitions=HERMES,
         call_reader=lambda _: JsonCalls(),
-        reasoning_markers=THINKING,
         call_markers=HERMES_CALLS,
         forms=Forms(
             thought=THINKING,
@@ -191,7 +186,7 @@ def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Di
     It has no markers of reasoning that neither the vocabulary (its `added` tokens) nor the template has, and
     no markers of calls unless tools are offered.
     """
-    unused = {marker for marker in row.reasoning_markers if marker not in added and marker not in template}
+    unused = {marker for marker in row.forms.thought if marker not in added and marker not in template}
     if not tools:
         unused |= {*row.call_markers}
     transitions = {key: state for key, state in row.transitions.items() if key[1] not in unused}

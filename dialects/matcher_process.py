@@ -1,6 +1,6 @@
 """The matcher process: where a grammar is compiled and followed, so that none can hold up or end the server.
 
-    python matcher_process.py TOKENIZER SIZE EOS,EOS FD     the root: builds the token trie, then forks
+    python matcher_process.py TOKENIZER SIZE [EOS,EOS] FD   the root: builds the token trie, then forks
     fork --what to check and compile--> a mask, or an error; then tokens --> a mask, until the end of file
 
 llguidance compiles some small schemas for minutes, such as one with a large multipleOf, and one mask can take
@@ -44,22 +44,16 @@ TOO_COSTLY = (
     f"to follow it takes more than {MAX_COMPILE_S} s of computing or {MAX_BYTES // 2**20} MB of memory; "
     "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
 )
-NO_LIMIT = 0.0  # while it waits
 
 # The first byte of an answer says what it is.
 MASK, ERROR = b"m", b"e"
-
-
-class BadPart(Exception):
-    """A part of the grammar, or all of it (""), cannot be followed: message, name of the part."""
 
 
 def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
     """Be the root: fork for each connection that comes, until the server's end is closed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the server, whose streams have a grace
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets forks that have ended
-    eos = [int(token_id) for token_id in eos_token_ids.split(",") if token_id]
-    tokens = LLTokenizer(tokenizer, n_vocab=int(vocab_size), eos_token=eos)
+    tokens = LLTokenizer(tokenizer, n_vocab=int(vocab_size), eos_token=json.loads(eos_token_ids))
     gc.freeze()  # what is not collected is not written to, and stays shared
     with socket.socket(fileno=int(fd)) as orders:
         while True:
@@ -78,25 +72,19 @@ def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
 def follow(tokens: LLTokenizer, connection: Connection) -> None:
     """Answer for one grammar, in a fork, until the other end is closed."""
     limit_process()
-    try:
-        max_compile_s, lark, parts, token_ids = connection.recv()  # from matchers.Constraint
+    with suppress(EOFError):
+        max_compile_s, lark, parts = connection.recv()  # from matchers.Constraint
+        token_ids = connection.recv()
         limit_work(max_compile_s)
         matcher = matcher_of(tokens, lark)
         while True:
             matcher.consume_tokens(token_ids)
-            mask = matcher.compute_bitmask()
+            answer = MASK + matcher.compute_bitmask()
             if matcher.is_error():
-                raise bad_part(tokens, matcher, parts)
-            limit_work(NO_LIMIT)
-            connection.send_bytes(MASK + mask)
+                answer = ERROR + json.dumps(problem(tokens, matcher, parts)).encode()
+            connection.send_bytes(answer)
             token_ids = connection.recv()
             limit_work(MAX_MASK_S)
-    except BadPart as error:
-        message, part = error.args
-        limit_work(NO_LIMIT)
-        connection.send_bytes(ERROR + json.dumps([message, part]).encode())
-    except EOFError:
-        pass
 
 
 # --- limits -------------------------------------------------------------------------------------------------
@@ -107,7 +95,7 @@ def limit_process() -> None:
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # a system without /proc
-        n_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        n_pages = int(Path("/proc/self/statm").read_bytes().split()[0])
         max_bytes = n_pages * resource.getpagesize() + MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     with open(os.devnull, "wb") as nowhere:
@@ -115,7 +103,7 @@ def limit_process() -> None:
 
 
 def limit_work(max_s: float) -> None:
-    """Let the system end this process after so many more seconds of computing."""
+    """Let the system end this process after so many more seconds of computing; waiting takes none."""
     signal.setitimer(signal.ITIMER_PROF, max_s)
 
 
@@ -126,19 +114,19 @@ def matcher_of(tokens: LLTokenizer, lark: str) -> LLMatcher:
     return LLMatcher(tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
 
 
-def bad_part(tokens: LLTokenizer, whole: LLMatcher, parts: Iterable[tuple[str, str]]) -> BadPart:
-    """Return what is wrong, with the first part that fails by itself if one does."""
+def problem(tokens: LLTokenizer, whole: LLMatcher, parts: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """Return what is wrong, and the name of the first part that fails by itself, "" if none does."""
     for name, lark in parts:
         part = matcher_of(tokens, lark)
         part.compute_bitmask()
         if part.is_error():
-            return BadPart(one_line(part.get_error()), name)
-    return BadPart(one_line(whole.get_error()), "")
+            return one_line(part.get_error()), name
+    return one_line(whole.get_error()), ""
 
 
-def one_line(message: object) -> str:
+def one_line(message: str) -> str:
     """Return the first line; for a regular expression also the line that says what is wrong with it."""
-    first, *others = str(message).splitlines() or [""]
+    first, *others = message.splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     return " ".join([first, *reasons[-1:]])[:MAX_ERROR]
 

@@ -67,7 +67,7 @@ class Constraint:
         self._grammars = grammars
         self._order = (max_compile_s, *grammar)
         self._process: Connection | None = None  # to the process that follows it now
-        self._n_told = 0  # tokens of the output that the process has been told
+        self._n_told: int | None = None  # tokens of the output that the process has been told
         self._mask: Mask | None = None  # after those tokens; None: not there yet
         self._deadline = 0.0  # for the mask that it computes
 
@@ -82,13 +82,12 @@ class Constraint:
         None: it is not computed yet. To ask again for the same output costs nothing. Raises OSError if no
         process can be started, or none answers; BadGrammar if the grammar cannot be followed any further.
         """
-        is_new = self._process is None or len(output) > self._n_told
         if self._process is None:
             self._process = self._grammars.start()
-            self._process.send((*self._order, output))
-        elif is_new:
-            self._process.send(output[self._n_told :])
-        if is_new:
+            self._process.send(self._order)
+            self._n_told = None
+        if len(output) != self._n_told:
+            self._process.send(output[self._n_told :])  # all of it, if the process knows nothing yet
             self._n_told = len(output)
             self._mask = None
             self._deadline = time.monotonic() + MAX_ANSWER_S
@@ -108,18 +107,13 @@ class Grammars:
     """The processes for one vocabulary."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        eos = ",".join(map(str, eos_token_ids))
+        eos = json.dumps(eos_token_ids)
         self._command = [sys.executable, matcher_process.__file__, str(tokenizer), str(vocab_size), eos]
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # held while the root is replaced, or told to fork
         self._root = Root(self._command)
-        self._turns = Turns(N_CHECKS)
+        self.turns = Turns(N_CHECKS)  # of checks: requests that wait for the check of another take none
         self._checks: dict[bytes, asyncio.Task[Problem | None]] = {}  # by digest, the latest last
-
-    @property
-    def n_waiting(self) -> int:
-        """Checks that wait for a turn; requests that wait for the check of another are not counted."""
-        return self._turns.n_waiting
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
         """Compile it once; raises BadGrammar if it cannot be followed, BadInput if there is no time for it.
@@ -138,7 +132,7 @@ class Grammars:
     async def _problem(self, digest: bytes, grammar: AnswerGrammar, owner: str) -> Problem | None:
         """Wait for the owner's turn and compile the grammar; return what is wrong with it."""
         try:
-            async with self._turns.turn(owner):
+            async with self.turns.turn(owner):
                 return await asyncio.to_thread(self._compile, grammar)
         except BaseException:  # it came to no outcome: the next request checks again
             self._checks.pop(digest, None)
@@ -161,7 +155,7 @@ class Grammars:
 
         It has more time than the check: what has passed that does not fail here, on a busy machine either.
         """
-        return Constraint(self, AnswerGrammar(grammar.lark), MAX_MASK_S)
+        return Constraint(self, grammar, MAX_MASK_S)
 
     def start(self) -> Connection:
         """Start a process that follows a grammar; raises OSError. It ends when its connection is closed."""

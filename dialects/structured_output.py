@@ -126,7 +126,7 @@ def _reasoning(writer: _Writer, thinking: Thinking) -> str:
     """Return what may stand before the body."""
     dialect = writer.dialect
     opening, ending = dialect.forms.thought
-    can_think = set(dialect.reasoning_markers) <= dialect.markers
+    can_think = dialect.header or {opening, ending} <= dialect.markers
     if thinking == "over" or (thinking == "possible" and not can_think):
         return ""
     if thinking == "open":
@@ -142,7 +142,7 @@ def _reasoning(writer: _Writer, thinking: Thinking) -> str:
 def _plain_text(writer: _Writer) -> str:
     """Return the rule of text in which the parser finds nothing else."""
     dialect = writer.dialect
-    spelled = dialect.markers - dialect.tokens - set(dialect.reasoning_markers)  # reasoning is free
+    spelled = dialect.markers - dialect.tokens - set(dialect.forms.thought)  # reasoning is free
     terms = ["ANY"]
     if spelled:
         markers = "|".join(re.escape(marker).replace("/", r"\/") for marker in sorted(spelled))
@@ -205,7 +205,7 @@ def _part(writer: _Writer, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps(dict(schema) | {"x-guidance": JSON_LAYOUT})
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_LAYOUT})
 
 
 def _input(writer: _Writer, name: str, grammar: Grammar, in_xml: bool) -> str:

@@ -473,7 +473,7 @@ def test_opening(name: str, tail: str, state: State, after_marker: bool) -> None
 def test_the_tables_agree(name: str) -> None:
     """The forms and lists of a dialect name its own markers, and rows leave states that rows reach."""
     row = DIALECTS[name]
-    assert {*row.reasoning_markers, *row.call_markers} <= row.markers
+    assert {*row.call_markers} <= row.markers
     written = re.findall(r"<\|\w+\|>|\[/?[A-Z_]{2,}\]|</?(?:think|tool_call)>", str(row.forms))
     assert {*written} <= row.markers
     assert ("content" in row.transitions.values()) == (row.header is not None)
