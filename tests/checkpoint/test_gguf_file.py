@@ -15,14 +15,12 @@ from checkpoint.blocks import decoded, quantized, with_minima
 from checkpoint.config import UnsupportedModel, read_config
 from checkpoint.gguf_file import PRE_TOKENIZERS, as_directory
 from checkpoint.hub import find
-from checkpoint.weights import Weights, read_weights
+from checkpoint.weights import read_weights
 from helpers.gguf_files import write_gguf
 from helpers.serving import TINY
 from parity import CASES, write
 from request.template import ChatTemplate
 from tokenizer import Tokenizer, TokenizerError
-
-# ---- A model comes out as it went in -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama-2", "smollm2", "qwen2", "qwen3"])
@@ -47,27 +45,22 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     directory = find(str(tmp_path / "tiny.gguf"))
     assert directory.name == "tiny"
     ours, expected = Tokenizer(directory / "tokenizer.json"), Tokenizer(TINY / "tokenizer.json")
-    assert ours.added == expected.added
-    for token_id, token in expected.added_by_id.items():
-        assert ours.added_by_id[token_id].special == token.special
+    assert {**ours.added_by_id} == {**expected.added_by_id}
     text = "<|im_start|>user\nGrüße, 日本語 🎉\n\n  <html>\t1,234.5 don't<|im_end|><think>"
     assert ours.encode(text) == expected.encode(text)
-    messages = [{"role": "user", "content": "hi"}]
-    template, original = ChatTemplate.load(directory), ChatTemplate.load(TINY)
-    moment = datetime(2026, 1, 1)
-    assert template.render(messages, None, moment) == original.render(messages, None, moment)
+    conversation = [{"role": "user", "content": "hi"}], None, datetime(2026, 1, 1)
+    found, original = (ChatTemplate.load(folder).render(*conversation) for folder in (directory, TINY))
+    assert found == original
     assert read_config(directory).eos_token_ids == (2041,)
 
 
-# fmt: off
 #  tokenizer.ggml.pre   how it cuts "in 2024, DON'T\n\n x"; a space is written as Ġ, a new line as Ċ
 WORDS = {
-    "gpt-2":            "in|Ġ2024|,|ĠDON|'|T|ĊĊ|Ġx",
-    "smollm":           "in|Ġ|2|0|2|4|,|ĠDON|'|T|ĊĊ|Ġx",
-    "llama-bpe":        "in|Ġ|202|4|,|ĠDON|'T|ĊĊ|Ġx",
-    "qwen2":            "in|Ġ|2|0|2|4|,|ĠDON|'T|ĊĊ|Ġx",
+    "gpt-2": "in|Ġ2024|,|ĠDON|'|T|ĊĊ|Ġx",
+    "smollm": "in|Ġ|2|0|2|4|,|ĠDON|'|T|ĊĊ|Ġx",
+    "llama-bpe": "in|Ġ|202|4|,|ĠDON|'T|ĊĊ|Ġx",
+    "qwen2": "in|Ġ|2|0|2|4|,|ĠDON|'T|ĊĊ|Ġx",
 }
-# fmt: on
 
 
 @pytest.mark.parametrize("pre", WORDS)
@@ -77,15 +70,10 @@ def test_pre_tokenizers(pre: str) -> None:
     assert "|".join(word for word, _ in words) == WORDS[pre]
 
 
-# ---- Blocks ------------------------------------------------------------------------------------------------
-
-
 def test_blocks_without_a_minimum_as_such_with_one() -> None:
     blocks = quantized(np.random.default_rng(0).standard_normal((7, 64)).astype(np.float32), "Q4_0")
     assert np.array_equal(decoded(with_minima(blocks)), decoded(blocks))
 
-
-# ---- What is refused ---------------------------------------------------------------------------------------
 
 # fmt: off
 #  entry of the metadata                    its value     words of the refusal
@@ -117,17 +105,17 @@ def test_what_is_not_supported_is_refused_by_name(key: str, tmp_path: Path) -> N
 
 def refusal(file: Path) -> str:
     with pytest.raises(UnsupportedModel) as error:
-        read_weights_of(file)
+        read(file)
     message = str(error.value)
     assert "\n" not in message
     return message
 
 
-def read_weights_of(file: Path) -> Weights:
-    """All that a start reads, one after another."""
+def read(file: Path) -> None:
+    """Read all that a start reads, one after another."""
     directory = find(str(file))
     Tokenizer(directory / "tokenizer.json")
-    return read_weights(directory, read_config(directory))
+    read_weights(directory, read_config(directory))
 
 
 def changed(data: bytes, place: int, new: bytes) -> bytes:
@@ -200,7 +188,7 @@ def test_no_byte_of_a_header_breaks_more_than_the_file(small_file: bytes, tmp_pa
         (tmp_path / "fuzz.gguf").write_bytes(changed(small_file, place, new))
         as_directory.cache_clear()
         with suppress(UnsupportedModel, TokenizerError):
-            read_weights_of(tmp_path / "fuzz.gguf")
+            read(tmp_path / "fuzz.gguf")
 
 
 def test_only_what_a_killed_server_has_left_is_removed(

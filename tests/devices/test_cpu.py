@@ -31,17 +31,16 @@ SIZES = [(1, 1), (31, 33), (65, 127), (1000, 36)]  # (n_out, n_in)
 ROWS = [1, 2, 3, 4, 5, 7, 8, 33, 64]
 
 
+def random(*shape: int) -> Array:
+    return np.random.default_rng([*shape]).standard_normal(shape).astype(np.float32)
+
+
 def bfloat16s(*shape: int) -> Array:
     """Values that bfloat16 holds, of very different sizes."""
     rng = np.random.default_rng([*shape])
     values = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, shape)).astype(np.float32)
     values.view(np.uint32)[...] &= 0xFFFF0000
     return values
-
-
-def product(x: Array, w: Any) -> Array:
-    """x @ w.T by FastOps."""
-    return ops()._product(ops()._stored(x, w), w, None)
 
 
 @cache
@@ -53,8 +52,9 @@ def ops() -> FastOps:
 # ---- Products ----------------------------------------------------------------------------------------------
 
 
-def random(*shape: int) -> Array:
-    return np.random.default_rng([*shape]).standard_normal(shape).astype(np.float32)
+def product(x: Array, w: Any) -> Array:
+    """x @ w.T by FastOps."""
+    return ops()._product(ops()._stored(x, w), w, None)
 
 
 def in_format(name: str, n_out: int, n_in: int) -> tuple[Panels, Array]:
@@ -104,9 +104,9 @@ WAYS = ["float32", "bfloat16"] if FAST_BFLOAT16 else ["float32"]  # of a row tha
 @pytest.mark.parametrize("n_in", [2, 4, 34, 576])
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_in_order_by_fused_steps(way: str, n_in: int) -> None:
-    """The rule of the micro-kernel to the bit: float64 holds the product of two float32 exactly, so a fused
-    step is one addition in it, rounded (twice, which differs from once in one sum of 2^29). Of a pair of
-    bfloat16 the second is added first.
+    """The rule of the micro-kernel to the bit; of a pair of bfloat16 the second is added first.
+
+    float64 holds the product of two float32 exactly, so a fused step is one addition in it, then rounded.
     """
     x, w = random(1, n_in), bfloat16s(WIDTH, n_in)
     order = np.arange(n_in)
@@ -233,7 +233,7 @@ def test_packing_is_exact() -> None:
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1"])
 def test_blocks_of_a_file(name: str) -> None:
-    """They stand for the same numbers as in the file; --weights int4 does not round 4 bits once more."""
+    """They stand for the same numbers; --weights int4 does not round 4 bits once more."""
     blocks = [quantized(random(64, 96), name), quantized(random(32, 96), name)]
     packed = pack(blocks)
     expected = np.concatenate([decoded(part) for part in blocks])
@@ -242,14 +242,12 @@ def test_blocks_of_a_file(name: str) -> None:
     assert np.array_equal(pack(blocks, packed.format).words, packed.words)
 
 
-# fmt: off
 #  format   bytes, where scales of scales begin, their number, the format here, its largest error
 BLOCKS_OF_256 = [
-    ("Q4_K", 144, 0,   2, "Q4_1", 0.0005),
-    ("Q5_K", 176, 0,   2, "Q5_1", 0.0005),
+    ("Q4_K", 144, 0, 2, "Q4_1", 0.0005),
+    ("Q5_K", 176, 0, 2, "Q5_1", 0.0005),
     ("Q6_K", 210, 208, 1, "Q8_0", 0.005),
 ]
-# fmt: on
 
 
 @pytest.mark.parametrize(("name", "n_bytes", "begin", "n", "kept", "limit"), BLOCKS_OF_256)
@@ -275,11 +273,8 @@ def test_a_format_for_all_matrices(name: str) -> None:
     assert np.abs(pack(different).take(np.arange(80))[:40] - decoded(different[0])).max() < 0.02
 
 
-# ---- Experts -----------------------------------------------------------------------------------------------
-
-
 def test_what_no_row_has_chosen_is_not_read() -> None:
-    """It may be no number."""
+    """A matrix of an expert may hold what is no number."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (4, 40, 2, 16), np.uint8)
     w = Mxfp4(blocks, rng.integers(120, 130, (4, 40, 2), np.uint8))
@@ -309,9 +304,8 @@ LONG_PROMPTS = [[5, 6, 7, 8, 9], [11], [*range(20, 59)], [(7 * i * i + 1) % 90 f
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_numpy(name: str) -> None:
-    """Families, biases, untied heads; files in bfloat16, and in float16 and float32, which stay as read.
+    """Each op of FastOps from the same inputs as the spec's: what one rounds is not multiplied by the next.
 
-    Each op of FastOps from the same inputs as the spec's: what one rounds is not multiplied by the next.
     Rounding to bfloat16 changes a number by up to 2^-9 of its size, and the scores of attention all.
     """
     c, wide, packed = both(name)
@@ -370,9 +364,6 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
     expected = steps(fast, packed, [1] * 556)
     for sizes in ([64] * 8 + [44], [556], [1, 63, 64, 21, 107, 300], [7, 33, 90, 426], [514, *[1] * 42]):
         assert np.array_equal(steps(fast, packed, sizes), expected)
-
-
-# ---- Starting ----------------------------------------------------------------------------------------------
 
 
 def test_kernels_are_compiled_anew_when_any_of_their_modules_has_changed(

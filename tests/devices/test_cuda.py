@@ -10,85 +10,58 @@ import numpy as np
 import pytest
 
 from checkpoint.config import UnsupportedModel, parse_config
-from devices import cuda
+from devices import cuda, kernels
 from devices.cuda import CudaOps
-from devices.kernels import (
-    FEW_ROWS,
-    MANY_ROWS,
-    ONE_TILE,
-    SHAPES,
-    SOME_ROWS,
-    SOME_WIDE,
-    check_sizes,
-    shape_for,
-)
-from helpers import emulator
-from helpers.device_models import (
-    BITS,
-    BITS_OF_ALL,
-    MAX_BATCH,
-    MAX_SEQ_LEN,
-    N_PAGES,
-    VARIED,
-    apart,
-    by_steps,
-    choices,
-    engine_of,
-    model_of,
-    ops_of,
-    pages,
-    read_any_way,
-    rows,
-    tokens,
-)
+from helpers import device_models, emulator
+from helpers.device_models import BITS, VARIED, apart, by_steps, choices, model_of, ops_of, rows, tokens
 from helpers.device_ops import sweep
 from helpers.emulator import Emulator
 from helpers.engines import alone, play, steps_of, tiny
-from model import PAGE, NumpyOps, Span
+from helpers.plain_ops import PlainOps
+from model import PAGE, NumpyOps
 from parity import CASES, config_json
 from sampling import Context, Sampling
 from scheduler import Sequence
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
-
-
-# ---- What NumpyOps says ------------------------------------------------------------------------------------
+SIZES = device_models.MAX_SEQ_LEN, device_models.N_PAGES, device_models.MAX_BATCH
 
 
 @pytest.mark.parametrize("name", sweep(CASES, VARIED))
 def test_logprobs_are_those_of_numpy(name: str) -> None:
     """As near as bfloat16 between the kernels allows; NumPy with another config.json is farther away."""
-    model, token_ids = model_of(name), tokens(40)
-    case = CASES[name]
+    model, token_ids, case = model_of(name), tokens(40), CASES[name]
     other = parse_config(config_json(case._replace(changes=case.changes | case.otherwise)), {})
     n_wanted = 32 if model.config.experts else 1
     first = rows(token_ids[:33], n_wanted=n_wanted)
     spans = [first, rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
     right, wrong = (
-        by_steps(NumpyOps(c, model.weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH), spans, BITS_OF_ALL)
+        by_steps(NumpyOps(c, model.weights, *SIZES), spans, device_models.BITS_OF_ALL)
         for c in (model.config, other)
     )
-    found = by_steps(ops_of(name), spans)
-    distance, otherwise = apart(found, right), apart(wrong, right)
-    if model.config.experts:  # rounding may turn a near tie of the router, and that row says something else
-        distance, otherwise = (
-            float(np.median([apart([a], [b]) for a, b in zip(some, right, strict=True)]))
-            for some in (found, wrong)
-        )
+    # Rounding may turn a near tie of a router, and that row says something else.
+    typical = np.median if model.config.experts else np.max
+    distance, otherwise = (
+        typical([apart([a], [b]) for a, b in zip(some, right, strict=True)])
+        for some in (by_steps(ops_of(name), spans), wrong)
+    )
     assert distance < 0.2  # of logprobs that spread over 10 to 20
     assert distance < otherwise / 5
 
 
 # ---- Laws, to the bit --------------------------------------------------------------------------------------
 
+WAYS = [(CudaOps, VARIED[0], 1), *((ops, name, 64) for name in VARIED for ops in (CudaOps, PlainOps))]
+SWEPT = [(PlainOps, VARIED[1], 64), (PlainOps, VARIED[3], 64)]
 
-@pytest.mark.parametrize(
-    ("name", "enough"), [(VARIED[0], 64), (VARIED[0], 1), *((name, 64) for name in VARIED[1:])]
-)
-def test_the_same_logprobs_whichever_way_a_prompt_is_read(name: str, enough: int) -> None:
-    ops = ops_of(name)
+
+@pytest.mark.parametrize(("kind", "name", "enough"), sweep(WAYS, [way for way in WAYS if way not in SWEPT]))
+def test_the_same_logprobs_whichever_way_a_prompt_is_read(
+    kind: type[CudaOps], name: str, enough: int
+) -> None:
+    ops = device_models.ops_on(Emulator(), name, kind)
     ops.enough_blocks = enough
-    read_any_way(ops)
+    device_models.read_any_way(ops)
 
 
 @pytest.mark.parametrize("name", VARIED)
@@ -119,7 +92,7 @@ def test_drafts_change_nothing(name: str) -> None:
 
 
 def test_graphs_change_nothing_and_are_few() -> None:
-    """A step of decoding is a graph from the second of its size on."""
+    """A step of decoding is a graph from the second of its size on, captured by launches that are early."""
     ops, plain = ops_of(VARIED[0]), ops_of(VARIED[0])
     plain._uses_graphs = False
     for n in (1, 2, 3, 5):
@@ -127,16 +100,9 @@ def test_graphs_change_nothing_and_are_few() -> None:
         for _ in range(3):
             assert choices(ops, decode) == choices(plain, decode)
     assert sorted(sizes[0] for sizes in ops._graphs) == [1, 2, 4, 8]
-
-
-def test_a_graph_is_captured_launch_for_launch_by_early_ones() -> None:
-    ops, decode = ops_of(VARIED[1]), [rows([3], 0)]
-    cp = ops._cp
-    assert choices(ops, decode) == choices(ops, decode) == choices(ops, decode)
-    n_early, n_all = cp.driver.n_launches, cp.n_launches
-    assert n_all == 2 * n_early  # once kernel by kernel, once to be captured, then no more
-    [graph] = ops._graphs.values()
-    assert n_early == len(graph.work) > 5 * ops.config.n_layers
+    n_early = ops._cp.driver.n_launches
+    assert ops._cp.n_launches == 2 * n_early  # once kernel by kernel, once to be captured, then no more
+    assert n_early == sum(len(graph.work) for graph in ops._graphs.values()) > 20 * ops.config.n_layers
 
 
 def test_what_cannot_be_captured_is_launched_kernel_by_kernel_and_late(
@@ -153,9 +119,6 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel_and_late(
     assert ops._cp.driver.n_launches == n_early
 
 
-# ---- Steps ahead -------------------------------------------------------------------------------------------
-
-
 DRAWN = Sampling(seed=3, n_top_logprobs=3)
 PENALISED = Sampling(0, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={5: 3.0})
 
@@ -166,11 +129,11 @@ def test_steps_that_are_launched_ahead(sampling: Sampling) -> None:
     ops, prompt = ops_of(VARIED[0]), tokens(9)
     said, tickets = list[int](), list[Any]()
     for n in range(8):
-        span = Span(1, pages(1), None if n else prompt, 8 + n if n else 0, 1)
+        span = rows(None if n else prompt, 8 + n if n else 0, 1)
         tickets.append(ops.launch([span], [Context(sampling, prompt, said, n_unread=n)]))
     ahead = [choice for ticket in tickets for [choice] in ops.read(ticket)]
     for n, expected in enumerate(ahead):
-        span = Span(2, pages(2), said[-1:] or prompt, 8 + n if n else 0, 1)
+        span = rows(said[-1:] or prompt, 8 + n if n else 0, 2)
         [[choice]] = ops.read(ops.launch([span], [Context(sampling, prompt, said)]))
         assert choice == expected
         said.append(choice.token_id)
@@ -223,9 +186,6 @@ def test_nothing_is_allocated_once_it_is_made() -> None:
     assert all(len(memory.free) <= 1 for memory in ops._memory.values())
 
 
-# ---- The engine --------------------------------------------------------------------------------------------
-
-
 def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
     """Drafts, company, preemption, a known beginning: 36 tokens, with the bits of 20 logits each."""
     model = model_of(VARIED[1])
@@ -234,33 +194,32 @@ def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
         for n, t in ((70, 0), (3, 1), (66, 0))
     ]
 
-    def run(n_pages: int, speculate: int, together: bool) -> list[Any]:
-        ops = CudaOps(model.config, model.weights, MAX_SEQ_LEN, n_pages, MAX_BATCH, cp=Emulator())
-        with engine_of(ops, speculate) as engine:
-            if not together:
-                return [alone(engine, job).tokens for job in jobs]
+    async def together(engine: Any) -> list[Any]:
+        answers = await asyncio.gather(*[steps_of(engine, job) for job in jobs])
+        return [[token for step in steps for token in step.tokens] for steps in answers]
 
-            async def main() -> list[Any]:
-                answers = await asyncio.gather(*[steps_of(engine, job) for job in jobs])
-                return [[token for step in steps for token in step.tokens] for steps in answers]
-
-            return play(main())
-
-    expected = run(N_PAGES, 0, False)
-    assert run(N_PAGES, 4, False) == expected
-    assert run(N_PAGES, 0, True) == expected
-    assert run(4, 3, True) == expected
-
-
-# ---- Load --------------------------------------------------------------------------------------------------
+    runs = []
+    for n_pages, speculate, is_alone in (
+        (SIZES[1], 0, True),
+        (SIZES[1], 4, True),
+        (SIZES[1], 0, False),
+        (4, 3, False),
+    ):
+        ops = CudaOps(model.config, model.weights, SIZES[0], n_pages, SIZES[2], cp=Emulator())
+        with device_models.engine_of(ops, speculate) as engine:
+            if is_alone:
+                runs.append([alone(engine, job).tokens for job in jobs])
+            else:
+                runs.append(play(together(engine)))
+    assert runs == [runs[0]] * 4
 
 
 def test_sizes_that_no_kernel_takes() -> None:
     says = "dim is 44; supported on a GPU: multiples of 8, up to 10000. --device cpu takes it"
     with pytest.raises(UnsupportedModel, match=says):
-        check_sizes(replace(tiny().config, dim=44))
+        kernels.check_sizes(replace(tiny().config, dim=44))
     with pytest.raises(UnsupportedModel, match=r"head_dim is 264; .* multiples of 2, up to 256"):
-        check_sizes(replace(tiny().config, head_dim=264))
+        kernels.check_sizes(replace(tiny().config, head_dim=264))
 
 
 @pytest.mark.skipif(cuda.missing() is None, reason="there is a GPU")
@@ -275,17 +234,16 @@ def test_a_gpu_that_is_missing_is_named() -> None:
 def test_room_is_what_weights_and_buffers_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cp = model_of(VARIED[0]), Emulator(memory=10**8)
     monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", cp))
-    left = cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH)
-    n_pages = left // CudaOps.page_bytes(model.config)
-    CudaOps(model.config, model.weights, MAX_SEQ_LEN, n_pages, MAX_BATCH, cp)
+    max_seq_len, _, max_batch = SIZES
+    n_pages = cuda.room(model.config, max_seq_len, max_batch) // CudaOps.page_bytes(model.config)
+    CudaOps(model.config, model.weights, max_seq_len, n_pages, max_batch, cp)
     assert 0 <= cp.free < cp.total // 8
     monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", Emulator(memory=10**4)))
     with pytest.raises(MemoryError, match=r"has 0\.00 GB left; .* lower --max-batch or"):
-        cuda.room(model.config, MAX_SEQ_LEN, MAX_BATCH)
+        cuda.room(model.config, max_seq_len, max_batch)
 
 
-def test_a_matrix_goes_to_the_device_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16."""
+def test_a_matrix_goes_to_the_device_in_bfloat16_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", Emulator()))
     for array in (np.full((1, 2), 0x3F80, np.uint16), np.full((1, 2), 1.0, np.float32)):
         on_device = CudaOps.pack(array)
@@ -293,26 +251,24 @@ def test_a_matrix_goes_to_the_device_as_it_is_read(monkeypatch: pytest.MonkeyPat
         assert on_device.get().tolist() == [[0x3F80, 0x3F80]]
 
 
-# ---- Launches ----------------------------------------------------------------------------------------------
+#  rows  columns  shape
+SHAPES = [
+    (4, 151936, kernels.ONE_TILE),
+    (16, 151936, kernels.FEW_ROWS),
+    (16, 1024, kernels.ONE_TILE),  # Qwen3-0.6B's out: 32 blocks of FEW_ROWS, 128 of the smallest shape
+    (64, 6144, kernels.SOME_ROWS),  # its gate_up: 48 blocks of SOME_WIDE
+    (64, 24576, kernels.SOME_WIDE),  # Qwen3-8B's gate_up: half of a block of MANY_ROWS would be empty
+    (256, 4096, kernels.MANY_ROWS),  # Llama-3-8B's out: 64
+]
 
 
-@pytest.mark.parametrize(
-    ("n_rows", "n_columns", "shape"),
-    [
-        (4, 151936, ONE_TILE),
-        (16, 151936, FEW_ROWS),
-        (16, 1024, ONE_TILE),  # Qwen3-0.6B's out: 32 blocks of FEW_ROWS, 128 of the smallest shape
-        (64, 6144, SOME_ROWS),  # its gate_up: 48 blocks of SOME_WIDE
-        (64, 24576, SOME_WIDE),  # Qwen3-8B's gate_up: half of a block of MANY_ROWS would be empty
-        (256, 4096, MANY_ROWS),  # Llama-3-8B's out: 64
-    ],
-)
+@pytest.mark.parametrize(("n_rows", "n_columns", "shape"), SHAPES)
 def test_the_shape_of_a_product_leaves_no_processor_idle(n_rows: int, n_columns: int, shape: Any) -> None:
-    assert shape_for(n_rows, n_columns, CudaOps.enough_blocks) == shape
+    assert kernels.shape_for(n_rows, n_columns, CudaOps.enough_blocks) == shape
 
 
 def test_all_shapes_are_loaded_before_the_first_step() -> None:
     """A shape that no step had needed was compiled when the first long prompt came, and it waited."""
-    kernels = ops_of(VARIED[0])._kernels
-    asked_for = {id(kernel.module) for kernel in kernels._cp.kernels}
-    assert asked_for >= {id(kernels._modules[shape]) for shape in SHAPES}
+    loaded = ops_of(VARIED[0])._kernels
+    asked_for = {id(kernel.module) for kernel in loaded._cp.kernels}
+    assert asked_for >= {id(loaded._modules[shape]) for shape in kernels.SHAPES}

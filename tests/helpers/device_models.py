@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from checkpoint.config import read_config
-from checkpoint.weights import Mxfp4, Weights, bfloat16, read_weights
+from checkpoint.weights import Mxfp4, Weights, bfloat16, read_weights, unpacked
 from devices.cuda import CudaOps, on_device
 from engine import Engine
-from helpers.device_ops import widened
 from helpers.emulator import Emulator
 from model import PAGE, Span
 from parity import CASES, Ours, write
@@ -35,7 +34,7 @@ def model_of(name: str) -> Ours:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), CASES[name])
         model = Ours(Path(folder))
-    model.weights = on_device(model.weights, lambda a: None if a is None else widened(bfloat16(a)))
+    model.weights = on_device(model.weights, lambda a: None if a is None else unpacked(bfloat16(a)))
     return model
 
 

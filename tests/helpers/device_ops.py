@@ -1,11 +1,10 @@
 """One layer of a model, op by op: on a device, in NumPy, and what the two are compared by.
 
-    config --both()--> Both: the same random weights for CudaOps (or PlainOps) and for NumpyOps
-
-Used by tests/devices on the emulator, and by tests/gpu on a GPU.
+config --both()--> Both: the same random weights for CudaOps (or PlainOps) and for NumpyOps
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 
 from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
-from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, decoded_mxfp4
-from devices.cuda import CudaOps
+from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, layer_parts, unpacked
+from devices.cuda import CudaOps, on_device
 from devices.steps import DeviceStep
 from helpers.emulator import Emulator
 from model import Array, Batch, NumpyOps, Span
@@ -25,10 +24,9 @@ MAX_SEQ_LEN = 400
 
 
 def sweep(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
-    """The values to parametrize a test with. Those that are not among the first are left to `make check`.
+    """The values to parametrize a test with; those that are not among the first are left to `make check`.
 
-    What costs the most is that g++ compiles each shape of each model: the first ones are those of which each
-    takes a way through the kernels that no other takes.
+    g++ compiles each shape of each model. Each of the first takes a way through the kernels of its own.
     """
     found = []
     for value in values:
@@ -49,104 +47,76 @@ def config(**changes: Any) -> Config:
     return Config(**values | changes)
 
 
+SMALL: dict[str, Any] = {"dim": 40, "hidden_dim": 8, "head_dim": 4, "vocab_size": 33}
+FEW_HEADS = SMALL | {"n_heads": 2, "n_kv_heads": 1}
 # fmt: off
 CONFIGS = {
     "grouped":    config(),
     "plain":      config(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, rotary=(False,)),
     "window":     config(windows=(37,), qk_norm=False),
     "sinks":      config(windows=(37,), qk_norm=False, sinks=True),
-    "many-heads": config(dim=40, hidden_dim=8, n_heads=18, n_kv_heads=1, head_dim=4, vocab_size=33),
-    "large-head": config(dim=40, hidden_dim=8, n_heads=2, n_kv_heads=2, head_dim=136, vocab_size=33),
+    "many-heads": config(**SMALL | {"n_heads": 18, "n_kv_heads": 1}),
+    "large-head": config(**SMALL | {"n_heads": 2, "n_kv_heads": 2, "head_dim": 136}),
     # sizes of SmolLM2-135M and Qwen2.5-0.5B
     "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
 }
-LONG = config(dim=1288, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33)
 MIXTURES = {
     "mxfp4": config(
-        model_type="gpt_oss", dim=320, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33, sinks=True,
+        **FEW_HEADS | {"model_type": "gpt_oss", "dim": 320, "sinks": True},
         experts=Experts(11, 3, 64, (True,), normalised=True, has_biases=True, limit=1.5, alpha=1.702,
                         mxfp4=True)),
     "experts": config(
-        model_type="qwen3_moe", dim=40, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=33,
+        **FEW_HEADS | {"model_type": "qwen3_moe"},
         experts=Experts(37, 5, 24, (True,), normalised=False, has_biases=False, limit=None, alpha=1.0,
                         mxfp4=False)),
 }
-MANY_TOKENS = config(dim=8, hidden_dim=8, n_heads=2, n_kv_heads=1, head_dim=4, vocab_size=70_001)
+OTHERS = {
+    "long":        config(**FEW_HEADS | {"dim": 1288}),
+    "many-tokens": config(**FEW_HEADS | {"dim": 8, "vocab_size": 70_001}),
+}
 # fmt: on
 
 
 def shapes_of(c: Config, i: int) -> dict[str, tuple[int, ...]]:
     """The shape of each field of layer i that the model has."""
-    n_q, n_qkv = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
-    n: tuple[int, ...] = ()
-    hidden, has_bias = c.hidden_dim, c.mlp_bias
-    if c.experts and c.experts.layers[i]:
-        n, hidden, has_bias = (c.experts.n,), c.experts.hidden_dim, c.experts.has_biases
-    # fmt: off
-    fields = [
-        # field      if this     shape
-        ("attn_norm", True,      (c.dim,)),
-        ("wqkv",      True,      (n_qkv, c.dim)),
-        ("bqkv",      c.qkv_bias, (n_qkv,)),
-        ("q_norm",    c.qk_norm, (c.head_dim,)),
-        ("k_norm",    c.qk_norm, (c.head_dim,)),
-        ("sinks",     c.sinks,   (c.n_heads,)),
-        ("wo",        True,      (c.dim, n_q)),
-        ("bo",        c.o_bias,  (c.dim,)),
-        ("mlp_norm",  True,      (c.dim,)),
-        ("router",    n,         (*n, c.dim)),
-        ("b_router",  n and has_bias, n),
-        ("w_gate_up", True,      (*n, 2 * hidden, c.dim)),
-        ("b_gate_up", has_bias,  (*n, 2 * hidden)),
-        ("w_down",    True,      (*n, c.dim, hidden)),
-        ("b_down",    has_bias,  (*n, c.dim)),
-    ]
-    # fmt: on
-    return {field: shape for field, is_there, shape in fields if is_there}
+    experts: Any = c.experts and c.experts._replace(mxfp4=False)
+    parts = layer_parts(replace(c, experts=experts), i)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        n_rows, *columns = part.shape
+        if part.transposed:
+            columns.reverse()
+        n_before = shapes.get(part.field, (0,))[0]
+        shapes[part.field] = (n_before + n_rows, *columns)
+    for field in {part.field for part in parts if part.expert}:
+        n_rows, n_columns = shapes[field]
+        shapes[field] = experts.n, n_rows // experts.n, n_columns
+    return shapes
 
 
-def random_weights(cp: Any, c: Config, seed: int = 0) -> Weights:
-    """Weights of any size, made on the device in seconds: for measuring. Random, for zeros are faster."""
-    n = 1 << 22
-    noise = np.random.default_rng(seed).standard_normal(n, np.float32)
-    blocks: dict[float, Any] = {}
+def random_weights(c: Config) -> Weights:
+    """Weights of any size, of the same numbers each time: in bfloat16, of experts in MXFP4."""
+    rng = np.random.default_rng(3)
+    noise = rng.standard_normal(2**20 - 3, np.float32)  # repeated, each time from another column on
 
-    def array(*shape: int) -> Any:
-        scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
-        if scale not in blocks:
-            blocks[scale] = cp.asarray(bfloat16(noise * np.float32(scale)))
-        flat = cp.empty(int(np.prod(shape)), np.uint16)
-        for begin in range(0, len(flat), n - 8):  # the next block begins with other numbers
-            m = min(n - 8, len(flat) - begin)
-            flat[begin : begin + m] = blocks[scale][:m]
-        return flat.reshape(shape)
-
-    def field(name: str, shape: tuple[int, ...]) -> Any:
-        if name.endswith("_norm"):
-            return cp.asarray(bfloat16(np.ones(shape, np.float32)))
-        if c.experts is None or not c.experts.mxfp4 or len(shape) < 3:
-            return array(*shape)
-        *rows, n_in = shape
-        scales = cp.empty((*rows, n_in // 32), np.uint8)
-        scales[...] = 121  # a number is some 2 * 2^-6
-        return Mxfp4(array(*rows, n_in // 4).view(np.uint8).reshape(*rows, n_in // 32, 16), scales)
+    def field(shape: tuple[int, ...]) -> Any:
+        if len(shape) == 1:  # no bias is 0, no norm weight 1
+            return bfloat16(rng.uniform(0.5, 1.5, shape).astype(np.float32))
+        if len(shape) == 3 and c.experts and c.experts.mxfp4:
+            *rows, n_in = shape
+            blocks = rng.integers(0, 256, (*rows, n_in // 32, 16), np.uint8)
+            return Mxfp4(blocks, np.full((*rows, n_in // 32), 121, np.uint8))  # a number is some 2 * 2^-6
+        return np.resize(bfloat16(noise * np.float32(shape[-1] ** -0.5)), shape)
 
     layers = []
     for i in range(c.n_layers):
-        layers.append(Layer(**{name: field(name, shape) for name, shape in shapes_of(c, i).items()}))
-    embed = array(c.vocab_size, c.dim)
-    head = embed if c.tied else array(c.vocab_size, c.dim)
-    cp.cuda.get_current_stream().synchronize()  # they will be read on another one
-    return Weights(embed, layers, field("_norm", (c.dim,)), head)
-
-
-def widened(array: Any) -> Any:
-    """bfloat16, seen as uint16, as float32."""
-    return (array.astype(np.uint32) << 16).view(np.float32)
+        layers.append(Layer(**{name: field(shape) for name, shape in shapes_of(c, i).items()}))
+    embed, head = (field((c.vocab_size, c.dim)) for _ in range(2))
+    return Weights(embed, layers, field((c.dim,)), head)
 
 
 def rounded(array: Array) -> Array:
-    return widened(bfloat16(array))  # type: ignore[no-any-return]
+    return unpacked(bfloat16(array))  # type: ignore[no-any-return]
 
 
 PAGES = [9, 2, 14, 0, 7]
@@ -178,29 +148,10 @@ class Both:
     """The same model for the two ops."""
 
     def __init__(self, c: Config, order: int, check: bool, ops: type[CudaOps], enough_blocks: int) -> None:
-        rng = np.random.default_rng(1)
-        cp = Emulator(order, check)
-        device = random_weights(cp, c)
-        on_host: dict[int, Array] = {}
-
-        def host(array: Any) -> Any:
-            if array is None:
-                return None
-            if isinstance(array, Mxfp4):
-                blocks, scales = (part.get() for part in array)  # type: ignore[attr-defined]
-                return decoded_mxfp4(Mxfp4(blocks, scales))
-            if id(array) not in on_host:
-                values = widened(array.get())
-                if values.ndim == 1:  # no bias is 0, no norm weight 1
-                    values = rounded(rng.uniform(0.5, 1.5, len(values)).astype(np.float32))
-                    array.set(bfloat16(values))
-                on_host[id(array)] = values
-            return on_host[id(array)]
-
-        layers = [Layer(**{name: host(a) for name, a in vars(layer).items()}) for layer in device.layers]
-        self.weights = Weights(host(device.embed), layers, host(device.norm), host(device.head))
+        weights = random_weights(c)
+        self.weights = on_device(weights, lambda array: None if array is None else unpacked(array))
         self.config = c
-        self.cuda = ops(c, device, MAX_SEQ_LEN, n_pages=16, max_batch=4, cp=cp)
+        self.cuda = ops(c, weights, MAX_SEQ_LEN, n_pages=16, max_batch=4, cp=Emulator(order, check))
         self.cuda.enough_blocks = enough_blocks
         self.numpy = NumpyOps(c, self.weights, MAX_SEQ_LEN, n_pages=16, max_batch=4)
         self.layer, self.device_layer = self.weights.layers[0], self.cuda.weights.layers[0]
@@ -220,7 +171,7 @@ class Both:
 
     def got(self, name: str, n_rows: int) -> Array:
         values = self.cuda._buffers[name].get()[:n_rows]
-        return widened(values) if values.dtype == np.uint16 else values  # type: ignore[no-any-return]
+        return unpacked(values) if values.dtype == np.uint16 else values  # type: ignore[no-any-return]
 
     def qkv_noise(self, n: int, seed: int = 0) -> Array:
         shape = n, (self.config.n_heads + 2 * self.config.n_kv_heads) * self.config.head_dim
@@ -242,17 +193,22 @@ class Both:
         return noise(n, c.dim), noise(n, c.n_heads * c.head_dim), noise(n, c.hidden_dim)
 
     def products(self, x: Array, y: Array, h: Array) -> dict[str, Array]:
-        """What each product makes of the same rows; logits of the first 32."""
+        """What each product makes of the same rows, in a mixture its experts too; logits of the first 32."""
         n, cuda, layer = len(x), self.cuda, self.device_layer
         batch = self.batch(n, range(min(n, 32)))
         device_x = self.put("x", x)
         cuda.qkv(device_x, layer, batch)
-        cuda.gate_up(device_x, layer, batch)
         cuda.logits(device_x, cuda.weights, batch)
-        got = {"qkv": self.got("qkv", n), "gate_up": self.got("h", n), "logits": self.got("raw", min(n, 32))}
+        got = {"qkv": self.got("qkv", n), "logits": self.got("raw", min(n, 32))}
         cuda.out(device_x, self.put("y", y), layer, batch)
         got["out"] = self.got("x", n)
-        cuda.down(self.put("x", x), self.put("h", h), layer, batch)
+        self.put("x", x)
+        if self.config.experts:
+            cuda.experts(device_x, layer, batch)
+            return got | {"experts": self.got("x", n)}
+        cuda.gate_up(device_x, layer, batch)
+        got["gate_up"] = self.got("h", n)
+        cuda.down(device_x, self.put("h", h), layer, batch)
         return got | {"down": self.got("x", n)}
 
     def attended(self, n: int) -> list[Array]:
@@ -264,7 +220,7 @@ class Both:
         prompt = self.attend([span(1, 0, n, True)], qkv[:n])
         token = self.attend([span(1, n, 1, False)], qkv[n : n + 1])
         some = self.attend([span(1, n + 1, 4, False)], qkv[n + 1 :])
-        kept = [widened(pool.get()) for pool in pools]
+        kept = [unpacked(pool.get()) for pool in pools]
         return [np.concatenate([prompt, token, some]), *kept]
 
     def pick(self, raw: Array, contexts: Sequence[Context], slot: int = 2) -> list[Choice]:
@@ -309,8 +265,7 @@ class Both:
 def both(
     name: str, order: int, check: bool = False, ops: type[CudaOps] = CudaOps, enough_blocks: int = 64
 ) -> Both:
-    configs = CONFIGS | MIXTURES | {"long": LONG, "many-tokens": MANY_TOKENS}
-    return Both(configs[name], order, check, ops, enough_blocks)
+    return Both((CONFIGS | MIXTURES | OTHERS)[name], order, check, ops, enough_blocks)
 
 
 def near(got: Array, expected: Array, tolerance: float = 4e-3) -> bool:
@@ -320,25 +275,12 @@ def near(got: Array, expected: Array, tolerance: float = 4e-3) -> bool:
 
 
 def spans_of(n_rows: int) -> Batch:
-    """Rows of one prompt."""
     return Batch([Span(0, range(16), [0] * n_rows, 0, 0)])
 
 
-def same(got: Choice, expected: Choice) -> bool:
-    if got.logprob is None or expected.logprob is None:
-        return got == expected
-    mine = [(got.token_id, got.logprob), *got.top]
-    theirs = [(expected.token_id, expected.logprob), *expected.top]
-    pairs = zip(mine, theirs, strict=True)
-    return all(i == other_i and abs(p - other_p) < 1e-4 for (i, p), (other_i, other_p) in pairs)
-
-
-STEP = 2**-8  # of bfloat16: from a number to the next one, at most
-
-
 def nearly_the_same(got: Array, expected: Array, share: float = 0.02) -> bool:
-    """Numbers that were rounded: within a step, and nearly all of them equal."""
-    return near(got, expected, STEP) and float((got != expected).mean()) <= share
+    """Numbers that were rounded: within a step of bfloat16, and nearly all of them equal."""
+    return near(got, expected, 2**-8) and float((got != expected).mean()) <= share
 
 
 def attended_alike(fast: list[Array], plain: list[Array]) -> bool:

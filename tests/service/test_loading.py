@@ -56,11 +56,14 @@ def config_with(**fields: Any) -> bytes:
     return json.dumps(json.loads((TINY / "config.json").read_text()) | fields).encode()
 
 
+F8 = b'X\0\0\0\0\0\0\0{"x": {"dtype": "F8_E4M3", "shape": [16], "data_offsets": [0, 16]}}'.ljust(112)
+INDEX = "model.safetensors.index.json"
 # fmt: off
 DAMAGES: list[tuple[str, bytes | int | None, str]] = [
     # file                     its content, or how much is left of it          the error says
     ("config.json",            40,                                             "config.json"),
     ("config.json",            None,                                           "config.json"),
+    ("config.json",            b'{"a":' * 10**5,                               "config.json is not JSON"),
     ("config.json",            config_with(model_type="gpt2"),                 "gpt2"),
     ("config.json",            config_with(hidden_size=256),                   "embed_tokens"),
     ("config.json",            config_with(vocab_size=2**31 - 1),              "vocab_size is 2147483647"),
@@ -68,6 +71,12 @@ DAMAGES: list[tuple[str, bytes | int | None, str]] = [
     ("model.safetensors",      1_000_000,                                      "safetensors file"),
     ("model.safetensors",      5,                                              "model.safetensors"),
     ("model.safetensors",      None,                                           "model.safetensors"),
+    ("model.safetensors",      b"<html>not found</html>",                      "header too large"),
+    ("model.safetensors",      F8,                                             "F8_E4M3; supported: F32"),
+    ("model.safetensors",      F8.replace(b"[16]", b"[17]"),                  "invalid shape"),
+    (INDEX,                    b'{"weight_map": {"x": ["a"]}}',                "`$.weight_map"),
+    (INDEX,                    b'{"weight_map": {"x": "y.safetensors"}}',      "No such file"),
+    (INDEX,                    b"[]",                                          "got `array`"),
     ("tokenizer.json",         b"{}",                                          "tokenizer.json"),
     ("tokenizer.json",         None,                                           "tokenizer.json"),
     ("chat_template.jinja",    b"{% if",                                       "template"),
