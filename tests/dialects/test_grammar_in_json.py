@@ -72,21 +72,20 @@ def fits(lark: str, text: str) -> bool:
 
 def fits_quoted(syntax: str, definition: str, text: str) -> bool:
     inside = grammar_in_json.grammar(syntax, definition)
-    return fits(f'start: "\\"" text "\\""\ntext: %lark {{\n{inside}\n}}', text)
+    quoted = json.dumps(text, ensure_ascii=False)
+    return fits(f'start: "\\"" text "\\""\ntext: %lark {{\n{inside}\n}}', quoted)
 
 
 @pytest.mark.parametrize(("regex", "texts"), REGEXES)
 def test_regex(regex: str, texts: list[str]) -> None:
-    plain = f"start: /{regex_to_lark(regex, '')}/"
-    found = [fits(plain, text) for text in texts]
-    assert [fits_quoted("regex", regex, json.dumps(text, ensure_ascii=False)) for text in texts] == found
+    found = [fits(f"start: /{regex_to_lark(regex, '')}/", text) for text in texts]
+    assert [fits_quoted("regex", regex, text) for text in texts] == found
     assert any(found)
 
 
 @pytest.mark.parametrize(("lark", "good", "bad"), LARKS)
 def test_lark(lark: str, good: list[str], bad: list[str]) -> None:
-    found = {text: fits_quoted("lark", lark, json.dumps(text, ensure_ascii=False)) for text in good + bad}
-    assert found == dict.fromkeys(good, True) | dict.fromkeys(bad, False)
+    assert [text for text in good + bad if fits_quoted("lark", lark, text)] == good
 
 
 def test_names_of_the_library_mean_the_same_in_both() -> None:
@@ -95,7 +94,7 @@ def test_names_of_the_library_mean_the_same_in_both() -> None:
     for name in grammar_in_json.COMMON:
         lark = f"start: {name}\n%import common.{name}"
         found = [fits(lark, text) for text in samples]
-        assert [fits_quoted("lark", lark, json.dumps(text)) for text in samples] == found, name
+        assert [fits_quoted("lark", lark, text) for text in samples] == found, name
 
 
 CLASSES = [r"\n", r"\"", r"\\", "a", ".", r"\s", r"\D", '[^"]', r"[\t-\r]", r"[\\\]]", r"\x1f"]
@@ -106,8 +105,7 @@ some = st.lists(st.sampled_from([*CLASSES, *(f"({c})*" for c in CLASSES)]), min_
 @given(some, st.text(UNIVERSE, max_size=4))
 def test_any_concatenation(pieces: list[str], text: str) -> None:
     regex = "".join(pieces)
-    found = fits(f"start: /{regex}/", text)
-    assert fits_quoted("regex", regex, json.dumps(text, ensure_ascii=False)) == found
+    assert fits_quoted("regex", regex, text) == fits(f"start: /{regex}/", text)
 
 
 @pytest.mark.parametrize(("syntax", "definition"), REFUSED)

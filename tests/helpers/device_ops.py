@@ -223,19 +223,16 @@ class Both:
         kept = [unpacked(pool.get()) for pool in pools]
         return [np.concatenate([prompt, token, some]), *kept]
 
-    def pick(self, raw: Array, contexts: Sequence[Context], slot: int = 2) -> list[Choice]:
+    def pick(self, raw: Array, contexts: Sequence[Context]) -> list[Choice]:
         """CudaOps.pick for rows of logits, each a span of its own."""
-        picked: list[Choice] = []
-        for row, context in zip(raw, contexts, strict=True):
-            with self.cuda._stream:
-                host, batch = self.cuda._upload_step([Span(slot, [0], [0], 0, 1)], [context])
-                self.put("best", np.array([best(row)], np.uint64))
-                self.cuda.pick(self.put("raw", row[None]), batch)
-                host.expected = batch.expected
-                self.cuda._download_choices(host, 1)
-            [[choice]] = self.cuda.read(host)
-            picked.append(choice)
-        return picked
+        spans = [Span(slot, [0], [0], 0, 1) for slot in range(len(raw))]
+        with self.cuda._stream:
+            host, batch = self.cuda._upload_step(spans, contexts)
+            self.put("best", np.array([best(row) for row in raw], np.uint64))
+            self.cuda.pick(self.put("raw", raw), batch)
+            host.expected = batch.expected
+            self.cuda._download_choices(host, len(raw))
+        return [choice for [choice] in self.cuda.read(host)]
 
     def run_every_kernel(self, n_prompt: int = 140) -> None:
         prompt = Span(0, PAGES, [1] * n_prompt, 0, 1)
@@ -254,11 +251,8 @@ class Both:
         self.cuda.qkv(self.cuda._buffers["x"], self.device_layer, self.batch(all_rows))
         self.got("qkv", all_rows)
         several = [Span(slot, [8 + slot], [1] * 6, 0, 0) for slot in range(3)]
-        self.cuda.read(self.cuda.launch(several[:2], []))  # FEW_ROWS
-        self.cuda.read(self.cuda.launch(several, []))  # SOME_WIDE
-        self.cuda.enough_blocks = 2
-        self.cuda.read(self.cuda.launch(several, []))  # SOME_ROWS
-        self.cuda.enough_blocks = 1
+        for spans, self.cuda.enough_blocks in ((several, 2), (several[:2], 1), (several, 1)):
+            self.cuda.read(self.cuda.launch(spans, []))  # SOME_ROWS, FEW_ROWS, SOME_WIDE
 
 
 @lru_cache(maxsize=2)  # of the models below a large one takes some 60 MB
