@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from channels import Piece, TokenLogprob
@@ -95,11 +96,11 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         """Read a tokenizer.json; raises TokenizerError."""
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = msgspec.json.decode(path.read_bytes())
             for token in fields.get("added_tokens") or []:
                 # Matched as it is written, never in what a normalizer makes of other text.
                 token["normalized"] = False
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(fields))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(fields))
         except OSError as error:
             raise TokenizerError(f"no tokenizer at {path}: {error.strerror}") from error
         except Exception as error:  # the library raises nothing more precise

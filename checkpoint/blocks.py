@@ -33,14 +33,9 @@ class Blocks(NamedTuple):
     data: NDArray[np.uint8]  # (n_out, n_blocks, bytes of a block)
 
     @property
-    def n_in(self) -> int:
-        n_blocks: int = self.data.shape[1]
-        n_numbers, _ = sizes(self.format)
-        return n_blocks * n_numbers
-
-    @property
     def shape(self) -> tuple[int, int]:
-        return len(self.data), self.n_in
+        n_numbers, _ = sizes(self.format)
+        return len(self.data), self.data.shape[1] * n_numbers
 
     @property
     def dtype(self) -> str:
@@ -73,6 +68,11 @@ def quantized(numbers: Array, format: str) -> Blocks:
     return Blocks(format, data.reshape(len(numbers), -1, n_bytes))
 
 
+def kept(format: str) -> str:
+    """Return the format of what with_minima() makes of blocks in this one."""
+    return f"{format[:2]}_1" if format[1] in "45" else "Q8_0"
+
+
 def with_minima(blocks: Blocks) -> Blocks:
     """Write blocks as Q4_1 or Q5_1, whose numbers have no sign, or Q6_K as Q8_0; others stay as they are.
 
@@ -84,7 +84,7 @@ def with_minima(blocks: Blocks) -> Blocks:
         case "Q4_0" | "Q5_0":
             offset = {"Q4_0": 8, "Q5_0": 16}[blocks.format]
             scales = data[:, :, :2].view(np.float16)
-            return Blocks(blocks.format[:3] + "1", in_bytes(scales, -offset * scales, data[:, :, 2:]))
+            return Blocks(kept(blocks.format), in_bytes(scales, -offset * scales, data[:, :, 2:]))
         case "Q4_K" | "Q5_K":
             return blocks_of_32(blocks)
         case "Q6_K":

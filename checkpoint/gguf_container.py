@@ -34,7 +34,7 @@ from checkpoint.blocks import FLOATS, Blocks, sizes
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
 ALIGNMENT = 32  # bytes: a tensor begins at a multiple. Another general.alignment is refused
 
-BYTE, U32, U64 = np.dtype("u1"), np.dtype("<u4"), np.dtype("<u8")
+U32, U64 = 4, 8  # bytes
 STRING, ARRAY = 8, 9  # GGUF's numbers of types of values, beside those of numbers
 
 # of vectors, and of matrices: by the number of dimensions
@@ -51,18 +51,21 @@ class Header:
         self._data = data[:MAX_HEADER_BYTES].data
         self.position = 0
 
-    def numbers(self, dtype: np.dtype[Any], n: int) -> NDArray[Any]:
+    def read(self, n_bytes: int) -> memoryview:
         start = self.position
-        self.position += n * dtype.itemsize
+        self.position += n_bytes
         if self.position > len(self._data):
-            raise ValueError(f"{n} values at byte {start}, but the header ends at byte {len(self._data)}")
-        return np.frombuffer(self._data[start : self.position], dtype)
+            raise ValueError(f"{n_bytes} bytes at byte {start}, but the header ends at {len(self._data)}")
+        return self._data[start : self.position]
 
-    def integer(self, dtype: np.dtype[Any]) -> int:
-        return int(self.numbers(dtype, 1)[0])
+    def integer(self, n_bytes: int) -> int:
+        return int.from_bytes(self.read(n_bytes), "little")
 
     def string(self) -> str:
-        return self.numbers(BYTE, self.integer(U64)).tobytes().decode()
+        return str(self.read(self.integer(U64)), "utf-8")
+
+    def numbers(self, dtype: np.dtype[Any], n: int) -> NDArray[Any]:
+        return np.frombuffer(self.read(n * dtype.itemsize), dtype)
 
     def value(self) -> Any:
         """Read the type of a value, then the value."""
@@ -93,7 +96,7 @@ def parse(data: NDArray[np.uint8]) -> tuple[Metadata, Tensors]:
     from gguf import GGMLQuantizationType  # here, for it takes a while
 
     header = Header(data)
-    magic = header.numbers(BYTE, 4).tobytes()
+    magic = bytes(header.read(4))
     version = header.integer(U32)
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(f"it begins with {magic!r}, version {version}; supported: b'GGUF', 2 or 3")
@@ -108,7 +111,7 @@ def parse(data: NDArray[np.uint8]) -> tuple[Metadata, Tensors]:
     places: dict[str, tuple[list[int], str, int]] = {}  # by name: sizes, format, offset in the data
     for _ in range(n_tensors):
         name = header.string()
-        dims = header.numbers(U64, header.integer(U32))[:3].tolist()  # three are not supported
+        dims = header.numbers(np.dtype("<u8"), header.integer(U32))[:3].tolist()  # three are not supported
         block_format = GGMLQuantizationType(header.integer(U32)).name
         n_numbers, _ = sizes(block_format)
         if block_format not in FORMATS.get(len(dims), []) or 0 in dims or dims[0] % n_numbers:

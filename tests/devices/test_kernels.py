@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from checkpoint.weights import bfloat16, unpacked
 from devices.cuda import CudaOps
 from devices.kernels import PLAIN_CODE, SHAPES, shape_for, signatures
 from helpers import device_ops, emulator
@@ -53,7 +54,7 @@ def test_products(name: str, n: int) -> None:
     assert near(plain["logits"], numpy._rms_norm(x[:32], m.weights.norm) @ m.weights.head.T)
     for op, inputs in (("out", y), ("down", h)):
         expected = x.copy()
-        getattr(numpy, op)(expected, device_ops.rounded(inputs), layer, spans)
+        getattr(numpy, op)(expected, unpacked(bfloat16(inputs)), layer, spans)
         assert near(plain[op], expected, PRODUCTS[op])
 
 
@@ -215,10 +216,8 @@ def test_the_first_of_equals_is_the_likeliest() -> None:
 
 def experts_of(m: Both, x: Array) -> Array:
     """x with what its rows' experts add."""
-    device_x = m.put("x", x)
-    m.cuda.experts(device_x, m.device_layer, m.batch(len(x)))
-    found: Array = m.got("x", len(x))
-    return found
+    m.cuda.experts(m.put("x", x), m.device_layer, m.batch(len(x)))
+    return m.got("x", len(x))
 
 
 @pytest.mark.parametrize("n", sweep([1, 2, 16, 17, 33, 300], [1, 17, 300]))

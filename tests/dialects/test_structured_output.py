@@ -66,7 +66,6 @@ def model_of(name: str, tokens: bool = True) -> Model:
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OBJECT = '{"city": "Oslo"}'
-
 PATCH = tools.Tool("patch", custom=True, grammar=tools.Grammar("lark", r"""
     start: LINE+ "end"
     LINE: ("+" | "-") /.*/ LF
@@ -91,7 +90,6 @@ EITHER, MAYBE = EDITED._replace(functions=FUNCTIONS + EDITED.functions), EDITED.
 EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\x"')
 NO_EDIT = custom("patch", "+a\nb\nend")
 FORMAT = Must("none", schema=CITY)
-
 TREE = closed(["next"], next={"anyOf": [{"$ref": "#"}, {"type": "null"}]})
 
 
@@ -117,10 +115,14 @@ ANSWERS: list[tuple[Must, str, bool]] = [
 ]
 
 
+def follow(spec: Must, model: Model, thinking: Thinking) -> Followed:
+    grammar = answer_grammar(spec, model.dialect, model.tokenizer.added, thinking)
+    return Followed(model.grammars, grammar.lark)
+
+
 def fits(answer: str, spec: Must, model: Model, thinking: Thinking = "possible") -> bool:
     """Is every token of the answer in the mask before it, and an end after it?"""
-    text = answer_grammar(spec, model.dialect, model.tokenizer.added, thinking).lark
-    with Followed(model.grammars, text) as followed:
+    with follow(spec, model, thinking) as followed:
         for token_id in model.tokenizer.encode(answer):
             if not followed.mask()[token_id]:
                 return False
@@ -190,9 +192,7 @@ def test_what_is_let_through_is_found(name: str, tokens: bool) -> None:
 
 
 def any_answer(spec: Must, model: Model, rng: random.Random) -> Iterator[Piece]:
-    grammar = answer_grammar(spec, model.dialect, model.tokenizer.added, "over")
-    followed = Followed(model.grammars, grammar.lark)
-    decoder = Decoder(model.tokenizer)
+    followed, decoder = follow(spec, model, "over"), Decoder(model.tokenizer)
     while not (mask := followed.mask())[2041]:
         token_id = int(rng.choice(np.flatnonzero(mask)))
         followed.advance(token_id)

@@ -115,10 +115,6 @@ def random_weights(c: Config) -> Weights:
     return Weights(embed, layers, field((c.dim,)), head)
 
 
-def rounded(array: Array) -> Array:
-    return unpacked(bfloat16(array))  # type: ignore[no-any-return]
-
-
 PAGES = [9, 2, 14, 0, 7]
 
 
