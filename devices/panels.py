@@ -177,7 +177,7 @@ def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Any
         formats = {kept(part.format) for part in w}
         if len(formats) == 1 and name in (None, *formats):
             data = np.concatenate([with_minima(part).data for part in w])
-            return pack_blocks(Blocks(*formats, data))
+            return pack_blocks(Blocks(formats.pop(), data))
     elif w.ndim == 3:
         return [pack_floats(np.ascontiguousarray(matrix)) for matrix in w]
     elif name is None or name == narrowest(w)[0]:
