@@ -94,8 +94,8 @@ def two_choices(peer: Peer) -> None:
     A21 https://github.com/vllm-project/vllm/pull/378
     """
     reply = peer.recorded("chat-two")
-    ends = {index: answer.end for index, answer in choices_of(reply.events).items() if answer.end}
-    assert ends.keys() == {0, 1}
+    ended = {index for index, answer in choices_of(reply.events).items() if answer.end}
+    assert ended == {0, 1}
     assert reply.body.count(b"[DONE]") == 1
 
 
@@ -350,8 +350,10 @@ def first_event(peer: Peer) -> None:
     )
 
 
-GAUGES = "num_requests_running|requests_processing|num_running_reqs"  # vLLM's and ours, llama.cpp's, SGLang's
-RUNNING = re.compile(rf"^\w+:(?:{GAUGES})\S* ([\d.e+]+)", re.MULTILINE)
+# A gauge of vLLM's and ours, of llama.cpp's or of SGLang's.
+RUNNING = re.compile(
+    r"^\w+:(?:num_requests_running|requests_processing|num_running_reqs)\S* ([\d.e+]+)", re.MULTILINE
+)
 
 
 @should

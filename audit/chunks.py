@@ -7,6 +7,7 @@ Authority: https://platform.openai.com/docs/api-reference/chat-streaming
 Not here: bytes (frames.py), the Responses API (events.py).
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from audit.rules import rules_of
@@ -49,10 +50,8 @@ def one_completion(capture: Capture) -> Faults:
     the API reference: each chunk has the same id and the same timestamp
     C07 https://platform.openai.com/docs/api-reference/chat-streaming
     """
-    chunks = [chunk for _, chunk in capture.events if "choices" in chunk]
-    yield from changes(
-        {name: chunk[name] for name in {"id", "created", "model"} & chunk.keys()} for chunk in chunks
-    )
+    for_all = {"id", "created", "model"}
+    yield from changes({name: chunk[name] for name in for_all & chunk.keys()} for _, chunk in capture.events)
 
 
 @should
@@ -98,19 +97,18 @@ def call_deltas(capture: Capture) -> Faults:
     SDKs add up the deltas of a call by its index, and concatenate what is repeated
     E02 E04 G02 https://github.com/ggml-org/llama.cpp/pull/13800
     """
-    begun: dict[int, list[int]] = {}  # choice -> indices of its calls
+    n_begun = Counter[int]()  # choice -> how many calls it has
     for number, index, choice in choices(capture):
-        indices = begun.setdefault(index, [])
         for call in choice.delta.tool_calls:
             name = call.function.name or call.custom.name
             head = [call.id, call.type, name]
-            is_new = call.index not in indices
+            is_new = call.index not in range(n_begun[index])
             if is_new:
-                yield from agreed(number, "the index of a new call to be", len(indices), call.index)
-                indices.append(len(indices))
+                yield from agreed(number, "the index of a new call to be", n_begun[index], call.index)
+                n_begun[index] += 1
             if not all(head) if is_new else head != [None] * 3:
                 yield number, f"expected id, type and name in the first delta of a call alone, got {call}"
-        if choice.finish_reason == "tool_calls" and not indices:
+        if choice.finish_reason == "tool_calls" and not n_begun[index]:
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
 
 
@@ -149,7 +147,7 @@ def usage_chunk(capture: Capture) -> Faults:
             yield number, "expected usage in a chunk without choices, and nothing else in such a chunk"
         if counted and number < counted[0] and "usage" not in chunk and "choices" in chunk:
             yield number, "expected usage: null in the chunks before the one that has it, got no usage"
-        if counted and number > counted[0] and (number in counted or chunk.get("choices")):
+        if number - 1 in counted and "choices" in chunk:
             yield number, "expected the chunk of the usage to be the last"
 
 

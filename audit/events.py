@@ -16,19 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from audit.rules import rules_of
-from audit.schema import (
-    AFTER,
-    EVENTS,
-    GRAMMAR,
-    ORDER,
-    ROWS,
-    Faults,
-    Json,
-    Typed,
-    label,
-    unfit,
-    without,
-)
+from audit.schema import AFTER, EVENTS, GRAMMAR, ORDER, ROWS, Faults, Json, Typed, label, unfit, without
 from audit.stream import CALLS, MARKUP, Capture, agreed, changes, is_object, usage_faults
 
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
@@ -190,10 +178,7 @@ def item_status(capture: Capture) -> Faults:
         if response.status != "completed" and statuses[-1:] == ["incomplete"]:
             statuses.pop()  # the item that was cut
         if event_type in TERMINAL and {*statuses} - {"completed"}:
-            yield (
-                number,
-                f"expected items to be completed, the last one of a cut response aside, got {statuses}",
-            )
+            yield number, f"expected items to be completed, but for one that was cut, got {statuses}"
 
 
 @should
@@ -230,7 +215,7 @@ def ids(capture: Capture) -> Faults:
     """
     announced: dict[str, dict[int, str]] = {"id": {}, "call_id": {}}  # by output_index
     for number, event in capture.events:
-        said = {event.get("output_index", -1): event.get("item", {"id": event.get("item_id")})}
+        said = {event.output_index: event.item or {"id": event.get("item_id")}}
         if event.type in TERMINAL:
             said = dict(enumerate(event.response.output))
         for place, item in said.items():
@@ -309,7 +294,7 @@ def sums(capture: Capture) -> Faults:
     for number, event in capture.events:
         event_type = event.type
         item = event.item
-        said = item if item.type in CALLS else event.get("part", event)
+        said = item if item.type in CALLS else event.part or event
         if event_type.endswith(".delta"):
             text += event.delta
             logprobs += event.logprobs

@@ -16,12 +16,12 @@ Rules of this file:
 Not here: what is asked (peer.py), what the replies must be (answers.py, agents.py and so on).
 """
 
-import http.client
 import io
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPResponse
 from typing import Any
 
 from audit.rules import NoReply, NotApplicable
@@ -114,12 +114,12 @@ class Connection(io.RawIOBase):
 
     def reply(self, asked: str) -> Reply:
         """Read the status and the headers; the body is still to come. Raises http.client.HTTPException."""
-        head = http.client.HTTPResponse(self)  # type: ignore[arg-type]  # it calls makefile() alone
+        head = HTTPResponse(self)  # type: ignore[arg-type]  # it calls makefile() alone
         head.begin()
         headers = {name.lower(): value for name, value in head.getheaders()}
         return Reply(asked, head.status, headers, self._body(head), self)
 
-    def _body(self, head: http.client.HTTPResponse) -> Iterator[bytes]:
+    def _body(self, head: HTTPResponse) -> Iterator[bytes]:
         if head.length is not None:
             yield self.exactly(head.length)
         elif not head.chunked:

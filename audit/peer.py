@@ -16,13 +16,13 @@ Rules of this file:
 Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an answer says (stream.py).
 """
 
-import contextlib
-import http.client
 import json
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -132,7 +132,7 @@ class Peer:
         body |= {"tool_choice": tool_choice} | more
         return PATHS[api], {name: value for name, value in body.items() if value is not None}
 
-    @contextlib.contextmanager
+    @contextmanager
     def open(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Iterator[Reply]:
         """Yield the reply as it comes, on a connection of its own.
 
@@ -144,16 +144,16 @@ class Peer:
         named = {name.replace("_", "-"): value for name, value in (self.headers | headers).items() if value}
         target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
         asked = shortened(f"{method} {path} {raw.decode('utf-8', 'replace')}", 300)
-        kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
+        kind = HTTPSConnection if self.url.scheme == "https" else HTTPConnection
         try:
-            with contextlib.closing(kind(self.url.netloc, timeout=self.seconds_left())) as server:
+            with closing(kind(self.url.netloc, timeout=self.seconds_left())) as server:
                 server.request(method, target, raw or None, named)
                 reply = Connection(server.sock, self.seconds_left).reply(asked)
                 self.shown = f"{asked} -> {reply.status}"
                 yield reply
         except (EOFError, ConnectionResetError) as error:
             raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, HTTPException) as error:
             layer = next(layer for failure, layer in LAYERS.items() if isinstance(error, failure))
             raise NoReply(f"{layer}: {asked} -> {error!r}") from error
 
@@ -202,7 +202,7 @@ class Peer:
 
     # --- streams --------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
+    @contextmanager
     def live(self, api: str = "responses", **asked: Any) -> Iterator[Iterator[Typed]]:
         """Yield the events of a stream as they come; leaving the block leaves the stream."""
         with self.open("POST", *self.request(stream=True, api=api, **asked)) as reply:
@@ -227,7 +227,7 @@ class Peer:
     def both(self, **asked: Any) -> Iterator[Answer]:
         """Yield the answer, plain and streamed; the arguments are those of request()."""
         yield self.plain(**asked)
-        with contextlib.suppress(NotApplicable):
+        with suppress(NotApplicable):
             yield self.streamed(**asked)
 
     def plain(self, **asked: Any) -> Answer:
@@ -249,12 +249,13 @@ class Peer:
     def same_answer(self, ask: Callable[[], Json], told: Json) -> None:
         """Expect two answers to be one; no rule is about a server that says another one if asked again."""
         said = ask()
-        if said != told:
-            if ask() != said:
-                raise NotApplicable("the server says something else each time, at temperature 0")
-            names = [name for name in said | told if said.get(name) != told.get(name)]
-            self.shown = str([(name, said.get(name), told.get(name)) for name in names])
-            raise AssertionError("expected the same answer, however it is asked for")
+        if said == told:
+            return
+        if ask() != said:
+            raise NotApplicable("the server says something else each time, at temperature 0")
+        differing = {name: (said[name], told.get(name)) for name in said if said[name] != told.get(name)}
+        self.shown = str(differing)
+        raise AssertionError("expected the same answer, however it is asked for")
 
 
 def final(reply: Reply) -> Json:

@@ -64,24 +64,10 @@ def rules_of(group: str, usual: str, before: str = "") -> list[Callable[..., Che
         beginning, authority, *requests = inspect.cleandoc(check.__doc__ or "").split("\n\n")
         names, _, title = " ".join(beginning.split()).partition(": ")
         rows = re.sub("\n +", " ", "".join(requests)).splitlines()
-        lines = authority.splitlines()
-        for place, name in enumerate(names.split(", ")):
-            source, link = lines[2 * place : 2 * place + 2] or lines[:2]
-            bugs, _, url = link.rpartition(" ")
+        sources = re.findall(r"(.+)\n(?:(.+) )?(\S+)", authority)  # (who, ids of bugs, link), for each name
+        for name, (source, bugs, link) in zip(names.split(", "), sources * 2, strict=False):
             own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
-            RULES[name] = Rule(
-                name,
-                group,
-                own,
-                strength,
-                title,
-                source,
-                url,
-                bugs,
-                after,
-                rows,
-                check,
-            )
+            RULES[name] = Rule(name, group, own, strength, title, source, link, bugs, after, rows, check)
         return check
 
     # What suffers if a rule is broken. must: the specification, or an official SDK. should: some clients, and

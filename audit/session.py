@@ -81,12 +81,12 @@ def judge(peer: Peer, name: str) -> Result:
 def check(peer: Peer, name: str) -> None:
     """Check what the rule builds on, then the rule."""
     rule = RULES[name]
-    is_chat_only = "chat" in rule.profiles and "responses" not in rule.profiles
+    api = "chat" if "chat" in rule.profiles and "responses" not in rule.profiles else "responses"
     for earlier in rule.after.split():
-        chat_earlier = f"chat-{earlier}"
+        of_this_api = f"{api}-{earlier}"
         with presumed(earlier):
-            check(peer, chat_earlier if is_chat_only and chat_earlier in RULES else earlier)
-    peer.api = "chat" if is_chat_only else "responses"
+            check(peer, of_this_api if of_this_api in RULES else earlier)
+    peer.api = api
     if rule.group in OF_STREAMS:
         judged(rule, peer)
     elif rule.group == "websocket":

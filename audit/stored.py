@@ -11,6 +11,7 @@ Not here: what must be refused (refusals.py), connections that remember (turns.p
 import time
 from typing import NamedTuple
 
+from audit.agents import HI
 from audit.http import NOT_THERE, REFUSED, Reply
 from audit.peer import STORY, Peer, final
 from audit.rules import NoReply, NotApplicable, rules_of
@@ -138,11 +139,11 @@ def input_order(peer: Peer) -> None:
     """
     made = kept(peer, said=[{"role": "user", "content": text} for text in ("one", "two", "three")])
     for order, first in (("asc", "one"), ("desc", "three")):
-        listed = made.ask("GET", f"/input_items?order={order}&limit=2").if_there().json
-        items = Typed(listed, "input_items").data
-        assert len(items) == 2
-        assert first in str(items[0])
-        assert listed.get("has_more") is True
+        reply = made.ask("GET", f"/input_items?order={order}&limit=2").if_there()
+        listed = Typed(reply.json, "input_items")
+        assert len(listed.data) == 2
+        assert first in str(listed.data[0])
+        assert listed.has_more is True
 
 
 @should
@@ -153,9 +154,9 @@ def input_items(peer: Peer) -> None:
     https://platform.openai.com/docs/api-reference/responses/input-items
     """
     # As clients write a turn of the assistant, without the list that its type must have.
-    hi = {"role": "user", "content": "hi"}
-    said = {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
-    expect_members(kept(peer, said=[hi, said, hi]).ask("GET", "/input_items").if_there().json, "input_items")
+    hello = {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
+    made = kept(peer, said=[HI, hello, HI])
+    expect_members(made.ask("GET", "/input_items").if_there().json, "input_items")
 
 
 @should
@@ -174,8 +175,6 @@ def foreground_as_stream(peer: Peer) -> None:
 # All that follows builds on the rule background.
 must, should, _ = rules_of("background", "stateful", "background")
 
-POLL_S = 0.1  # between two looks at a response that runs
-
 
 def begun(peer: Peer, **asked: object) -> Kept:
     return Kept(peer, peer.plain(background=True, **asked).response)
@@ -188,7 +187,7 @@ def ended(made: Kept) -> Json:
         assert reply.status == 200, "expected status 200 of a background response"
         if reply.json.get("status") in ("completed", "incomplete", "failed", "cancelled"):
             return reply.json
-        time.sleep(min(POLL_S, made.peer.seconds_left()))
+        time.sleep(0.1)
 
 
 @must(after="")
@@ -211,8 +210,8 @@ def background_completes(peer: Peer) -> None:
     the guide on background mode: poll until it is terminal
     F01 F02 F03 https://github.com/EricLBuehler/mistral.rs/issues/1945
     """
-    answer = of_response(ended(begun(peer)))
-    peer.same_answer(lambda: peer.plain().outline, answer.outline)
+    told = of_response(ended(begun(peer))).outline
+    peer.same_answer(lambda: peer.plain().outline, told)
 
 
 @must

@@ -17,9 +17,9 @@ Rules of this file:
 Not here: HTTP (peer.py), streams over HTTP (answers.py).
 """
 
-import contextlib
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from audit.agents import HI, compacted
@@ -109,7 +109,7 @@ class WebSocket(NamedTuple):
                 return opcode, payload
 
 
-@contextlib.contextmanager
+@contextmanager
 def connected(peer: Peer) -> Iterator[WebSocket]:
     """Yield a connection; raises NotApplicable if the server has no WebSocket."""
     with handshake(peer) as reply:
@@ -120,7 +120,7 @@ def connected(peer: Peer) -> Iterator[WebSocket]:
         yield WebSocket(peer, reply.connection)
 
 
-def handshake(peer: Peer, **headers: Any) -> contextlib.AbstractContextManager[Reply]:
+def handshake(peer: Peer, **headers: Any) -> AbstractContextManager[Reply]:
     """Ask for an upgrade."""
     return peer.open(
         "GET",
@@ -193,8 +193,8 @@ def ws_is_http(socket: WebSocket) -> None:
     """
     events = socket.turn(limit=64)
     id_of(events)
-    answer = of_response(response_of(events))
-    socket.peer.same_answer(lambda: socket.peer.plain().outline, answer.outline)
+    told = of_response(response_of(events)).outline
+    socket.peer.same_answer(lambda: socket.peer.plain().outline, told)
 
 
 @must
@@ -252,7 +252,7 @@ def ws_close(socket: WebSocket) -> None:
     https://www.rfc-editor.org/rfc/rfc6455#section-5.5.1
     """
     socket.send(CLOSE, (1000).to_bytes(2, "big"))
-    with contextlib.suppress(Closed):
+    with suppress(Closed):
         while True:
             socket.message()
 
@@ -408,5 +408,5 @@ def ws_bad_json(socket: WebSocket) -> None:
     https://www.openresponses.org/specification
     """
     socket.send(TEXT, b'{"type": ')
-    with contextlib.suppress(Closed):
+    with suppress(Closed):
         assert socket.event().get("type") == "error"
