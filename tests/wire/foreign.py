@@ -22,33 +22,57 @@ import http.client
 import http.server
 import re
 import threading
-import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 Fault = dict[str, Any]
 PASSED_ON = ("Authorization", "Content-Encoding", "Content-Type")
 HOP_BY_HOP = {"transfer-encoding", "connection", "content-length"}
 NO_FAULT: Fault = {"when": "$^"}
-NOTICED_S = 0.02  # a pause that is as long is kept too,
-N_TIMED = 8  # before one of the first events: the rule first-event is the only one that looks at the time
-
-
-class Chunk(NamedTuple):
-    text: str  # a byte is a character, as in ISO-8859-1
-    pause_s: float  # before it
+Answer = tuple[int, dict[str, str], Iterable[str]]  # status, headers and chunks as the client gets them
 
 
 class Exchange(NamedTuple):
     line: str  # "METHOD /path?query body"
     status: int
     headers: dict[str, str]
-    chunks: list[Chunk]  # of a stream as ours wrote it, an event each; else one
+    chunks: list[str]  # of a stream the events; else one. A byte is a character, as in ISO-8859-1
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Quiet(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+class Faulty(http.server.ThreadingHTTPServer):
+    """Serves while its block runs, and counts the requests that its fault is about."""
+
+    daemon_threads = True
+
+    def __init__(self, handler: type[Quiet], fault: Fault) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.fault = fault
+        self._n_seen = 0
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.01,)).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def fault_of(self, line: str) -> Fault:
+        is_it = is_about(self.fault, line)
+        self._n_seen += is_it
+        return self.fault if is_it and self._n_seen > self.fault.get("skip", 0) else {}
+
+
+class Handler(Quiet):
     server: "Foreign"
 
     def answer(self) -> None:
@@ -76,63 +100,37 @@ class Handler(http.server.BaseHTTPRequestHandler):
             kept = {name: value for name, value in names.items() if name not in HOP_BY_HOP}
             exchange = Exchange(line, reply.status, kept, [])
             self.server.exchanges.append(exchange)
-            self.pass_on(exchange, collected(chunks_of(reply), exchange.chunks), fault)
+            self.pass_on(exchange, chunks_of(reply, exchange.chunks), fault)
 
-    def pass_on(self, exchange: Exchange, chunks: Iterable[Chunk], fault: Fault) -> None:
+    def pass_on(self, exchange: Exchange, chunks: Iterable[str], fault: Fault) -> None:
         status, headers, chunks = with_fault(exchange, chunks, fault)
         self.send_response_only(status)
         for name, value in (headers | {"transfer-encoding": "chunked"}).items():
             self.send_header(name, value)
         self.end_headers()
-        for chunk in chunks:
-            raw = chunk.text.encode("latin-1")
-            if chunk.pause_s >= NOTICED_S:
-                time.sleep(chunk.pause_s)
-            if raw:
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(raw), raw))
+        for raw in (chunk.encode("latin-1") for chunk in chunks if chunk):
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(raw), raw))
         if "holds" in fault:
             self.rfile.read(1)
         self.wfile.write(b"0\r\n\r\n")
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
 
-
-class Foreign(http.server.ThreadingHTTPServer):
-    daemon_threads = True
+class Foreign(Faulty):
+    """Does what the server at `ours` does, or did earlier, but for one fault."""
 
     def __init__(self, ours: str, fault: Fault, earlier: Iterable[Exchange] = ()) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler, fault)
         self.behind = urlsplit(ours).netloc
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
         self.exchanges: list[Exchange] = []  # with ours
         self.repeated: list[Exchange] = []  # those that were had earlier
-        self._n_seen = 0
-        self._fault = fault
         self._earlier: dict[str, list[Exchange | None]] = {}  # by line, in their order
         for exchange in earlier:
             self._earlier.setdefault(exchange.line, []).append(exchange)
-
-    def fault_of(self, line: str) -> Fault:
-        is_it = is_about(self._fault, line)
-        self._n_seen += is_it
-        return self._fault if is_it and self._n_seen > self._fault.get("skip", 0) else {}
 
     def had(self, line: str) -> Exchange | None:
         """Return the next exchange of this line that was had earlier; the last one again and again."""
         exchanges = self._earlier.get(line, [None])
         return exchanges.pop(0) if len(exchanges) > 1 else exchanges[0]
-
-
-@contextlib.contextmanager
-def misbehaving(ours: str, fault: Fault, earlier: Iterable[Exchange] = ()) -> Iterator[Foreign]:
-    """A server that does what the one at `ours` does, or did earlier, but for one fault."""
-    with Foreign(ours, fault, earlier) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
 
 
 # --- the fault ----------------------------------------------------------------------------------------------
@@ -142,28 +140,19 @@ def is_about(fault: Fault, line: str) -> bool:
     return bool(re.search(fault.get("when", ""), line))
 
 
-def with_fault(
-    exchange: Exchange, chunks: Iterable[Chunk], fault: Fault
-) -> tuple[int, dict[str, str], Iterable[Chunk]]:
-    """Status, headers and chunks as the client gets them."""
-    is_about_it: object = True
-    if {"as_whole", "joined", "said"} & fault.keys():
-        chunks = list(chunks)
-        is_about_it = re.search(fault.get("said", ""), whole(chunks), re.DOTALL)
-    if fault.get("was", exchange.status) != exchange.status or not is_about_it:
-        fault = {}
-    if "as_whole" in fault or "joined" in fault:
-        chunks = [Chunk(whole(chunks), sum(chunk.pause_s for chunk in chunks))]
+def with_fault(exchange: Exchange, chunks: Iterable[str], fault: Fault) -> Answer:
+    is_about_it = fault.get("was", exchange.status) == exchange.status
+    if is_about_it and {"as_whole", "joined", "said"} & fault.keys():
+        chunks = ["".join(chunks)]
+        is_about_it = bool(re.search(fault.get("said", ""), chunks[0], re.DOTALL))
+    if not is_about_it:
+        return exchange.status, exchange.headers, chunks
     headers = exchange.headers | fault.get("headers", {})
     named = {name: value for name, value in headers.items() if value}
-    changed = (Chunk(edited(chunk.text, fault.get("reply")), chunk.pause_s) for chunk in chunks)
+    changed = (edited(chunk, fault.get("reply")) for chunk in chunks)
     if "as_whole" in fault:
-        changed = (Chunk(frame, 0) for chunk in changed for frame in re.split(r"(?<=\n\n)", chunk.text))
+        changed = (frame for chunk in changed for frame in re.split(r"(?<=\n\n)", chunk))
     return fault.get("status", exchange.status), named, changed
-
-
-def whole(chunks: Iterable[Chunk]) -> str:
-    return "".join(chunk.text for chunk in chunks)
 
 
 def changes(fault: Fault, exchange: Exchange) -> bool:
@@ -182,23 +171,13 @@ def edited(text: str, change: list[str] | None) -> str:
     return re.sub(old, new, text, count=1, flags=re.DOTALL)
 
 
-# --- what ours says -----------------------------------------------------------------------------------------
-
-
-def chunks_of(reply: http.client.HTTPResponse) -> Iterator[str]:
+def chunks_of(reply: http.client.HTTPResponse, kept: list[str]) -> Iterator[str]:
     """Yield a stream an event at a time, though ours may write several at once; another body whole."""
     rest = b""
     while reply.chunked and (piece := reply.read1()):
         *events, rest = (rest + piece).split(b"\n\n")
-        yield from (event.decode("latin-1") + "\n\n" for event in events)
-    yield (rest or reply.read()).decode("latin-1")
-
-
-def collected(texts: Iterator[str], chunks: list[Chunk]) -> Iterator[Chunk]:
-    """The texts as they come, kept in `chunks` with the pause before each."""
-    last_at = time.monotonic()
-    for text in texts:
-        pause_s = time.monotonic() - last_at
-        chunks.append(Chunk(text, pause_s if len(chunks) < N_TIMED else 0))
-        yield chunks[-1]._replace(pause_s=0)  # it has passed
-        last_at = time.monotonic()
+        for event in events:
+            kept.append(event.decode("latin-1") + "\n\n")
+            yield kept[-1]
+    kept.append((rest or reply.read()).decode("latin-1"))
+    yield kept[-1]

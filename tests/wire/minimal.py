@@ -10,16 +10,15 @@ Its WebSocket can misbehave by script, as in foreign.py: `when` and `ask` see th
 
 import base64
 import hashlib
-import http.server
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count, cycle, islice
 from typing import Any
 
-from wire.foreign import NO_FAULT, Fault, edited, is_about
+from websockets.frames import Frame, Opcode
+
+from wire.foreign import NO_FAULT, Fault, Faulty, Quiet, edited
 
 Json = dict[str, Any]
 Maker = Callable[[Json], tuple[Sequence[Json | str], Json]]  # body -> events of its stream, answer
@@ -47,14 +46,12 @@ IDS = count()
 class Refusal(Exception):
     """What the client gets instead of an answer."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str = "") -> None:
+    def __init__(self, message: str, param: str = "", status: int = 400, code: str = "") -> None:
         self.status = status
-        self.error = {"message": message, "type": "invalid_request_error", "param": param}
-        self.error["code"] = code or None
+        self.error = {"message": message, "type": "error", "param": param or None, "code": code or None}
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Handler(Quiet):
     server: "Minimal"
 
     def do_GET(self) -> None:
@@ -83,7 +80,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def upgrade(self) -> None:
         if self.server.key and self.headers.get("Authorization") != f"Bearer {self.server.key}":
-            raise Refusal("A key is missing.", None, self.server.fault.get("status", 401))
+            raise Refusal("A key is missing.", "", self.server.fault.get("status", 401))
         key = self.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
         accept = base64.b64encode(hashlib.sha1(key.encode(), usedforsecurity=False).digest()).decode()
         self.send_head(101, {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Accept": accept})
@@ -93,9 +90,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def post(self) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         expect(not self.headers.get("Content-Encoding"), "", "no encoding", 415)
-        expect(self.path in MAKERS, "", "a path that is here", 404)
+        path = self.path.removeprefix("/v1/")
+        expect(path in MAKERS, "", "a path that is here", 404)
         body = checked(parsed(raw))
-        events, answer = MAKERS[self.path](body)
+        events, answer = MAKERS[path](body)
         if not body.get("stream"):
             self.send_json(200, answer)
             return
@@ -114,9 +112,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_head(status, kind | {"Content-Length": str(len(raw))})
         self.wfile.write(raw)
 
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
 
 def parsed(raw: bytes) -> Json:
     try:
@@ -127,7 +122,7 @@ def parsed(raw: bytes) -> Json:
 
 def expect(holds: bool, name: str, expected: str, status: int = 400) -> None:
     if not holds:
-        raise Refusal(f"{name}: expected {expected}.", name or None, status)
+        raise Refusal(f"{name}: expected {expected}.", name, status)
 
 
 def checked(body: Json) -> Json:
@@ -162,41 +157,35 @@ class Socket:
         self._write = handler.wfile.write
         self._server = handler.server
         self._remembered: dict[str, int] = {}
-        self._n_seen = 0
 
     def run(self) -> None:
-        fault: Fault = self._server.fault
         opcode = 0
         while opcode != 8:
             opcode, payload = self.receive()
             if opcode == 1:
                 text = payload.decode()
-                fault = self.fault_of(text)
+                fault = self._server.fault_of(text)
                 for message in self.turn(edited(text, fault.get("ask"))):
                     self.send(f"1 {json.dumps(message)}", fault)
             else:  # a close, or a ping
                 answer = opcode if opcode == 8 else 10
                 self.send(f"{answer} {payload.decode('latin-1')}", self._server.fault)
 
-    def fault_of(self, text: str) -> Fault:
-        is_it = is_about(self._server.fault, text)
-        self._n_seen += is_it
-        return self._server.fault if is_it and self._n_seen > self._server.fault.get("skip", 0) else {}
-
     def turn(self, text: str) -> Iterator[Json]:
         previous = None
         try:
             body = parsed(text.encode())
-            if body.get("type") == "response.steer":
-                yield steer_failed(body)
+            kind = body.pop("type", None)
+            if kind == "response.steer":  # nothing runs that could be steered
+                error = {"code": "response_not_found", "message": "It is not here."}
+                yield {"type": "response.steer.failed", "sequence_number": 0, "error": error, "steer": body}
                 return
-            if body.pop("type", None) != "response.create":
-                raise Refusal("type: expected response.create.", "type")
+            expect(kind == "response.create", "type", "response.create")
             previous = body.pop("previous_response_id", None)
-            if previous not in (None, *self.known()):
+            known = self._server.stored | self._remembered
+            if previous not in (None, *known):
                 raise Refusal("It is not here.", "previous_response_id", 400, "previous_response_not_found")
-            n_earlier = self.known()[previous] if previous else 0
-            events, response = responses(checked(body), n_earlier)
+            events, response = responses(checked(body), known.get(previous, 0))
         except Refusal as refusal:
             self._remembered.pop(previous or "", None)
             yield {"type": "error", "status": refusal.status, "error": refusal.error}
@@ -204,11 +193,6 @@ class Socket:
         memory = self._remembered if body.get("store") is False else self._server.stored
         memory[response["id"]] = response["usage"]["total_tokens"]
         yield from events
-
-    def known(self) -> dict[str, int]:
-        return self._server.stored | self._remembered
-
-    # --- frames ---------------------------------------------------------------------------------------------
 
     def receive(self) -> tuple[int, bytes]:
         """Return opcode and payload of a frame; the mask of the audit changes nothing."""
@@ -223,9 +207,7 @@ class Socket:
         changed = edited(frame, fault.get("reply"))
         for one in changed.split("\n\n") if changed else ():
             opcode, payload = one.split(" ", 1)
-            raw = payload.encode("latin-1")
-            size = bytes([len(raw)]) if len(raw) < 126 else b"\x7e" + len(raw).to_bytes(2, "big")
-            self._write(bytes([128 | int(opcode)]) + size + raw)
+            self._write(Frame(Opcode(int(opcode)), payload.encode("latin-1")).serialize(mask=False))
 
 
 # --- the Responses API --------------------------------------------------------------------------------------
@@ -234,15 +216,19 @@ class Socket:
 def responses(body: Json, n_earlier: int = 0) -> tuple[list[Json], Json]:
     """Return events and response, after a conversation of `n_earlier` tokens."""
     check_input(body.get("input"))
-    if body.get("generate") is False:
-        return warmed_up(body, n_earlier)
-    limit = body.get("max_output_tokens")
-    words, reason = said(limit)
+    words, reason = said(body.get("max_output_tokens"))
     text = "".join(words)
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     status = "completed" if reason == "stop" else "incomplete"
     item: Json = {"id": "msg_1", "type": "message", "role": "assistant", "status": status, "content": [part]}
-    begun = head_of(body)
+    told = {"instructions": body.get("instructions"), "metadata": body.get("metadata", {})}
+    told |= {"temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "tools": []}
+    told |= {"parallel_tool_calls": True, "background": False, "error": None, "incomplete_details": None}
+    head = {"id": f"resp_{next(IDS)}", "object": "response", "created_at": 1, "model": "minimal"}
+    begun = head | told | {"status": "in_progress", "output": [], "usage": None}
+    if body.get("generate") is False:  # read the prompt, and make nothing
+        ended = begun | {"status": "completed", "usage": usage_of(3 + n_earlier, 0)}
+        return numbered([("created", {"response": begun}), ("completed", {"response": ended})]), ended
     ended = begun | {"status": status, "output": [item], "usage": usage_of(3 + n_earlier, len(words))}
     if status == "incomplete":
         ended["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -263,33 +249,10 @@ def responses(body: Json, n_earlier: int = 0) -> tuple[list[Json], Json]:
     return numbered(events), ended
 
 
-def steer_failed(body: Json) -> Json:
-    """Nothing runs that could be steered."""
-    error = {"type": "invalid_request_error", "code": "response_not_found", "message": "It is not here."}
-    steer = {name: value for name, value in body.items() if name != "type"}
-    return {"type": "response.steer.failed", "sequence_number": 0, "error": error, "steer": steer}
-
-
-def warmed_up(body: Json, n_earlier: int) -> tuple[list[Json], Json]:
-    """Read the prompt, and make nothing."""
-    begun = head_of(body)
-    ended = begun | {"status": "completed", "usage": usage_of(3 + n_earlier, 0)}
-    return numbered([("created", {"response": begun}), ("completed", {"response": ended})]), ended
-
-
 def usage_of(n_prompt: int, n_output: int) -> Json:
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     total = n_prompt + n_output
     return details | {"input_tokens": n_prompt, "output_tokens": n_output, "total_tokens": total}
-
-
-def head_of(body: Json) -> Json:
-    """A response that begins."""
-    told = {"instructions": body.get("instructions"), "metadata": body.get("metadata", {})}
-    told |= {"temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "tools": []}
-    told |= {"parallel_tool_calls": True, "background": False, "error": None, "incomplete_details": None}
-    head = {"id": f"resp_{next(IDS)}", "object": "response", "created_at": 1, "model": "minimal"}
-    return head | told | {"status": "in_progress", "output": [], "usage": None}
 
 
 def numbered(events: list[tuple[str, Json]]) -> list[Json]:
@@ -340,27 +303,11 @@ def chat(body: Json) -> tuple[list[str], Json]:
     return [*map(json.dumps, chunks), "[DONE]"], answer
 
 
-MAKERS: dict[str, Maker] = {
-    "/v1/responses": responses,
-    "/v1/responses/compact": compacted,
-    "/v1/chat/completions": chat,
-}
+MAKERS: dict[str, Maker] = {"responses": responses, "responses/compact": compacted, "chat/completions": chat}
 
 
-class Minimal(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, fault: Fault, key: str) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.fault = fault
+class Minimal(Faulty):
+    def __init__(self, fault: Fault = NO_FAULT, key: str = "") -> None:
+        super().__init__(Handler, fault)
         self.key = key  # that a WebSocket needs
         self.stored: dict[str, int] = {}
-
-
-@contextmanager
-def minimal(fault: Fault = NO_FAULT, key: str = "") -> Iterator[str]:
-    """The base URL of such a server."""
-    with Minimal(fault, key) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
