@@ -4,12 +4,12 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from websockets.frames import Frame, Opcode
 
 from audit.http import Connection
 from audit.peer import Peer
-from audit.turns import CLOSE, PING, PONG, TEXT, WebSocket
+from audit.turns import WebSocket
 
-CONTINUATION, BINARY = 0, 2  # opcodes
 Pair = tuple[WebSocket, socket.socket]
 
 
@@ -21,11 +21,8 @@ def pair() -> Iterator[Pair]:
         yield WebSocket(peer, Connection(ours, peer.seconds_left)), theirs
 
 
-def frame(opcode: int, payload: bytes, is_final: bool = True, mask: int = 0) -> bytes:
-    size = len(payload)
-    short, n_bytes = (size, 0) if size < 126 else (126, 2) if size < 1 << 16 else (127, 8)
-    length = bytes([mask | short]) + size.to_bytes(8, "big")[8 - n_bytes :]
-    return bytes([is_final << 7 | opcode]) + length + payload
+def frame(opcode: Opcode, payload: bytes, fin: bool = True, mask: bool = False) -> bytes:
+    return Frame(opcode, payload, fin).serialize(mask=mask)
 
 
 def received(theirs: socket.socket) -> tuple[int, bytes]:
@@ -39,22 +36,23 @@ def received(theirs: socket.socket) -> tuple[int, bytes]:
 def test_messages_of_any_size_in_parts_and_what_comes_before_a_pong(pair: Pair) -> None:
     client, theirs = pair
     for size in (0, 125, 126, 65_535, 65_536):
-        theirs.sendall(frame(TEXT, b'{"a": "%b"}' % (b"x" * size)))
+        theirs.sendall(frame(Opcode.TEXT, b'{"a": "%b"}' % (b"x" * size)))
         assert client.event() == {"a": "x" * size}
-    parts = frame(TEXT, b'{"a"', is_final=False) + frame(PING, b"there?") + frame(CONTINUATION, b": 1}")
-    theirs.sendall(parts + frame(TEXT, b"[DONE]") + frame(PONG, b"x"))
+    theirs.sendall(frame(Opcode.TEXT, b'{"a"', fin=False) + frame(Opcode.PING, b"there?"))
+    theirs.sendall(frame(Opcode.CONT, b": 1}") + frame(Opcode.TEXT, b"[DONE]") + frame(Opcode.PONG, b"x"))
     assert client.event() == {"a": 1}
-    assert received(theirs) == (PONG, b"there?")
+    assert received(theirs) == (Opcode.PONG, b"there?")
     assert client.ping(b"x") == [b"[DONE]"]
-    assert received(theirs) == (PING, b"x")
+    assert received(theirs) == (Opcode.PING, b"x")
 
 
-MASKED, HALF = frame(TEXT, b"{}", mask=128), frame(TEXT, b"{}")[:2]
-
-
-CLOSED = frame(CLOSE, (1012).to_bytes(2, "big"))
-NO_TEXT, NO_JSON = frame(BINARY, b'{"a": 1}'), frame(TEXT, b"no JSON")
-WRONG = {"masked": MASKED, "a text message": NO_TEXT, "a JSON object": NO_JSON, "ended": HALF, "1012": CLOSED}
+WRONG = {
+    "masked": frame(Opcode.TEXT, b"{}", mask=True),
+    "a text message": frame(Opcode.BINARY, b'{"a": 1}'),
+    "a JSON object": frame(Opcode.TEXT, b"no JSON"),
+    "ended": frame(Opcode.TEXT, b"{}")[:2],
+    "1012": frame(Opcode.CLOSE, (1012).to_bytes(2, "big")),
+}
 
 
 @pytest.mark.parametrize("said", WRONG)
