@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,8 +34,7 @@ N_CLIENTS = 8
 KILL_EVERY_S = 15  # on average; the lives of the server are random
 CALM = 0.4  # share of the time, at its end, in which nothing is killed and memory is watched
 MAX_GROWTH_MB, MAX_GROWTH_FILES = 40, 5  # of the last process: caches fill, the allocator keeps some memory
-# How a client sees a killed server.
-LOST = (OSError, http.client.HTTPException, ValueError, AssertionError)
+LOST = (OSError, http.client.HTTPException, ValueError, AssertionError)  # as a client sees a killed server
 PROMPTS = ["hi", "Tell me a story about a cat.", "What is the weather in Tokyo?"]
 PARAMETERS = {"type": "object", "properties": {"city": {}}}
 TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
@@ -79,13 +79,9 @@ def body(random: Random, **more: Any) -> Json:
 
 def events_of(server: Server, request: Json, n: int | None = None) -> list[Json]:
     """Return the first `n` events of a stream, or all of them; then leave."""
-    events: list[Json] = []
     with server.connect(http_bytes(RESPONSES, request | {"stream": True})) as connection:
-        for frame in http_frames(connection):
-            if frame.startswith(b"event: "):
-                events.append(json.loads(sse.data(frame)))
-            if len(events) == n:
-                break
+        frames = (frame for frame in http_frames(connection) if frame.startswith(b"event: "))
+        events = [json.loads(sse.data(frame)) for frame in islice(frames, n)]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
@@ -123,13 +119,10 @@ def resume(soak: Soak, server: Server, random: Random) -> None:
     events = events_of(server, body(random, background=True), random.randint(3, 30))
     id_ = events[0]["response"]["id"]
     soak.accepted.add(id_)
-    check_rules(events + replayed(server, id_, len(events) - 1), "order", "numbers", "terminal")
-
-
-def replayed(server: Server, id: str, after: int) -> list[Json]:
-    reply = server.get(f"{RESPONSES}/{id}?stream=true&starting_after={after}")
+    reply = server.get(f"{RESPONSES}/{id_}?stream=true&starting_after={len(events) - 1}")
     assert reply.status == 200, reply.body
-    return [json.loads(event.data) for event in sse.Parser().feed(reply.body) if event.data != "[DONE]"]
+    frames = [event.data for event in sse.Parser().feed(reply.body) if event.data != "[DONE]"]
+    check_rules([*events, *map(json.loads, frames)], "order", "numbers", "terminal")
 
 
 def cancel(soak: Soak, server: Server, random: Random) -> None:
@@ -146,33 +139,25 @@ def delete(soak: Soak, server: Server, random: Random) -> None:
     soak.deleted.add(id_)  # now that it was promised
 
 
-ACTIONS: list[Callable[[Soak, Server, Random], None]] = [
-    stream, leave, leave, whole, background, background, resume, cancel, delete,
-]  # fmt: skip
+ACTIONS = [stream, leave, leave, whole, background, background, resume, cancel, delete]
 
 # --- what the operator does ---------------------------------------------------------------------------------
 
 
 def used(server: Server) -> tuple[float, float]:
     """Return resident memory in MB and open files, when nothing runs."""
-
-    def idle() -> bool:
-        health = server.health()
-        return (health["running"], health["waiting"], health["background"]) == (0, 0, 0)
-
-    until(idle, "nothing runs")
+    running = ("running", "waiting", "background")
+    until(lambda: not any(map(server.health().get, running)), "nothing runs")
     lines = server.get("/metrics").body.decode().splitlines()
     metrics = dict(line.split() for line in lines if line.startswith("process_"))
     return float(metrics["process_resident_memory_bytes"]) / 1e6, float(metrics["process_open_fds"])
 
 
 def check_end(soak: Soak, server: Server, warm: tuple[float, float]) -> None:
-    for id_ in soak.accepted:
-        if ok(server.get(f"{RESPONSES}/{id_}"))["status"] not in TERMINAL:
-            soak.wrong.append(f"{id_} has not ended")
-    for id_ in soak.deleted:
-        if server.get(f"{RESPONSES}/{id_}").status != 404:
-            soak.wrong.append(f"{id_} was deleted, and is there")
+    statuses = {id_: ok(server.get(f"{RESPONSES}/{id_}"))["status"] for id_ in soak.accepted}
+    soak.wrong += [f"{id_} is {status}" for id_, status in statuses.items() if status not in TERMINAL]
+    there = [id_ for id_ in soak.deleted if server.get(f"{RESPONSES}/{id_}").status != 404]
+    soak.wrong += [f"{id_} was deleted, and is there" for id_ in there]
     ended = used(server)
     print(f"last process, MB and files: {warm} when warm, {ended} at the end")
     if ended[0] > warm[0] + MAX_GROWTH_MB or ended[1] > warm[1] + MAX_GROWTH_FILES:
@@ -187,11 +172,9 @@ def main() -> int:
     soak, random = Soak(), Random(args.seed)
     calm_s = CALM * 60 * args.minutes
     calm_at = time.monotonic() + 60 * args.minutes - calm_s
-    clients = [threading.Thread(target=soak.client, args=(args.seed * 1000 + n,)) for n in range(N_CLIENTS)]
-    for client in clients:
-        client.start()
     n_kills = 0
-    with tempfile.TemporaryDirectory() as folder:
+    with ThreadPoolExecutor(N_CLIENTS) as threads, tempfile.TemporaryDirectory() as folder:
+        clients = threads.map(soak.client, range(args.seed * 1000, args.seed * 1000 + N_CLIENTS))
         flags = ("--store", f"{folder}/store.db", "--store-max-responses", "1000000")
         while time.monotonic() < calm_at:
             with serve(*flags) as soak.server:
@@ -208,8 +191,7 @@ def main() -> int:
             soak.server = server
             soak.over.wait(calm_s)
             soak.over.set()
-            for client in clients:
-                client.join()
+            list(clients)  # wait for them
             check_end(soak, server, warm)
             soak.wrong += ["a traceback:\n" + server.log()] * ("Traceback" in server.log())
     print(f"{n_kills} kills, {len(soak.accepted)} background responses accepted;", dict(soak.done))

@@ -487,7 +487,6 @@ class RegistryMachine(machine.RuleBasedStateMachine):
     def _check_end(self, model: Model, found: Row) -> None:
         events = parsed(model.frames)
         laws.check_order(events)
-        laws.check_statuses(events)
         response = found.response
         texts = [item["content"][0]["text"] for item in response["output"]]
         assert "".join(texts) == model.said

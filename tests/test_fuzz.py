@@ -13,22 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sse
-from helpers.serving import Reply, Server, serve
+from helpers.serving import Server, serve
 from request import params
 
 N_EXAMPLES = 150
-STATUSES = {
-    200,
-    400,
-    401,
-    403,
-    404,
-    405,
-    408,
-    413,
-    415,
-    429,
-}  # 503 too, where there is no room; here there is
+STATUSES = {200, 400, 401, 403, 404, 405, 408, 413, 415, 429}  # no 503: there is room
 
 # --- what is sent -------------------------------------------------------------------------------------------
 
@@ -50,8 +39,6 @@ values = st.recursive(
 )
 RESPONSE = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-
-
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NAMED = {"name": "f", "parameters": SCHEMA}
 FUNCTION = {"type": "function", "function": NAMED} | NAMED
@@ -59,8 +46,7 @@ SERVED = [{"stream": True}, {"background": True}, {"store": False}, {"tools": [F
           {"n": 2}, {"stop": ["a", "b"]}, {"tool_choice": "required"}, {"logprobs": True, "top_logprobs": 3},
           {"include": ["message.output_text.logprobs"]}, {"reasoning": {"effort": "none"}}, {"seed": 5},
           {"truncation": "auto"},
-          {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
-          ]  # fmt: skip
+          {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}]  # fmt: skip
 
 
 def bodies(valid: dict[str, Any], table: dict[str, params.Parameter]) -> st.SearchStrategy[Any]:
@@ -97,38 +83,28 @@ def server() -> Iterator[Server]:
 
 # --- what meets it ------------------------------------------------------------------------------------------
 
-
-@settings(
-    max_examples=N_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(
-    st.sampled_from(["GET", "POST", "POST", "POST", "DELETE", "PUT", "OPTIONS", "HEAD", "BREW"]),
-    st.sampled_from(PATHS), ids, st.sampled_from(QUERIES), headers, raw,
-)  # fmt: skip
-def test_any_request_gets_an_answer(
-    server: Server, method: str, path: str, id_: str, query: str, headers: dict[str, str], body: bytes
-) -> None:
-    target = path.format(id_) + query
-    check(server.request(method, target, body, **headers))
+JSON = {"Content-Type": "application/json"}
+methods = st.sampled_from(["GET", "POST", "POST", "POST", "DELETE", "PUT", "OPTIONS", "HEAD", "BREW"])
+paths = st.builds(str.format, st.sampled_from(PATHS), ids)
+anything = st.tuples(methods, paths, st.sampled_from(QUERIES), headers, raw)
+takers = st.sampled_from(["/v1/responses", "/v1/responses/input_tokens", "/v1/chat/completions"])
+bodies_alone = st.tuples(st.just("POST"), takers, st.just(""), st.just(JSON), encoded)
 
 
-@settings(max_examples=N_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from(["/v1/responses", "/v1/responses/input_tokens", "/v1/chat/completions"]), both)
-def test_any_body_gets_an_answer(server: Server, path: str, body: Any) -> None:
-    reply = server.post(path, body)
-    check(reply)
-    if reply.status == 200 and reply.headers["content-type"].startswith("text/event-stream"):
-        parser = sse.Parser()
-        assert parser.feed(reply.body)
-        parser.close()
-
-
-def check(reply: Reply) -> None:
+@settings(max_examples=2 * N_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+@given(anything | bodies_alone)
+def test_any_request_gets_an_answer(server: Server, asked: tuple[str, str, str, Any, bytes]) -> None:
+    method, path, query, headers, body = asked
+    reply = server.request(method, path + query, body, **headers)
     assert reply.status in STATUSES, reply
     assert reply.headers["x-request-id"]
     if reply.status >= 400 and reply.body:  # HEAD has none
         assert reply.json["error"].keys() == {"message", "type", "param", "code"}
         assert "Traceback" not in reply.json["error"]["message"]
+    if reply.body and reply.headers.get("content-type", "").startswith("text/event-stream"):
+        parser = sse.Parser()
+        assert parser.feed(reply.body)
+        parser.close()
 
 
 @settings(max_examples=30)

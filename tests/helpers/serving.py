@@ -183,11 +183,9 @@ def listening(process: subprocess.Popen[str], log: Path) -> str:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command to its end."""
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True,
-        timeout=PATIENCE_S,
-    )  # fmt: skip
+    """Run a command to its end."""
+    settings: Any = {"cwd": ROOT, "env": environment(), "timeout": PATIENCE_S}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **settings)
 
 
 def environment() -> dict[str, str]:
