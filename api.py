@@ -1,6 +1,6 @@
 """The endpoints: creating, retrieving, cancelling and deleting responses; chat completions, models, health.
 
-    HTTP request --_begin()--> Job, its Prompt --Registry.start()--> EventLog --> answer
+    HTTP request --begin()--> Job, its Prompt --Registry.start()--> EventLog --> answer
 
 A response is the fold of its events. All of them go to one event log, and the client chooses how it is read:
 
@@ -116,7 +116,7 @@ class Api:
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
         parsing = await receive(http, visit)
-        job, _, headers = await while_connected(self._begin(parsing, visit), http.receive)
+        job, _, headers = await while_connected(self.begin(parsing, visit), http.receive)
         await self.registry.start(job)
         if job.row.streamed:
             task = None if job.row.background else job.task  # in the background it outlives this request
@@ -129,18 +129,18 @@ class Api:
 
     async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
         visit.hold(visit.rooms.sockets, 1)
-        await Connection(websocket, visit, self.registry, self._begin).run()
+        await Connection(websocket, visit, self.registry, self.begin).run()
 
     async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
         parsing = await receive(http, visit)
-        _, prompt, _ = await while_connected(self._begin(parsing, visit, "count"), http.receive)
+        _, prompt, _ = await while_connected(self.begin(parsing, visit, "count"), http.receive)
         n_tokens = await prompt.count_tokens()
         return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
 
     async def compact(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
         parsing = await receive(http, visit)
-        job, _, headers = await while_connected(self._begin(parsing, visit, "compact"), http.receive)
+        job, _, headers = await while_connected(self.begin(parsing, visit, "compact"), http.receive)
         await self.registry.start(job)
         await while_connected(job.task, http.receive)
         response = job.shown_row().response
@@ -151,7 +151,7 @@ class Api:
         compaction["output"] = [*retained, *response["output"]]
         return json_response(200, compaction, headers)
 
-    async def _begin(
+    async def begin(
         self,
         parsing: Parsing,
         visit: Visit,

@@ -23,22 +23,22 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Set
 from functools import partial
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
 
-from api import Api, Handler
+from api import Api
 from request.ids import REQUEST_ID, new_id
 from request.refusals import MAX_SHOWN, BadInput, shown
 from request.room import Rooms
@@ -64,9 +64,6 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
     async def scrape(_: HttpRequest) -> Response:
         return Response(api.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    async def socket(websocket: WebSocket) -> None:
-        await api.open_websocket(websocket, websocket.scope["visit"])
-
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, unless it is refused; scope["visit"] holds what it takes until it is answered."""
         headers = Headers(scope=scope)
@@ -78,7 +75,7 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
     routes = [
         Route("/", webpage.RESPONSE, methods=["GET"]),
         Route("/metrics", scrape),
-        WebSocketRoute("/v1/responses", socket),
+        WebSocketRoute("/v1/responses", partial(visited, api.open_websocket)),
         *(
             Route(path, partial(visited, handler), methods=[method])
             for method, path, handler in api.endpoints()
@@ -130,8 +127,8 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
     return answer
 
 
-async def visited(handler: Handler, http: HttpRequest) -> Response:
-    """Ask an endpoint: Starlette calls it with the request alone."""
+async def visited(handler: Callable[..., Awaitable[Any]], http: HTTPConnection) -> Any:
+    """Call an endpoint, to which Starlette gives the request alone."""
     return await handler(http, http.scope["visit"])
 
 

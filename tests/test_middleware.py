@@ -404,7 +404,7 @@ def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -> None
     async def small_after(**members: str) -> bool:
         worker, visit = SlowWorker(), Visit(Rooms(100), "")
         text = json.dumps({"model": "m", "input": "hi"} | members).encode()
-        begin = api_of(worker)._begin(parsed(text, visit), visit, recall=lambda _: row)
+        begin = api_of(worker).begin(parsed(text, visit), visit, recall=lambda _: row)
         beginning = asyncio.create_task(begin)
         await asyncio.wait_for(worker.begun.get(), PATIENCE_S)
         await cancel(beginning)
