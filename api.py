@@ -66,9 +66,6 @@ CANNOT_CANCEL = {
 # fmt: on
 
 
-Handler = Callable[[HttpRequest, Visit], Awaitable[Response]]  # its visit holds what it takes
-
-
 @dataclass(eq=False)
 class Api:
     """The endpoints, over a local worker, a remote one or both, and one store."""
@@ -91,7 +88,7 @@ class Api:
         model = self.local.names[0] if self.local else "upstream"
         self.metrics = Metrics(model, lambda: self._counts() | self.registry.counts())
 
-    def endpoints(self) -> list[tuple[str, str, Handler]]:
+    def endpoints(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
         debug = [("GET", "/debug/steps", self.stream_steps)] if self.steps else []
         # fmt: off
         return [
@@ -156,14 +153,14 @@ class Api:
         parsing: Parsing,
         visit: Visit,
         purpose: str = "respond",
-        recall: Callable[[str], Row | None] | None = None,
+        recall: Callable[..., Row | None] | None = None,
     ) -> tuple[Job, Prompt, dict[str, str]]:
         """Refuse a body, or return its job, its prompt and the headers of its answer; raises BadInput.
 
-        `purpose`: "respond", "count" (its tokens) or "compact". `recall` finds what a WebSocket remembers:
-        then the body is a message of one.
-        What the body continues or refers to is held by the visit before it is loaded. A large body leaves its
-        place before the prompt waits, perhaps for the check of a grammar.
+        `purpose`: "respond", "count" (its tokens) or "compact". `recall` finds what a WebSocket remembers, and
+        says that the body is a message of one. What the body continues or refers to is held by the visit
+        before it is loaded. A large body leaves its place before the prompt waits, perhaps for the check of a
+        grammar.
         """
         async with parsing as body:
             if self.image_texts:
@@ -171,17 +168,15 @@ class Api:
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": ALIAS} | body  # the SDK allows a body without a model
             if recall:
-                body = body | AS_BODY
+                body |= AS_BODY
             defaults = self._worker(params.model_name(body)).defaults
             values = await visit.call(params.read, params.RESPONSES, body, defaults, visit.owner)
             if purpose != "respond":
                 values |= {"store": False, "background": False, "stream": False}
-            if values["background"] and recall:
+            if values["background"] and (recall or not (values["store"] or self.temporary)):
                 raise unsupported(
-                    "background", "A turn of a WebSocket runs in the foreground; POST it instead."
+                    "background", "It needs a POST, and here perhaps store=true."
                 )
-            if values["background"] and not (values["store"] or self.temporary):
-                raise unsupported("background", "This server runs only what it may store: send store=true.")
 
             async def find(id: str) -> Row | None:
                 visit.is_small = False  # a chain may be large, also one that a WebSocket remembers
@@ -297,9 +292,8 @@ class Api:
         prompt = await while_connected(self._begin_completion(parsing, visit), http.receive)
         if isinstance(prompt, Response):  # that of an upstream
             return prompt
-        request = prompt.request
-        headers = self._warning(request)
-        if request.stream:
+        headers = self._warning(prompt.request)
+        if prompt.request.stream:
             event_log = EventLog()
             task = asyncio.create_task(self._run_completion(prompt, event_log.extend))
             task.add_done_callback(lambda _: event_log.close())

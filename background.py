@@ -208,8 +208,7 @@ class Registry:
         entries = [encode_event(number, event) for number, event in enumerate(job.builder.queue())]
         if not await self._write(row, 0, entries):
             self._room.add(row.owner, -job.n_bytes)
-            message = "The response could not be stored; try again later."
-            raise BadInput(message, None, "server_is_overloaded")
+            raise BadInput("The response could not be stored; try later.", None, "server_is_overloaded")
         job.log = EventLog(partial(self._write, row), entries)
 
     async def _launch(self, job: Job) -> None:

@@ -81,7 +81,7 @@ class Chunks:
             case Arguments(text):
                 type_, member = CALL_MEMBERS[calls[-1]]
                 call = {type_: {member: text}}
-            case Finish("failed" | "cancelled"):
+            case Finish("failed"):
                 self._failed = True
                 return [error_body(500, said.message, code=said.code)]
             case Finish(reason, usage):

@@ -77,7 +77,7 @@ class Connection:
     websocket: WebSocket
     visit: Visit  # holds what it remembers
     registry: Registry
-    begin: Callable[..., Awaitable[tuple[Job, Any, Any]]]  # Api._begin()
+    begin: Callable[..., Awaitable[tuple[Job, Any, Any]]]  # Api.begin()
 
     async def run(self) -> None:
         """Serve the connection until the client leaves, or the server stops."""
