@@ -157,10 +157,9 @@ class Api:
     ) -> tuple[Job, Prompt, dict[str, str]]:
         """Refuse a body, or return its job, its prompt and the headers of its answer; raises BadInput.
 
-        `purpose`: "respond", "count" (its tokens) or "compact". `recall` finds what a WebSocket remembers, and
-        says that the body is a message of one. What the body continues or refers to is held by the visit
-        before it is loaded. A large body leaves its place before the prompt waits, perhaps for the check of a
-        grammar.
+        `purpose`: "respond", "count" (its tokens) or "compact". `recall` is for a message of a WebSocket: it
+        finds what that remembers. What the body continues or refers to is held by the visit before it is
+        loaded. A large body leaves its place before the prompt waits, perhaps for the check of a grammar.
         """
         async with parsing as body:
             if self.image_texts:
@@ -174,9 +173,7 @@ class Api:
             if purpose != "respond":
                 values |= {"store": False, "background": False, "stream": False}
             if values["background"] and (recall or not (values["store"] or self.temporary)):
-                raise unsupported(
-                    "background", "It needs a POST, and here perhaps store=true."
-                )
+                raise unsupported("background", "Send it in a POST; under --no-temporary with store=true.")
 
             async def find(id: str) -> Row | None:
                 visit.is_small = False  # a chain may be large, also one that a WebSocket remembers
