@@ -3,7 +3,7 @@
 chapter --BLOCKS[chapter]()--> its lines --written()--> the page
 
 python tests/course_data.py             prints the blocks
-python tests/course_data.py --write     puts each into its chapter; test_course.py holds it to be there
+python tests/course_data.py --write     puts each into its chapter; test_course.py checks it there
 """
 
 import argparse
@@ -32,10 +32,8 @@ from sampling import Choice, Context, Sampling, apply_penalties, apply_temperatu
 from sampling import apply_top_k_top_p_min_p as apply_limits
 from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
 from tokenizer import Decoder, Tokenizer
-from walkthrough import ROOT, TINY, in_page, shown
+from walkthrough import ROOT, TINY, counted_ids, in_page, shown
 
-BEGIN = "<!-- made by `python tests/course_data.py --write` -->\n```text\n"
-END = "```\n<!-- end of the data -->"
 MAX_WIDTH = 114
 
 Lines = Iterator[str]
@@ -63,12 +61,12 @@ def tokens() -> Lines:
         yield f"{text!r:13} {tokenizer.encode(text)}"
 
 
-def listed(found: Iterable[Any]) -> str:
-    return ", ".join(map(shown, found)) or "nothing yet"
+def listed(found: Iterable[Any], nothing: str = "nothing yet") -> str:
+    return ", ".join(map(shown, found)) or nothing
 
 
 def forward_pass() -> Lines:
-    """Chapter 2: the rows of two steps, which keys each of them sees, and what a row costs."""
+    """Chapter 2: the rows of three steps, which keys each of them sees, and what a row costs."""
     c = read_config(TINY)
     prompt = [2040, 280, 260, 198, 760]
     steps = {
@@ -90,11 +88,12 @@ def forward_pass() -> Lines:
     shapes |= {"gate_up": (c.dim, 2 * c.hidden_dim), "down": (c.hidden_dim, c.dim)}
     yield ""
     yield "the matrices of one layer, and the multiplications of one row"
+    n_products = 0
     for name, (n_in, n_out) in shapes.items():
         yield f"    {name:8} {n_in:4} x {n_out:4} {n_in * n_out:8,}"
-    n_layers = sum(n_in * n_out for n_in, n_out in shapes.values()) * c.n_layers
+        n_products += n_in * n_out * c.n_layers
     n_head = c.dim * c.vocab_size
-    yield f"    {c.n_layers} layers        {n_layers:8,}   and {n_head:,} more for the logits of a row"
+    yield f"    {c.n_layers} layers        {n_products:8,}   and {n_head:,} more for the logits of a row"
     n_numbers = 2 * c.n_kv_heads * c.head_dim * c.n_layers
     yield f"    to keep     {n_numbers:8,} numbers in the KV cache, {PAGE * n_numbers * 4:,} bytes a page"
 
@@ -102,18 +101,12 @@ def forward_pass() -> Lines:
 def pages() -> Lines:
     """Chapter 3: three pages that are taken, registered, found, shared, freed and evicted."""
     pool = PagePool(3)
-    first, second = list(range(PAGE)), list(range(PAGE, 2 * PAGE))
-    names: dict[bytes, str] = {}
-
-    def hashed(name: str, before: bytes, token_ids: list[int]) -> bytes:
-        found = prefix_hash(before, token_ids)
-        names[found] = name
-        return found
-
-    one = hashed("ann: 0 to 63", root_hash("ann"), first)
-    two = hashed("ann: 0 to 127", one, second)
-    alone = hashed("ann: 64 to 127", root_hash("ann"), second)
-    other = hashed("bob: 0 to 63", root_hash("bob"), first)
+    first, second = [*range(PAGE)], [*range(PAGE, 2 * PAGE)]
+    one = prefix_hash(root_hash("ann"), first)
+    two = prefix_hash(one, second)
+    alone = prefix_hash(root_hash("ann"), second)
+    other = prefix_hash(root_hash("bob"), first)
+    names = {one: "ann: 0 to 63", two: "ann: 0 to 127", alone: "ann: 64 to 127", other: "bob: 0 to 63"}
     yield "prefix_hash() of                its first bytes"
     for page_hash, name in names.items():
         yield f"    {name:27} {page_hash.hex()[:12]}"
@@ -147,10 +140,9 @@ def batching() -> Lines:
     """Chapter 4: what schedule() returns, step by step, with four pages and then with too few."""
     scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE, speculate=0, max_wanted=3)
     lengths = {"A": 124, "B": 61, "C": 150}
-    greedy = Sampling(temperature=0)
     sequences: dict[str, Sequence] = {}
     for i, (name, n) in enumerate(lengths.items(), 1):
-        sequences[name] = Sequence(list(range(1000 * i, 1000 * i + n)), 8, frozenset(), greedy)
+        sequences[name] = Sequence([*range(1000 * i, 1000 * i + n)], 8, frozenset(), Sampling())
     letters = {sequence: name for name, sequence in sequences.items()}
     arrivals = {1: "A", 2: "B", 4: "C"}
     prompts = ", ".join(f"{name} {n}" for name, n in lengths.items())
@@ -161,7 +153,7 @@ def batching() -> Lines:
         if number in arrivals:
             scheduler.add(sequences[arrivals[number]])
         batch = {letters[one.sequence]: one for one in scheduler.schedule()}
-        columns = "".join(f"{share(batch.get(name), sequences[name]):18}" for name in sequences)
+        columns = "".join(f"{share(batch.get(name), one):18}" for name, one in sequences.items())
         waiting = " ".join(letters[sequence] for sequence in scheduler.waiting) or "-"
         yield f"{number:4}  {columns}{scheduler.pool.n_free:6}  {waiting}"
         for one in batch.values():
@@ -209,19 +201,18 @@ def channels() -> Lines:
     yield ""
     yield f"{'piece':36} Parser.feed()"
     parser = Parser(hermes, stop=["END"])
-    said = [Piece("<think>", "<think>"), Piece("\nI call."), Piece("\n"), Piece("</think>", "</think>")]
-    texts = ["One <th", "ink> E", "ach.", "\n<tool_", 'call>\n{"name": "f']
-    texts += ['", "arguments": {"x": "</tool_call>', '"}}\n</tool_call>', "Bye EN", "D now"]
-    for piece in [*said, *map(Piece, texts)]:
-        text = repr(piece.special or piece.text) + " (a token)" * bool(piece.special)
-        yield f"{text:36} {listed(parser.feed(piece))}".rstrip()
+    texts = ["<think>", "\nI call.", "\n", "</think>", "One <th", "ink> E", "ach.", "\n<tool_"]
+    texts += ['call>\n{"name": "f', '", "arguments": {"x": "</tool_call>', '"}}\n</tool_call>']
+    for text in [*texts, "Bye EN", "D now"]:
+        special = text if text in hermes.tokens else ""
+        said = f"{text!r} (a token)" if special else repr(text)
+        yield f"{said:36} {listed(parser.feed(Piece(text, special)))}"
     yield f"{'Parser.close()':36} {listed(parser.close(cut=False))}"
 
 
 def events() -> Lines:
     """Chapter 7: what a model said, the events that are made of it, and the builder's state."""
-    numbers = itertools.count(1)
-    builder = Builder({"id": "resp_0"}, lambda prefix: f"{prefix}_{next(numbers)}")
+    builder = Builder({"id": "resp_0"}, counted_ids())
     made: list[dict[str, Any]] = []
     yield f"{'said':36}{'event':36}state"
 
@@ -253,7 +244,7 @@ def frames() -> Lines:
     yield "chunk                          the line so far     data so far    Parser.feed()"
     for start, end in itertools.pairwise(cuts):
         chunk = stream[start:end]
-        found = ", ".join(map(shown, parser.feed(chunk))) or "-"
+        found = listed(parser.feed(chunk), "-")
         yield f"{chunk!s:30} {bytes(parser.line)!s:19} {parser.data!s:14} {found}"
     try:
         parser.close()
@@ -265,7 +256,7 @@ def frames() -> Lines:
 
 async def log_lines() -> list[str]:
     """Chapter 9: one log, three readers."""
-    builder = Builder({"id": "resp_0"}, lambda prefix: f"{prefix}_0")
+    builder = Builder({"id": "resp_0"}, counted_ids())
     log = EventLog()
     seen: dict[str, list[int]] = {"from the start": [], "starting_after=3": [], "came late": []}
 
@@ -311,23 +302,21 @@ def upstreams() -> Lines:
         calls.format('{"arguments": "2}"}'),
         '{"choices": [{"delta": {}, "finish_reason": "STOP"}]}',
     ]
-    numbers = itertools.count(1)
-    asked = Asked(new_id=lambda prefix: f"{prefix}_{next(numbers)}")
-    answer = Answer("text/event-stream", asked=asked)
+    answer = Answer("text/event-stream", asked=Asked(new_id=counted_ids()))
     reader = Outputs(answer)
     for document in sent:
         yield f"sent: {document}"
         yield from put_right(answer.feed(f"data: {document}\n\n".encode()), reader)
     yield "sent: the end of the connection, without [DONE]"
     yield from put_right(answer.close(), reader)
-    yield f"    a response    {', '.join(map(shown, reader.close(None)))}"
+    yield f"    a response    {listed(reader.close(None))}"
 
 
 def put_right(chunks: list[dict[str, Any]], reader: Outputs) -> Lines:
     for choice in itertools.chain.from_iterable(chunk.get("choices", []) for chunk in chunks):
         ending = f", finish_reason {choice['finish_reason']}" if choice.get("finish_reason") else ""
         yield f"    put right     {sse.dumps(choice.get('delta'))}{ending}"
-    if found := ", ".join(map(shown, reader.read(chunks))):
+    if found := listed(reader.read(chunks), ""):
         yield f"    a response    {found}"
 
 
@@ -357,7 +346,7 @@ def block(chapter: str) -> str:
 
 def written(chapter: str) -> str:
     """Return the page of a chapter with its block in it."""
-    return in_page(block(chapter), BEGIN, END, page(chapter))
+    return in_page(block(chapter), "course_data", page(chapter))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     body -> Request -> prompt text -> token ids -> Choice -> Piece -> Delta -> event -> bytes
 
     python tests/walkthrough.py             prints it
-    python tests/walkthrough.py --write     puts it into README.md; test_walkthrough.py holds it to be there
+    python tests/walkthrough.py --write     puts it into README.md; test_walkthrough.py checks it there
 
 The modules are the server's own, in this process, with the tiny model and NumpyOps. Temperature 0, ids that
 are counted and a clock that stands still make the same text everywhere.
@@ -39,8 +39,6 @@ from worker import LocalWorker
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-BEGIN = "<!-- made by `python tests/walkthrough.py --write` -->\n```text\n"
-END = "```\n<!-- end of the walkthrough -->"
 TINY = ROOT / "tests" / "models" / "tiny"
 BODY = b'{"model": "tiny", "input": "What is 2+2?", "temperature": 0}'
 HEAD = {"id": "resp_0", "object": "response", "created_at": 0, "model": "tiny"}
@@ -52,26 +50,26 @@ WorkerOutput = Output | Finish  # what a worker emits once it has accepted the r
 
 
 class TracedEngine(Engine):
-    """An engine that records its steps, each with a list for what the worker makes of it."""
+    """An engine that records the steps of its last sequence, each with what the worker makes of it."""
 
-    steps: list[tuple[StepOutput, list[WorkerOutput]]]  # of the last job
+    steps: list[tuple[StepOutput, list[WorkerOutput]]]
 
-    async def generate(self, job: Sequence, feed: Feed) -> None:
+    async def generate(self, sequence: Sequence, feed: Feed) -> None:
         self.steps = []
 
         def record(step: StepOutput) -> bool:
             self.steps.append((step, []))
             return feed(step)
 
-        await super().generate(job, record)
+        await super().generate(sequence, record)
+
+    def emit(self, output: Accepted | WorkerOutput) -> None:
+        if not isinstance(output, Accepted):
+            self.steps[-1][1].append(output)
 
 
 async def run(worker: LocalWorker, engine: TracedEngine, request: params.Request) -> None:
-    def emit(output: Accepted | WorkerOutput) -> None:
-        if not isinstance(output, Accepted):
-            engine.steps[-1][1].append(output)
-
-    await (await worker.prepare(request)).run(emit)
+    await (await worker.prepare(request)).run(engine.emit)
 
 
 def walkthrough() -> str:
@@ -104,7 +102,7 @@ def walkthrough() -> str:
 
 
 def stages(*stages: tuple[str, Iterable[str]]) -> str:
-    """Return the page: of each stage the function that makes it and its type, then the data."""
+    """Return the text: for each stage a heading (the function that makes it, its type), then its data."""
     lines: list[str] = []
     for heading, rows in stages:
         lines += [heading, *(f"    {shortened(row)}" for row in rows), ""]
@@ -112,7 +110,7 @@ def stages(*stages: tuple[str, Iterable[str]]) -> str:
 
 
 def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """(types of the outputs, row): a token, the pieces of text that it completes, the parser's outputs."""
+    """Yield (types of the outputs, row): a token, the text it completes, what the parser makes of that."""
     decoder = Decoder(tokenizer)
     for step, outputs in engine.steps:
         (choice,) = step.tokens  # without drafts a step chooses one token
@@ -124,8 +122,7 @@ def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str
 
 
 def built(request: params.Request, outputs: abc.Sequence[WorkerOutput]) -> Iterator[dict[str, Any]]:
-    numbers = itertools.count(1)
-    builder = Builder(HEAD | request.echo, lambda prefix: f"{prefix}_{next(numbers)}")
+    builder = Builder(HEAD | request.echo, counted_ids())
     yield from builder.start()
     for output in outputs:
         if isinstance(output, Finish):
@@ -134,8 +131,13 @@ def built(request: params.Request, outputs: abc.Sequence[WorkerOutput]) -> Itera
             yield from builder.feed(output)
 
 
+def counted_ids() -> Callable[[str], str]:
+    numbers = itertools.count(1)
+    return lambda prefix: f"{prefix}_{next(numbers)}"
+
+
 def event_rows(events: abc.Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(type of the event, row): the event's number, type and contents."""
+    """Yield (type of the event, row): the event's number, type and contents."""
     for number, event in enumerate(events):
         told, names = (event["response"], RESPONSE_MEMBERS) if "response" in event else (event, EVENT_MEMBERS)
         members = {member: told[member] for member in names if member in told}
@@ -143,7 +145,7 @@ def event_rows(events: abc.Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]
 
 
 def elided(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """The texts of (kind, text); of more than four of one kind in succession the first two and the last."""
+    """Yield the texts of (kind, text), but of more than four of a kind in succession only three."""
     for _, group in itertools.groupby(rows, key=lambda row: row[0]):
         texts = [text for _, text in group]
         if len(texts) > 4:
@@ -152,7 +154,7 @@ def elided(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as Python writes it, a named tuple without its empty members."""
+    """Return a value as Python writes it, but a named tuple without its empty members."""
     if not hasattr(value, "_asdict"):
         return repr(sorted(value) if isinstance(value, frozenset) else value)
     members = value._asdict()
@@ -168,22 +170,23 @@ def name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def in_page(text: str, begin: str = BEGIN, end: str = END, page: Path = README) -> str:
-    """Return a page of the documentation with this text between its two markers."""
+def in_page(text: str, script: str, page: Path = README) -> str:
+    """Return a page of the documentation, with this text as the block that a script of tests/ makes."""
+    begin = f"<!-- made by `python tests/{script}.py --write` -->\n```text\n"
     before, rest = page.read_text(encoding="utf-8").split(begin)
-    after = rest.split(end)[1]
+    _, end, after = rest.partition("```\n<!-- end of the ")
     return f"{before}{begin}{text}{end}{after}"
 
 
-def command(description: str, make: Callable[[], str], begin: str, end: str, page: Path = README) -> None:
+def command(script: str, description: str, make: Callable[[], str], page: Path = README) -> None:
     """Print a text, or put it into its page."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--write", action="store_true", help=f"put it into {page.relative_to(ROOT)}")
     if parser.parse_args().write:
-        page.write_text(in_page(make(), begin, end, page), encoding="utf-8")
+        page.write_text(in_page(make(), script, page), encoding="utf-8")
     else:
         print(make(), end="")
 
 
 if __name__ == "__main__":
-    command("What becomes of one request, stage by stage.", walkthrough, BEGIN, END)
+    command("walkthrough", "What becomes of one request, stage by stage.", walkthrough)
