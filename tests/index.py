@@ -1,4 +1,4 @@
-"""The index of the documented bugs: `python tests/index.py` writes tests/BUGS.md; a test says if it is old.
+"""The index of the documented bugs: `python tests/index.py` writes tests/BUGS.md; a test fails if it is old.
 
 bugs.toml, replays/*.toml, @pytest.mark.bug("F03"), the rules' `bugs` --index()--> BUGS.md
 """
@@ -21,22 +21,23 @@ in the file named; `wire` is a rule that `pytest tests/wire` checks against any 
 `tests/mutants.toml` undoes what keeps each bug out; `python tests/mutants.py` sees that it comes back and is
 noticed.
 """
+TABLE = "| | what went wrong | our rule | where |\n|---|---|---|---|"
 OTHERS = "## Replays of rules\n\n| | |\n|---|---|"
 
 
-def groups() -> list[dict[str, Any]]:
-    return list(tomllib.loads((TESTS / "bugs.toml").read_text(encoding="utf-8")).values())
+def read(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def bugs() -> dict[str, list[str]]:
     """Return name, link and rule of each bug, by id."""
-    return {id_: row for group in groups() for id_, row in group.items() if id_ != "title"}
+    groups = read(TESTS / "bugs.toml").values()
+    return {id_: row for group in groups for id_, row in group.items() if id_ != "title"}
 
 
 def files() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield each file of replays/ and what is in it."""
-    for path in sorted((TESTS / "replays").glob("*.toml")):
-        yield path, tomllib.loads(path.read_text(encoding="utf-8"))
+    """Return each file of replays/ and what is in it."""
+    return ((path, read(path)) for path in sorted((TESTS / "replays").glob("*.toml")))
 
 
 def told(mutant: Mutant) -> tuple[str, str]:
@@ -78,13 +79,8 @@ def index() -> str:
     for id_, place in (*replayed, *wire_rules()):
         where.setdefault(id_, []).append(place)
     lines = [INTRO]
-    for group in groups():
-        lines += [
-            f"## {group.pop('title')}",
-            "",
-            "| | what went wrong | our rule | where |",
-            "|---|---|---|---|",
-        ]
+    for group in read(TESTS / "bugs.toml").values():
+        lines += [f"## {group.pop('title')}", "", TABLE]
         for id_, (name, link, rule) in group.items():
             places = "<br>".join(where.get(id_, ["not yet"]))
             lines.append(f"| {id_} | [{name}]({GITHUB}{link}) | {rule} | {places} |")

@@ -38,7 +38,7 @@ HEAD = (
     'orient="auto"><path d="M0,0 L8,4 L0,8 z"/></marker></defs>'
 )
 
-# Pages for half of what the four prompts of the page's second view need together: one of them is preempted.
+# Half of the pages that the four prompts of the page's second view need together: one of them is preempted.
 WATCHED = ("--debug-steps", "--speculate", "4", "--kv-memory", "1.125M")
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -47,31 +47,18 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(
 # --- the states and arrows of responses.GRAMMAR -------------------------------------------------------------
 
 # fmt: off
-#  state              column, row
-PLACES = {
-    "start":           (0, 0),
-    "created":         (1, 0),
-    "queued":          (2, 0),
-    "between":         (0, 1),
-    "message":         (1, 1),
-    "text":            (2, 1),
-    "text done":       (3, 1),
-    "message done":    (4, 1),
-    "refusal":         (2, 2),
-    "refusal done":    (3, 2),
-    "reasoning":       (1, 3),
-    "thought":         (2, 3),
-    "thought done":    (3, 3),
-    "reasoning done":  (4, 3),
-    "call":            (2, 4),
-    "call done":       (4, 4),
-    "custom":          (2, 5),
-    "custom done":     (4, 5),
-    "compaction":      (4, 6),
-    "end":             (0, 7),
-}
-# Arrows that neither stay in a row nor begin or end an item, from the middle of the box they leave to an edge
-# of the one they reach; and where the text stands, seen from the former.
+GRID = [
+    ["start",   "created",   "queued"],
+    ["between", "message",   "text",    "text done",    "message done"],
+    ["",        "",          "refusal", "refusal done"],
+    ["",        "reasoning", "thought", "thought done", "reasoning done"],
+    ["",        "",          "call",    "",             "call done"],
+    ["",        "",          "custom",  "",             "custom done"],
+    ["",        "",          "",        "",             "compaction"],
+    ["end"],
+]
+# Arrows that neither stay in a row nor begin or end an item: the path from the middle of the box that they
+# leave to an edge of the box that they reach, and the place of the text, seen from the former box.
 ROUTES = {
     ("created", "between"):           ("M{x},{y} m0,13 v25 H{to_x} V{top}",       -120,  34),
     ("queued", "between"):            ("M{x},{y} m0,13 v25 H{to_x} V{top}",       -120,  34),
@@ -81,16 +68,15 @@ ROUTES = {
     ("refusal done", "message done"): ("M{x},{y} m64,0 H{to_x} V{bottom}",         126,  -5),
 }
 # fmt: on
+PLACES = {state: (column, row) for row, states in enumerate(GRID) for column, state in enumerate(states)}
 STEP_X, STEP_Y, WIDTH, HEIGHT = 250, 88, 128, 26
 
 
 def at(state: str) -> tuple[int, int]:
-    """The middle of a state's box."""
+    """Return the middle of a state's box."""
     column, row = PLACES[state]
-    down = row * STEP_Y
-    if row > 0:
-        down += 40  # for the arrows between the first row and "between"
-    return 90 + column * STEP_X, 30 + down
+    top = 70 if row else 30  # the arrows between the first row and "between" need room
+    return 90 + column * STEP_X, top + row * STEP_Y
 
 
 def events() -> str:
@@ -99,9 +85,9 @@ def events() -> str:
         edges.setdefault((state, following), []).append(event.removeprefix("response."))
     (right, _), (_, bottom) = at("message done"), at("end")
     size = f'viewBox="0 0 {right + 250} {bottom + 30}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
-    parts += ["<title>The events of a Response: a box is a state, an arrow an event</title>"]
-    return "\n".join([*parts, f"<style>{STYLE}</style>", HEAD, *drawn(edges), "</svg>", ""])
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    title = "<title>The events of a Response: a box is a state, an arrow an event</title>"
+    return "\n".join([svg, title, f"<style>{STYLE}</style>", HEAD, *drawn(edges), "</svg>", ""])
 
 
 def drawn(edges: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
@@ -109,14 +95,14 @@ def drawn(edges: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
         path, x, y = route(state, following)
         yield f'<path d="{path}"/>'
         yield from lettering(x, y, labels)
-    for state in PLACES:
+    for state in filter(None, PLACES):
         x, y = at(state)
         yield f'<rect x="{x - WIDTH // 2}" y="{y - HEIGHT // 2}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
         yield f'<text class="state" x="{x}" y="{y + 4}">{state}</text>'
 
 
 def route(state: str, following: str) -> tuple[str, int, int]:
-    """An arrow's path, and the middle of the line of text above it."""
+    """Return an arrow's path, and the middle of the line of text above it."""
     x, y = at(state)
     to_x, to_y = at(following)
     _, row = PLACES[state]
@@ -135,7 +121,7 @@ def route(state: str, following: str) -> tuple[str, int, int]:
 
 
 def lettering(x: int, y: int, labels: list[str]) -> Iterator[str]:
-    """Above the arrow its event; below it the item or part that the event holds."""
+    """Yield the event of an arrow, above it, and the item or part that the event holds, below."""
     for i, text in enumerate(reversed(labels)):
         event, _, inner = text.partition(" ")
         yield f'<text class="edge" x="{x}" y="{y - 12 * i}">{escape(event)}</text>'
@@ -180,7 +166,7 @@ def engine() -> bytes:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the pictures of the README and docs/.")
-    parser.add_argument("--pages", action="store_true", help="those of the page too, which need Chromium")
+    parser.add_argument("--pages", action="store_true", help="also those of the server's page: with Chromium")
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(events(), encoding="utf-8")
     if parser.parse_args().pages:

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,10 @@ def server() -> Iterator[Server]:
         yield running
 
 
-without_ids = partial(without, names=OF_ONE_RUN)
-
-
 def said(client: openai.OpenAI, prompt: str) -> list[Any]:
-    """Return the events of a streamed response, without what is of this run alone."""
+    """Return the events of a streamed response, without what belongs to this run alone."""
     body: Any = {"model": "tiny", "input": prompt, "max_output_tokens": 90, "temperature": 0, "store": False}
-    return [without_ids(event.to_dict()) for event in client.responses.create(**body, stream=True)]
+    return [without(event.to_dict(), OF_ONE_RUN) for event in client.responses.create(**body, stream=True)]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -68,11 +64,11 @@ def test_nano_says_what_the_real_server_says(nano: openai.OpenAI, server: Server
 
 
 def test_a_seed_repeats_an_answer(nano: openai.OpenAI) -> None:
-    """A plain one, of a history."""
+    """The answer is not streamed, and its input is a list of messages."""
     body: Any = {"model": "tiny", "instructions": "Be brief.", "max_output_tokens": 20, "temperature": 2}
     body["input"] = [{"role": "user", "content": "What is 2+2?"}]
     drawn = [nano.responses.create(**body, extra_body={"seed": seed}) for seed in (1, 1, 2)]
-    first, again, other = [without_ids(response.to_dict()) for response in drawn]
+    first, again, other = [without(response.to_dict(), OF_ONE_RUN) for response in drawn]
     assert first == again != other
 
 
@@ -89,20 +85,16 @@ EXERCISES = exercises()
 
 
 def test_each_bug_to_be_found_is_one_row_of_mutants() -> None:
-    rows = [str(row) for row in mutants()]
+    rows = "\n".join(map(str, mutants()))
     words = [words for fields in CHAPTERS.values() for words in fields["find"]]
-    assert [word for word in words if sum(word in row for row in rows) != 1] == []
+    assert [word for word in words if rows.count(word) != 1] == []
 
 
 @pytest.mark.parametrize("chapter", BLOCKS)
-def test_a_chapter_holds_its_data(chapter: str) -> None:
-    assert page(chapter).read_text(encoding="utf-8") == written(chapter), "tests/course_data.py --write"
-
-
-@pytest.mark.parametrize("chapter", BLOCKS)
-def test_a_chapter_lists_its_exercises(chapter: str) -> None:
-    row = r"^\* ([\d.]+) .*\(`python -m course ([\d.]+)`\)$"
-    listed = re.findall(row, page(chapter).read_text(encoding="utf-8"), re.MULTILINE)
+def test_a_chapter_holds_its_data_and_lists_its_exercises(chapter: str) -> None:
+    text = page(chapter).read_text(encoding="utf-8")
+    assert text == written(chapter), "python tests/course_data.py --write"
+    listed = re.findall(r"^\* ([\d.]+) .*\(`python -m course ([\d.]+)`\)$", text, re.MULTILINE)
     own = [number for number in EXERCISES if number.split(".")[0] == str(int(chapter[:2]))]
     assert listed == [(number, number) for number in own]
     assert 3 <= len(own) <= 7

@@ -20,7 +20,7 @@ MODULES = SPINE | {
     if path.stem != "__init__"
 }
 TESTS = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
-SCRIPTS = {"bench"}  # run from the checkout, and imported by nobody
+SCRIPTS = {"bench"}  # run from the checkout; no module imports it
 
 # Arrows go down only: a module of the root, or a chapter, may import what stands in its row, all of it from
 # rows above. An arrow changes only here, with the reason in the commit.
@@ -79,7 +79,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """What a file imports, wherever in it: `a` for a module, `a.b` for a module of a chapter."""
+    """Yield what a file imports, anywhere in it: `a` for a module, `a.b` for a module of a chapter."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -90,7 +90,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def place(name: str) -> str:
-    """The row of a module: itself in the root, else its chapter."""
+    """Return the row of a module: its own if it is in the root, else that of its chapter."""
     return name.partition(".")[0]
 
 
@@ -113,7 +113,7 @@ def test_arrows_go_down_only() -> None:
 
 
 def test_no_circle() -> None:
-    """Inside a chapter neither; raises CycleError."""
+    """Nor inside a chapter: raises CycleError."""
     arrows = {name: {*imported(path)} & MODULES.keys() for name, path in MODULES.items()}
     TopologicalSorter(arrows).prepare()
 
@@ -165,18 +165,18 @@ CAPS = {
 }
 # fmt: on
 MAX_MODULE = 600  # lines of a module of the root, theory included
+DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER}  # fmt: skip
 
 
 def n_tokens(path: Path) -> int:
-    docstrings: set[int] = set()  # lines
+    docstrings: set[int] = set()  # the lines where one begins
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if ast.get_docstring(node, clean=False) is not None else None
-            docstrings.update(range(first.lineno, (first.end_lineno or 0) + 1) if first else ())
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            docstrings.add(node.body[0].lineno)
     with path.open("rb") as file:
-        tokens = list(tokenize.tokenize(file.readline))
+        tokens = [*tokenize.tokenize(file.readline)]
     return sum(token.type not in NO_CODE and token.start[0] not in docstrings for token in tokens)
 
 
