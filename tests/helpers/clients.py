@@ -1,4 +1,4 @@
-"""Clients by their own rules, as far as a stream of ours can break them.
+"""Clients by their own rules, as far as our stream could break them.
 
     [event, ...] --codex() | ai_sdk() | openai_sdk()--> what the client has at the end, or what it raises
 
@@ -26,8 +26,9 @@ class StreamError(Exception):
 
 
 def codex(events: Iterable[Json]) -> Iterator[Any]:
-    """Items come from output_item.done alone; one that cannot be read is dropped without a word. The turn
-    ends with response.completed, which must have an id, and counts of tokens if it has a usage.
+    """Yield the items of output_item.done: one that cannot be read is dropped without a word.
+
+    The turn ends with response.completed, which must have an id, and counts of tokens if it has a usage.
     """
     completed = None
     for event in events:
@@ -60,25 +61,25 @@ def said(item: Json) -> str:
 
 
 def ai_sdk(events: Iterable[Json]) -> Iterator[Any]:
-    """Parts are registered by the id of their item, and a delta for another id is an error."""
+    """Register parts by the id of their item; a delta for another id is an error."""
     parts: dict[str, str] = {}
     for event in events:
+        item = event.get("item", {})
+        id_ = event.get("item_id", item.get("id"))
         if event["type"] == "response.output_item.added":
-            parts[event["item"]["id"]] = ""
-        elif event["type"].endswith(".delta"):
-            if event["item_id"] not in parts:
-                raise StreamError(f"text part {event['item_id']} not found")
-            parts[event["item_id"]] += event["delta"]
-        elif event["type"] == "response.output_item.done":
-            if event["item"]["id"] not in parts:
-                raise StreamError(f"text part {event['item']['id']} not found")
-            yield [event["item"]["type"], parts.pop(event["item"]["id"])]
+            parts[id_] = ""
+        elif event["type"].endswith(".delta") or event["type"] == "response.output_item.done":
+            if id_ not in parts:
+                raise StreamError(f"text part {id_} not found")
+            parts[id_] += event.get("delta", "")
+            if item:
+                yield [item["type"], parts.pop(id_)]
     if parts:
         raise StreamError("parts that never ended")
 
 
 def openai_sdk(events: Iterable[Json]) -> Iterator[Any]:
-    """The package's own accumulator: the newest snapshot of each item that it adds up, or what it raises."""
+    """Yield the newest snapshot of each item, as the package's own accumulator adds it up."""
     state: ResponseStreamState[None] = ResponseStreamState(text_format=omit, input_tools=omit)
     snapshots: dict[int, str] = {}
     for event in events:

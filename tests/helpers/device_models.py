@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.config import read_config
 from checkpoint.weights import Mxfp4, Weights, bfloat16, read_weights, unpacked
 from devices.cuda import CudaOps, on_device
 from engine import Engine
@@ -28,23 +27,21 @@ BITS_OF_ALL = replace(BITS, n_top_logprobs=96)
 VARIED = ["smollm3-untied-biases", "qwen3-layer-types", "gpt-oss", "qwen3-moe-dense-layers"]
 
 
-@cache
 def model_of(name: str) -> Ours:
-    """With weights that bfloat16 holds, for NumpyOps."""
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), CASES[name])
-        model = Ours(Path(folder))
-    model.weights = on_device(model.weights, lambda a: None if a is None else unpacked(bfloat16(a)))
-    return model
+    """Return a model for NumpyOps, with weights that bfloat16 holds."""
+    return both_of(name)[0]
 
 
 @cache
-def packed_of(name: str) -> Weights:
-    """The same as CudaOps take them, still on the host."""
+def both_of(name: str) -> tuple[Ours, Weights]:
+    """Return a model for NumpyOps, and its weights as CudaOps take them, still on the host."""
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
         write(folder, CASES[name])
-        return read_weights(folder, read_config(folder), lambda w: w if isinstance(w, Mxfp4) else bfloat16(w))
+        model = Ours(folder)
+        packed = read_weights(folder, model.config, lambda w: w if isinstance(w, Mxfp4) else bfloat16(w))
+    model.weights = on_device(model.weights, lambda a: None if a is None else unpacked(bfloat16(a)))
+    return model, packed
 
 
 def ops_of(name: str, order: int = 0) -> CudaOps:
@@ -53,8 +50,8 @@ def ops_of(name: str, order: int = 0) -> CudaOps:
 
 def ops_on(cp: Any, name: str, ops: type[CudaOps] = CudaOps) -> CudaOps:
     """`cp`: the emulator, or cupy."""
-    model = model_of(name)
-    return ops(model.config, packed_of(name), MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
+    model, packed = both_of(name)
+    return ops(model.config, packed, MAX_SEQ_LEN, N_PAGES, MAX_BATCH, cp)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -62,7 +59,7 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 
 
 def pages(slot: int) -> list[int]:
-    """A table that is in no order; 2 pages hold MAX_SEQ_LEN tokens."""
+    """Return a page table whose pages are in no order; 2 pages hold MAX_SEQ_LEN tokens."""
     return [N_PAGES - 1 - slot, slot]
 
 
@@ -76,18 +73,18 @@ def rows(token_ids: Sequence[int] | None, start: int = 0, slot: int = 0, n_wante
 
 
 def apart(some: Sequence[Choice], others: Sequence[Choice]) -> float:
-    """Root mean square of the difference of the 20 largest logprobs."""
+    """Return the root mean square of the differences of the 20 largest logprobs."""
     pairs = [(p, dict(b.top)[i]) for a, b in zip(some, others, strict=True) for i, p in a.top[:20]]
     return float(np.sqrt(np.mean(np.square(np.diff(pairs)))))
 
 
 def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[Choice]:
-    """One span after another, each a step."""
+    """Run one span after another, each in a step of its own."""
     return [choice for span in spans for got in choices(ops, [span], sampling) for choice in got]
 
 
 def page(ops: CudaOps, number: int) -> list[bytes]:
-    """The bits of all layers' keys and values."""
+    """Return the bits of all layers' keys and values in a page."""
     return [pool[number].get().tobytes() for pool in [*ops._keys, *ops._values]]
 
 

@@ -1,8 +1,7 @@
-"""server.py with an engine that fails on demand: `python -m tests.helpers.faulty_server`, flags as its own.
+"""server.py with an engine that fails on demand: `python -m tests.helpers.faulty_server`, with its flags.
 
-The request chooses the fault by its seed, so that those beside it and after it are served. Nothing of ours is
-replaced: an op raises, computes nonsense or takes its time, as a driver, the memory, a damaged file or a
-large model may make it do.
+The request chooses the fault by its seed, so the requests beside it and after it are served. An op raises,
+computes nonsense or is slow, as it may with a driver, a damaged file or a large model.
 """
 
 import sys
@@ -17,14 +16,14 @@ from service import loading
 
 AFTER_TOKENS = 5
 RAISES, NO_NUMBER, SLOW, ENDS = 666, 667, 668, 669  # seeds
-STEP_S = 0.01  # of the slow one: nobody on the other side of HTTP misses what it does between two tokens
+STEP_S = 0.01  # of the slow one: a client can do something between two tokens
 
 
 class FaultyOps(model.NumpyOps):
     def pick(self, logits: model.Array, contexts: Sequence[sampling.Context]) -> list[sampling.Choice]:
         due = {c.sampling.seed for c in contexts if len(c.output) == AFTER_TOKENS}
         if ENDS in due:
-            raise SystemExit  # of the engine's thread: nothing in it expects that
+            raise SystemExit  # the engine's thread does not expect that
         if RAISES in due:
             raise FloatingPointError("a fault made on purpose")
         if any(c.sampling.seed == SLOW for c in contexts):

@@ -1,8 +1,8 @@
-"""GGUF files of the models that the tests have: the writer that gguf_file.py's reader is held against.
+"""GGUF files of the models that the tests have, for the reader in gguf_file.py.
 
     a model directory in Hugging Face's layout, a block format --write_gguf()--> a GGUF file
 
-Rows of q and k are put as llama.cpp has them, and names are its own.
+Names, and the order of the rows of q and k, are those of llama.cpp.
 """
 
 import json
@@ -23,7 +23,7 @@ BYTES = [*map(chr, range(0x21, 0x7F)), "ab"]  # a vocabulary for models that hav
 def write_gguf(
     directory: Path, file: Path, block_format: str = "F32", changes: dict[str, Any] | None = None
 ) -> None:
-    """Matrices in the format; what stays float32 elsewhere, and what has no whole blocks, stays float32.
+    """Write matrices in the block format, vectors and matrices without whole blocks in float32.
 
     `changes` are entries of the metadata; None leaves one out.
     """
@@ -42,10 +42,9 @@ def write_gguf(
         numbers = unpacked(tensor)
         if architecture == "llama":
             numbers = pairs_adjacent(name, numbers, config)
-        if numbers.ndim == 1 or numbers.shape[-1] % 32:
-            writer.add_tensor(gguf_name(name), numbers)
-        else:
-            writer.add_tensor(gguf_name(name), quantize(numbers, kind), raw_dtype=kind)
+        is_packed = numbers.ndim > 1 and numbers.shape[-1] % 32 == 0
+        format_ = kind if is_packed else GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), quantize(numbers, format_), raw_dtype=format_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -53,7 +52,7 @@ def write_gguf(
 
 
 def vocabulary(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of the tokenizer and the template, as the directory has them."""
+    """Return the metadata of the tokenizer and the template, as the directory has them."""
     path = directory / "tokenizer.json"
     tokens = [f"<{n}>" for n in range(config["vocab_size"])]
     tokens[: len(BYTES)] = BYTES[: len(tokens)]
@@ -93,7 +92,7 @@ def gguf_name(name: str) -> str:
 
 
 def pairs_adjacent(name: str, numbers: Array, config: dict[str, Any]) -> Array:
-    """Of q and k each head's rows (half, pair) as (pair, half)."""
+    """Return q and k with each head's rows (half, pair) as (pair, half), any other tensor as it is."""
     n_heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     part = name.split(".")[-2]
     if part not in n_heads:

@@ -1,9 +1,9 @@
-"""The ops of model.py by the plain kernels of plain.cu: what the fast ones are held against.
+"""The ops of model.py by the plain kernels of plain.cu, with which the fast kernels are compared.
 
     the same forward() --PlainOps--> kernels with a thread for each number that comes out
 
-Authority: model.NumpyOps, op by op; for how a step comes and goes cuda.CudaOps, whose steps these are. What
-lies in memory is what CudaOps has there, so an op of one can follow an op of the other.
+Authority: model.NumpyOps, op by op. The steps and the memory are those of cuda.CudaOps, so an op of one class
+can follow an op of the other.
 """
 
 from typing import Any
@@ -22,11 +22,10 @@ class PlainOps(CudaOps):
     def _allocate(self, weights: Weights) -> None:
         super()._allocate(weights)
         experts = self.config.experts
-        shape = len(self._buffers["x"]), 2 * self.config.hidden_dim
-        self._buffers["gate_up"] = self._cp.zeros(shape, np.dtype("f4"))
+        shapes = {"gate_up": (len(self._buffers["x"]), 2 * self.config.hidden_dim)}
         if experts:
-            shape = len(self._buffers["experts"]), 2 * experts.hidden_dim
-            self._buffers["expert_gate_up"] = self._cp.zeros(shape, np.dtype("f4"))
+            shapes["expert_gate_up"] = len(self._buffers["experts"]), 2 * experts.hidden_dim
+        self._buffers |= {name: self._cp.zeros(shape, np.dtype("f4")) for name, shape in shapes.items()}
         self._plain_kernels = Kernels(self._cp, self.config, path=PLAIN_CODE, shapes=[ANY_SHAPE])
 
     # --- the ops --------------------------------------------------------------------------------------------
@@ -102,12 +101,11 @@ class PlainOps(CudaOps):
         self, batch: DeviceStep, n_pairs: int, matrices: dict[str, Any], x: str, y: str
     ) -> None:
         """y = x w^T + b for the expert of each pair."""
-        arrays = {"x": self._buffers[x], "y": self._buffers[y]}
-        size, n_columns = arrays["x"].shape[1], arrays["y"].shape[1]
-        numbers = {"size": size, "n_columns": n_columns}
-        self._run("expert_linear", batch, n_pairs * n_columns, **matrices, **arrays, **numbers)
+        arguments = matrices | {"x": self._buffers[x], "y": self._buffers[y]}
+        size, n_columns = arguments["x"].shape[1], arguments["y"].shape[1]
+        self._run("expert_linear", batch, n_pairs * n_columns, **arguments, size=size, n_columns=n_columns)
 
     def _run(self, name: str, batch: DeviceStep, n: int, **arguments: Any) -> None:
-        """A thread for each of n numbers."""
+        """Launch a kernel with a thread for each of n numbers."""
         n_blocks = -(-n // THREADS)
         self._plain_kernels.launch(name, (n_blocks,), self._buffers | batch.views | arguments | {"n": n})

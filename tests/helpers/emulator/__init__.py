@@ -6,12 +6,12 @@ Authority: CuPy's reference (https://docs.cupy.dev/en/stable/reference/) for Raw
 ndarray, Stream, Event, Graph; cuda.h for cuLaunchKernelEx.
 
 Rules of this file:
-1. An Emulator stands where `import cupy` would: it is an argument of whatever uses it.
+1. An Emulator takes the place of the module cupy: what uses it takes it as an argument.
 2. It is stricter than CuPy: a kernel's arguments must have the number, the types and the memory that its
    signature says. A parameter `weight*`, `packed*` or `table*` is memory that no kernel writes; it alone may
    be touched before await_previous(). Code that never calls it (plain.cu) must not be launched early.
-3. Work put on a stream is done when somebody waits for it, and no sooner: as late as a GPU might do it.
-4. Memory that nobody has written is NaN.
+3. Work put on a stream is done when the host waits for it, and no sooner: as late as a GPU might do it.
+4. Memory that has not been written is NaN.
 
 Not here: the machine (cuda.h, machine.cpp, checker.h); time, which has nothing to do with a GPU's.
 """
@@ -54,7 +54,7 @@ CONSTANT = "weight", "table", "packed"
 
 
 def build(code: str, options: Sequence[str], check: bool) -> Path:
-    """The shared library that the text of a .cu file makes."""
+    """Return the shared library that the text of a .cu file makes."""
     preprocess = ["g++", "-E", "-fdirectives-only", "-P", "-I.", *options, "-x", "c++", "-"]
     chosen = subprocess.run(preprocess, cwd=HERE, input=code, capture_output=True, text=True)
     names = signatures(chosen.stdout)  # those that the options leave
@@ -65,7 +65,7 @@ def build(code: str, options: Sequence[str], check: bool) -> Path:
         call = f"{{ {await_previous}{name}({given}); }}"
         calls += f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {call}\n'
     code = re.sub(r'extern\s+"C"\s+(?=__global__)', "", code)
-    # a namespace without a name: or what is shared in a template would be put elsewhere
+    # In a namespace without a name: else what is shared in a template would be put elsewhere.
     text = f'#include "cuda.h"\nnamespace {{\n#line 1 "kernels.cu"\n{code}\n}}\n{calls}'
     watch = ["-g", "-O1", "-fsanitize=thread,alignment"] if check else ["-O2"]
     # Shared memory is a section of its own, which can be poisoned; g++ would not hear of it within templates.
@@ -135,7 +135,7 @@ class Array(np.ndarray[Any, Any]):
 
 
 class Stream:
-    """A queue of work, done when somebody waits for it."""
+    """A queue of work, done when the host waits for it."""
 
     def __init__(self, emulator: "Emulator") -> None:
         self.emulator = emulator
@@ -162,19 +162,15 @@ class Stream:
     def begin_capture(self) -> None:
         self.recording = []
 
-    def end_capture(self) -> "Graph":
-        assert self.recording is not None
-        graph, self.recording = Graph(self.emulator, self.recording), None
-        return graph
+    def end_capture(self) -> SimpleNamespace:
+        """Return a graph: its launch() submits the work that was recorded."""
+        recorded, self.recording = self.recording or [], None
 
+        def launch(stream: "Stream | None" = None) -> None:
+            for work in recorded:
+                self.emulator.submit(work, stream)
 
-class Graph:
-    def __init__(self, emulator: "Emulator", work: list[Callable[[], None]]) -> None:
-        self.emulator, self.work = emulator, work
-
-    def launch(self, stream: Stream | None = None) -> None:
-        for item in self.work:
-            self.emulator.submit(item, stream)
+        return SimpleNamespace(launch=launch)
 
 
 class Event:
@@ -225,7 +221,7 @@ class Kernel:
         self.submit(grid, block, packed)
 
     def pack(self, parameter: Parameter, value: Any) -> Any:
-        """The bytes that CUDA would copy. CuPy copies what it gets; here the type must be the parameter's."""
+        """Return the bytes that CUDA would copy. CuPy takes any type; here it must be the parameter's."""
         what = f"{self.name}: {parameter}: {type(value).__name__}"
         if not parameter.is_array:
             assert type(value) is (np.int32 if parameter.kind == "int" else np.float32), what
@@ -242,11 +238,8 @@ class Kernel:
         sizes = [(ctypes.c_uint * 3)(*(*size, 1, 1)[:3]) for size in (grid, block)]
         assert all(n > 0 for size in sizes for n in size), (self.name, grid, block)
         pointers = (ctypes.c_void_p * len(packed))(*[ctypes.addressof(value) for value in packed])
-        arrays = [
-            (p, self.emulator.memory_at(value.value))
-            for p, value in zip(self.parameters, packed, strict=True)
-            if p.is_array and value.value
-        ]
+        given = [(p, value.value) for p, value in zip(self.parameters, packed, strict=True) if p.is_array]
+        arrays = [(p, self.emulator.memory_at(address)) for p, address in given if address]
         table = [n for p, (_, begin, n_bytes) in arrays for n in (begin, n_bytes, p.kind in CONSTANT)]
         self.emulator.n_launches += 1
 
@@ -262,7 +255,7 @@ class Kernel:
         self.emulator.submit(work)
 
     def with_line(self, message: str) -> str:
-        """The line of the .cu file where the checker says an address of the code."""
+        """Put the line of the .cu file into a message of the checker that has an address of the code."""
         code = re.search("code (0x[0-9a-f]+)", message)
         if not code:
             return message
@@ -289,10 +282,8 @@ class Driver:
         kernel = self.emulator.kernels[function.value - 1]
         assert AWAIT in kernel.module.code, "a kernel that is launched early waits for the one ahead of it"
         types = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in kernel.parameters]
-        copies = [
-            kind.from_buffer_copy(ctypes.string_at(args[i], ctypes.sizeof(kind)))
-            for i, kind in enumerate(types)
-        ]
+        bytes_of = [ctypes.string_at(args[i], ctypes.sizeof(kind)) for i, kind in enumerate(types)]
+        copies = [kind.from_buffer_copy(data) for kind, data in zip(types, bytes_of, strict=True)]
         kernel.submit(sizes[:3], sizes[3:], copies)
         return 0
 
@@ -344,9 +335,7 @@ class Emulator:
         return array
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        array = self.empty(shape, dtype)
-        array.view(np.ndarray)[...] = 0
-        return array
+        return self.asarray(np.zeros(shape, dtype))
 
     def asarray(self, host: Any) -> Array:
         array = self.empty(host.shape, host.dtype)
@@ -354,7 +343,7 @@ class Emulator:
         return array
 
     def memory_at(self, address: int) -> tuple[Any, int, int]:
-        """The allocation that an address lies in: its memory, begin and bytes."""
+        """Return the allocation that an address lies in: its memory, begin and bytes."""
         for reference, begin, n_bytes in self.allocated:
             memory = reference()
             if memory is not None and begin <= address < begin + n_bytes:
@@ -363,7 +352,4 @@ class Emulator:
 
     def submit(self, work: Callable[[], None], stream: Stream | None = None) -> None:
         stream = stream or self.current
-        if stream.recording is not None:
-            stream.recording.append(work)
-        else:
-            stream.queue.append(work)
+        (stream.queue if stream.recording is None else stream.recording).append(work)
