@@ -1,7 +1,7 @@
 """Settings of the suite: one BLAS thread, no unseeded randomness, and kernels that are compiled beforehand.
 
-Two BLAS threads collapse on a busy machine. Asking for tests/gpu by name on a machine without a GPU is an
-error, not dozens of skips.
+With two BLAS threads everything is slow on a busy machine. Without a GPU, `pytest tests/gpu` is an error
+instead of dozens of skips.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile the kernels of the CPU before any test whose server would do it within the test's time."""
-    starts_servers = any(hasattr(item, "module") and hasattr(item.module, "serve") for item in session.items)
+    """Compile the kernels of the CPU before the tests that start servers: it would count as their time."""
+    starts_servers = any(hasattr(getattr(item, "module", None), "serve") for item in session.items)
     if starts_servers and not session.config.option.collectonly:
         compile_kernels()
 
 
-# As the start of a server does, in each format of the weights.
+# Compiles as the start of a server does, for each format of the weights.
 COMPILE = """
 from pathlib import Path
 from checkpoint.config import read_config
@@ -69,9 +69,9 @@ for name in (None, "int8", "int4") if hasattr(ops, "pack_as") else (None,):
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for one thread, once: the workers of a run wait for the first of them.
+    """Compile the kernels for one thread, once: the other workers of a run wait for the first.
 
-    Without a folder to keep them in, each server compiles for itself.
+    If there is no folder to keep them in, each server compiles them for itself.
     """
     from filelock import FileLock  # here: tests/gpu runs where the server's packages are not installed
 
@@ -84,9 +84,8 @@ def compile_kernels() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "compile.lock"):
             if not compiled.exists():
-                done = subprocess.run(
-                    [sys.executable, "-c", COMPILE], cwd=ROOT, capture_output=True, text=True
-                )
+                command = [sys.executable, "-c", COMPILE]
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
                 if done.returncode:
                     raise pytest.UsageError(f"the kernels of the CPU cannot be compiled: {done.stderr}")
                 compiled.touch()

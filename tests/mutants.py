@@ -1,4 +1,4 @@
-"""Mutants: undo what keeps a bug out, one place at a time, and see that the bug comes back and is noticed.
+"""Mutants: undo what keeps a bug out, one place at a time, and check that a test notices.
 
     python tests/mutants.py                          all of tests/mutants.toml
     python tests/mutants.py D01 F01 "no usage"       those with one of these words in them
@@ -6,10 +6,8 @@
     python tests/mutants.py -n 4                     four at a time, each in a copy of its own
 
 Each mutant is made in a copy of the checkout, and its test is run there. The test must fail. If it is a
-replay (tests/replays/), the mutated program must yield exactly the replay's `was`: then it is this bug that
-came back, and not just any.
-
-Exits with 1 if a mutant is not killed, for whatever reason; the last lines name all of these.
+replay (tests/replays/), the mutated program must yield exactly the replay's `was`: then this bug came back,
+and not another. Exits with 1 if a mutant is not killed; the last lines name these mutants.
 """
 
 import argparse
@@ -32,7 +30,7 @@ REPLAY = "tests/test_replays.py::test_replay["
 YIELDS_WAS = {"REPLAYS_YIELD": "was"}  # test_replays.py compares with `was` if this is in the environment
 # Exit statuses of pytest: 1 is "Tests were collected and run but some of the tests failed".
 ALL_PASSED, SOME_FAILED = 0, 1
-PATIENCE_S = 300  # a mutant that makes its test wait for longer is not killed: no test should take as long
+PATIENCE_S = 300  # a mutant whose test takes longer is not killed
 
 KILLED = "killed"
 SURVIVED = "SURVIVED"
@@ -59,15 +57,14 @@ def mutants() -> Iterator[Mutant]:
 def mutated(mutant: Mutant) -> str:
     """Return the module's text with the change; raises ValueError unless `old` stands there once."""
     text = (ROOT / f"{mutant.module}.py").read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1 or mutant.new == mutant.old:
-        raise ValueError(
-            f"expected this once, got it {text.count(mutant.old)} times: {mutant}: {mutant.old!r}"
-        )
+    n_found = text.count(mutant.old)
+    if n_found != 1 or mutant.new == mutant.old:
+        raise ValueError(f"expected this once, got it {n_found} times: {mutant}: {mutant.old!r}")
     return text.replace(mutant.old, mutant.new)
 
 
 def taken_out(module: str, name: str, test: str) -> Mutant:
-    """Return the change that takes the body of a function out of its module, but for the docstring."""
+    """Return the change that takes the body of a function out of its module, except its docstring."""
     text = (ROOT / f"{module}.py").read_text(encoding="utf-8")
     (function,) = (node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == name)
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -83,11 +80,11 @@ def copied(folder: Path) -> Path:
 
 
 def outcome(mutant: Mutant, copy: Path) -> tuple[str, str]:
-    """Run the mutant's test in the copy, which is as it was before when this returns.
+    """Run the mutant's test in the copy, then undo the mutant there.
 
-    Returns KILLED or why it is not, and what pytest said of that.
+    Returns KILLED or why it is not, and what pytest said about that.
     """
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # bytecode is found by time and size
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # Python finds bytecode by time and size
     is_replay = mutant.test.startswith(REPLAY)
     if is_replay:
         environment |= YIELDS_WAS
@@ -114,7 +111,7 @@ def outcome(mutant: Mutant, copy: Path) -> tuple[str, str]:
 
 
 def run_all(chosen: list[Mutant], n: int) -> Iterator[tuple[Mutant, tuple[str, str]]]:
-    """Run mutants in `n` copies of the checkout; yield them in their order."""
+    """Run mutants in `n` copies of the checkout; yield them in their order, each with its outcome."""
     copies = queue.SimpleQueue[Path]()
 
     def run_one(mutant: Mutant) -> tuple[str, str]:
