@@ -9,7 +9,7 @@ A response is the fold of its events. All of them go to one event log, and the c
     background: true                    its first snapshot, at once         JsonAnswer, and later GET
     GET ...?stream=true                 from any event on, as it grows      EventStream(log, after=...)
 
-Authority: https://platform.openai.com/docs/api-reference/responses and .../chat; where that is silent, the
+Authority: https://platform.openai.com/docs/api-reference/responses and .../chat; if that is silent, the
 behaviour that Azure/azure-sdk-for-net has probed, api-behaviour-contract.md (B1 to B37).
 
 Rules of this file:

@@ -12,9 +12,9 @@ Authority: https://platform.openai.com/docs/guides/background
 Rules of this file:
 1. A background response is stored before it begins, and then event by event (rule 3 of event_log.py). A
    foreground response is stored before its last event is shown; if that fails, the event says `store: false`.
-2. A response ends once, in its log: a cancel that comes before the last event wins, a later one is void.
+2. A response ends once, in its log: a cancel before the last event wins, a later one has no effect.
 3. Everything ends: a run that returns, raises, is cancelled or was killed leaves a terminal event.
-4. The queue is bounded in bytes. No owner can fill it, or make the others wait for all that it has queued.
+4. The queue is bounded in bytes. No owner can fill it, and none waits for all that another has queued.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from store import Row, Store
 
 log = logging.getLogger("background")
 
-MAX_LIVE_BYTES = 128 * 2**20  # of background responses that have not ended
-MIN_BYTES = MAX_LIVE_BYTES // 264  # that each of them takes beside its request, for its events
+MAX_LIVE_BYTES = 128 * 2**20  # all background responses together that have not ended
+MIN_BYTES = MAX_LIVE_BYTES // 264  # one of them, for its events; its request comes on top
 MAX_RUNNING = 8  # background responses at once; the engine's other places are left to the foreground
 EVICTION_INTERVAL_S = 1
 
@@ -61,7 +61,7 @@ class Job:
     run: Run
     log: EventLog = field(default_factory=EventLog)
     finish: Finish | None = UNFINISHED  # how it ends when its task is over; None: the next process runs it
-    n_bytes: int = 0  # of the room for background responses
+    n_bytes: int = 0  # what it takes of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
     def add(self, said: Said) -> None:

@@ -3,7 +3,7 @@
     a row of BENCHES --benches/WHAT.py: options(), run()--> table
 
 Rules of the measurements:
-1. The ratio is the result. The contenders take turns in each round: where the machine is busy for a while, it
+1. The ratio is the result. The contenders take turns in each round: if the machine is busy for a while, it
    is busy for all of them. A number is the median of the rounds, after one that warms up.
 2. A measurement is a row of a table, a contender a column.
 

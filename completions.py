@@ -10,7 +10,7 @@ Rules of this file:
 2. Every chunk has the same id, created and model, and a list of choices; `finish_reason` is null until the
    last chunk of a choice, and never absent.
 3. A call's first delta carries index, id, type, name and empty arguments; later ones index and arguments.
-   A custom tool's has `custom` for `function` and `input` for `arguments` (the SDK's chunk lags behind).
+   A custom tool's has `custom` for `function`, `input` for `arguments` (the SDK's chunk type lacks them).
 4. Usage comes in one more chunk, without choices, if the client has asked for it: sgl-project/sglang#5451
 5. Reasoning has two names, DeepSeek's `reasoning_content` and OpenRouter's `reasoning`: same text in both.
 """
@@ -28,7 +28,7 @@ Chunk = dict[str, Any]  # as on the wire; the logprobs of a token are encoded al
 OBJECT = "chat.completion.chunk"
 
 # fmt: off
-#  of a custom tool?  (type of the call, member that holds its arguments or input)
+#  is it a custom tool's?  (type of the call, member that holds its arguments or input)
 CALL_MEMBERS = {
     False:             ("function", "arguments"),
     True:              ("custom",   "input"),
@@ -49,7 +49,7 @@ class Chunks:
     named_call: bool = False
 
     def __post_init__(self) -> None:
-        # By choice, of each call that it has made so far: is it one of a custom tool?
+        # For each choice, and each call that it has made so far: is it a call of a custom tool?
         self._calls: list[list[bool]] = [[] for _ in range(self.n)]
         self._usages: list[Usage] = []  # of the choices that have ended
         self._failed = False  # a choice has failed: no choice says anything after the error

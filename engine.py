@@ -44,7 +44,7 @@ from scheduler import Scheduled, Scheduler, Sequence
 log = logging.getLogger("engine")
 
 SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep the interpreter from this one
-STEP_S = 0.08  # of a step with chunks beside sequences that decode: no stream shall pause for 0.1 s
+STEP_S = 0.08  # length of a step with prefill chunks beside decoding: no stream shall pause for 0.1 s
 MASK_WAIT_S = 0.005  # a step waits so long for masks; most come within 1 ms
 MAX_STEP_S = 30  # close() waits as long as the slowest model's step takes
 MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
@@ -146,7 +146,7 @@ class Engine:
         """
         self._event_loop = asyncio.get_running_loop()
         ended = self._event_loop.create_future()
-        context = contextvars.copy_context()  # of the request: for the log, and for tasks that feed() makes
+        context = contextvars.copy_context()  # the request's: for the log, and for tasks that feed() starts
         self._readers[sequence] = context, feed, ended
         self._inbox.put(partial(self._scheduler.add, sequence))
         if self._why_closed:  # the thread may have read its inbox for the last time

@@ -11,9 +11,9 @@ Rules of this file:
 2. An event is encoded when it is appended, together with the response object in it; background.py encodes
    those that must be in the store before that. Readers, the store and GET share those bytes, and nothing
    can change them.
-3. Readers see an event that is to be stored once it is written, so a restart does not take back what they
-   saw. One write takes all events that came during the last one: tokens do not wait for the disk. If a write
-   fails, its events are shown all the same, and it is tried again with those that came since.
+3. Readers see an event that is to be stored only after it is written, so a restart does not take back what
+   they saw. One write takes all events that came during the last one: tokens do not wait for the disk. If a
+   write fails, readers see its events all the same, and the next write takes them too.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import sse
 from responses import Event
 from store import TERMINAL
 
-MAX_FRAMES = 64  # that a reader gets at once
+MAX_FRAMES = 64  # the most that a reader gets at once
 RETRY_S = 5  # after a write that failed
 
 
@@ -68,7 +68,7 @@ class EventLog:
     def __init__(self, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
         self.entries = [*stored]
         self.shown = newest_of(stored)  # has the newest response object that readers see
-        self.status = self.shown.status  # of the newest response object, be it shown or not
+        self.status = self.shown.status  # that of the newest response object, even if it is not shown yet
         self._write = write
         self._n_shown = self._n_written = len(stored)
         self._writing: asyncio.Task[None] | None = None

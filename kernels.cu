@@ -9,14 +9,13 @@
 // graph, with weights on their way to the L2 cache before the kernel ahead has ended.
 //
 // Authority: the op of the same name in model.py, line by line; CUDA C++ Programming Guide; PTX ISA for the
-// instructions that C++ has no name for. A fixed split size whatever the batch is the recipe for batch
-// invariance of https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
+// instructions that C++ has no name for. A split size that does not depend on the batch is the recipe for
+// batch invariance of https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 //
 // Rules of this file:
-// 1. Batch invariance: a row of activations gets the same bits whatever rows are computed beside it, and by
-//    whichever kernel. The order of every sum follows from the model and the token's position alone. The file
-//    is compiled without contraction (--fmad=false), so a fused multiply-add is where fmaf stands. No float
-//    atomics.
+// 1. Batch invariance: a row of activations gets the same bits beside any other rows and from any kernel. The
+//    order of every sum follows from the model and the token's position alone. The file is compiled without
+//    contraction (--fmad=false), so only fmaf is a fused multiply-add. No float atomics.
 // 2. PDL: a kernel may start while those before it still run. Before await_previous() it touches only what no
 //    kernel writes, weights and tables, which have types of their own; and it prefetches what it likes, for a
 //    prefetch reads nothing.
@@ -75,8 +74,8 @@ __device__ __forceinline__ void mma_16x8x16(float *d, const unsigned *a, const u
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// PDL: the kernel behind this one may be put on the processors now. It waits in await_previous() until this
-// one has ended.
+// PDL: the next kernel may be put on the processors now. It waits in await_previous() until this one has
+// ended.
 __device__ __forceinline__ void start_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -266,7 +265,7 @@ __device__ __forceinline__ void store(bf16 *y, float v) { *y = __float2bfloat16(
 // null. N: column tiles of each matrix. All threads of the block enter.
 #if NARROW
 
-// AHEAD: steps of a part whose weights are on their way to registers. Of the steps behind them, a block has
+// AHEAD: steps of a part whose weights are on their way to registers. Of the steps after them, a block has
 // L2_BYTES brought to the L2 cache. With up to six blocks on each processor that is half of an H100's L2
 // cache. If it were all that they read, lines would leave the cache before they are used, and be read twice.
 #define AHEAD (ROW_TILES == 1 ? 4 : 1)
@@ -713,7 +712,7 @@ __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int sp
       sum[h] += __shfl_xor_sync(ALL, sum[h], 2);
     }
     unsigned a0[4] = {p[0][0], p[0][1], p[1][0], p[1][1]}, a1[4] = {p[2][0], p[2][1], p[3][0], p[3][1]};
-    // of this lane's 8 keys; behind them the page may hold anything, NaN too
+    // of this lane's 8 keys; after them the page may hold anything, NaN too
     int n_keys = last + 1 - (begin + t * 8);
     UNROLLED for (int n = 0; n < HEAD_PAD / 8; n++) {
       unsigned b[4] = {value[n].x, value[n].y, value[n].z, value[n].w};

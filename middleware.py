@@ -83,7 +83,7 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
     ]
     kinds = (BadInput, HTTPException, ClientDisconnect, Exception)
     inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error))
-    inner.router.redirect_slashes = False  # it would go to where the Host header says, which is the client's
+    inner.router.redirect_slashes = False  # a redirect would go where the client's Host header says
     app = CORSMiddleware(
         guarded,
         origins,
@@ -167,7 +167,7 @@ def digest(key: str) -> str:
 def refusal(
     scope: Scope, headers: Headers, keys: Keys, origins: Set[str], hosts: Set[str]
 ) -> Response | None:
-    """Return the answer to a request that no endpoint is to see; None lets it in."""
+    """Return the answer to a request that must not reach an endpoint; None lets it in."""
     host = headers.get("host")
     if keys.n_owners == 0 and not is_ours(host, hosts):
         message = (
@@ -213,7 +213,7 @@ def is_ours(host: str | None, names: Set[str]) -> bool:
 
 
 async def on_error(http: HttpRequest, error: Exception) -> Response:
-    """Answer with an error object, whatever was raised."""
+    """Answer any exception with an error object."""
     match error:
         case BadInput():
             response = error_response(error.status, error.message, error.param, error.code or None)

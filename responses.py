@@ -35,7 +35,7 @@ EncodedLogprob = tuple[sse.Encoded, sse.Encoded]  # as events have it, and as co
 
 
 class IllegalEvent(RuntimeError):
-    """GRAMMAR has no row for this state and event: a bug of the caller, or something after the end."""
+    """GRAMMAR has no row for this state and event: a bug of the caller, or an event after the end."""
 
 
 # --- theory of operation ------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class IllegalEvent(RuntimeError):
 # The output of a response is a list of items: messages, reasoning, calls. At most one of them is open. It is
 # announced (output_item.added), grows by deltas, and is closed by events that say all of it once more
 # (output_item.done). Messages and reasoning hold their text in a content part, which is announced and closed
-# in between; a call has none. Closing is a transition: whatever comes next, the open item is closed first.
+# in between; a call has none. Closing is a transition: the open item is closed before the next one opens.
 #
 # What a model says, the events that are made of it, and the state after each:
 #
@@ -267,7 +267,7 @@ class Builder:
         return [*created, self._envelope("response.in_progress", "in_progress")]
 
     def resume(self, events: Iterable[Event]) -> None:
-        """Take up a response where another builder has left it, which made these events; they were JSON."""
+        """Continue a response after these events of another builder, which have been read from JSON."""
         newest: list[Event] = []  # of the newest item: how it was announced, and its deltas
         for event in events:
             self.state = GRAMMAR[self.state, label(event)]
@@ -308,7 +308,7 @@ class Builder:
                 return self._close("incomplete" if is_cut else "completed")
 
     def finish(self, finish: Finish, now: int) -> list[Event]:
-        """Return the events of the end, of whatever kind; `now` is when (Unix seconds)."""
+        """Return the events that end the response; `now` is the time in Unix seconds."""
         ending = ENDINGS[finish.reason]
         closing = self._close(ending.item_status)
         members: dict[str, Any] = {}

@@ -8,11 +8,11 @@ more requests, gives those that run a grace, and ends the rest; Ctrl-C at the st
 Authority: the command line is in README.md and --help.
 
 Rules of this file:
-1. What cannot work is said in one line at the start, with exit status 2.
-2. Everything ends: a stop lets what runs finish for a while, then gives every open stream its last event.
+1. An option that cannot work ends the start with one line and exit status 2.
+2. Everything ends: a stop gives running requests some time to finish, then every open stream its last event.
 
 Not here: the options (service/options.py), loading a model (service/loading.py), connections
-(service/connections.py), what stands around the endpoints (middleware.py), the endpoints (api.py).
+(service/connections.py), the middleware (middleware.py), the endpoints (api.py).
 """
 
 import os
@@ -52,10 +52,10 @@ from worker import LocalWorker, Worker
 
 log = logging.getLogger("server")
 
-MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes the square of them
+MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes quadratic time
 
-# New objects before the garbage collector looks at them. With Python's own 700 it takes a tenth of the time
-# of each event, for all of them live as long as their stream; so many are looked at in a millisecond.
+# So many new objects make the garbage collector run, for a millisecond. With Python's own 700 it would take a
+# tenth of the time of each event, in vain: the objects live as long as their stream.
 MAX_YOUNG_OBJECTS = 20_000
 
 # --- start --------------------------------------------------------------------------------------------------
@@ -97,10 +97,10 @@ def main() -> int:
 
 
 def tune_garbage_collector() -> None:
-    """To be called at the end of the start.
+    """Freeze the objects of the start, which never become garbage, and collect less often.
 
-    A full collection stops all streams while it looks at every object that is not frozen. Those of the start
-    are never garbage, and looking at them would take 0.1 s each time: sgl-project/sglang#9241.
+    A full collection stops all streams while it looks at every object that is not frozen: 0.1 s for those of
+    the start (sgl-project/sglang#9241).
     """
     gc.collect()
     gc.freeze()

@@ -113,7 +113,7 @@ class Parser:
         # "If the line starts with a U+003A COLON character (:)": "Ignore the line."
         if not line.startswith(b":"):
             self.ended_bytes += len(line)
-            # UTF-8 whatever the headers say. No line end lies inside a character, so a line can be decoded
+            # Always UTF-8, not the headers' charset. No character holds a line end, so a line can be decoded
             # alone; a chunk cannot: https://github.com/mpetazzoni/sseclient/issues/8
             name, _, value = line.decode("utf-8", "replace").partition(":")
             self._process_field(name, value.removeprefix(" "))  # one space: "  x" is " x"
@@ -171,7 +171,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def loads(text: str | bytes | bytearray, errors: str = "strict") -> Any:
-    """Return the value of a JSON text; raises ValueError, whatever is wrong with it.
+    """Return the value of a JSON text; raises ValueError for any fault in it.
 
     Also refused: what JSON does not have (NaN, 1e999) and nesting deeper than Python can follow. Half a
     surrogate pair is not a character: `errors` says what becomes of it, as for bytes.decode().

@@ -12,10 +12,10 @@ Rules of this file:
 3. A terminal state never changes: the statement that writes a state says so.
 4. The store is bounded by count, bytes and age. Live rows never go. Of the others, the owner that holds most
    loses the oldest, so no owner can push out what others keep.
-5. One process owns the file: another one would end as interrupted what still runs here. Its user alone can
-   read it.
-6. A response object, which may be large, stays JSON text, as it came and as it goes. If SQL looks into it,
-   SQLite parses, which does not hold Python's lock.
+5. One process owns the file: a second one would take the live responses for interrupted ones and end them.
+   Only the user of that process can read the file.
+6. A response object may be large, so it stays JSON text. If SQL looks into it, SQLite parses it without
+   holding Python's lock.
 """
 
 import logging

@@ -6,9 +6,9 @@
 Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
 
 Rules of this file:
-1. Before the first byte an error has its status code; after it, only the last event tells of a failure.
+1. Before the first byte, an error has its status code. After it, only the last event can report a failure.
 2. When the client leaves, the task that works for it alone is cancelled, and with it the engine's sequence.
-3. No write cuts an event: some parsers lose one that is cut. Events that wait leave together, in one write.
+3. A write holds whole events, because some parsers lose one that is cut. Waiting events share one write.
 4. Back-pressure ends here: a client that reads slowly keeps its own frames waiting, and no other client's.
 """
 
@@ -29,7 +29,7 @@ from request.refusals import RETRY_AFTER_S, error_body
 
 T = TypeVar("T")
 
-PIECE_BYTES = 64 * 1024  # of a large answer: about what a connection takes before it pauses us
+PIECE_BYTES = 64 * 1024  # a piece of a large answer: about what a connection takes before it pauses us
 
 # A stream is silent for twice as long at most: "a comment line [...] every 15 seconds or so", says
 # html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
@@ -48,7 +48,7 @@ SSE_HEADERS = [
 class JsonAnswer(Response):
     """Answers with JSON text, in pieces, each when the client has read most of those before.
 
-    It returns when what is left of the answer is with the system.
+    Returns when the rest of the answer has been handed to the operating system.
     """
 
     media_type = "application/json"

@@ -119,7 +119,7 @@ class Tokenizer:
         No bos or eos is added: the chat template writes those that the model wants.
         """
         # encode() holds Python's lock and stops all streams meanwhile; encode_batch() computes offsets too.
-        # Several texts at once would go to the library's threads, where short prompts wait for long ones.
+        # Several texts at once would go to the library's threads: there short prompts wait for long ones.
         return [
             token_id
             for text in texts

@@ -2,19 +2,19 @@
 
     Request --Worker.prepare()--> Prompt --Prompt.run()--> emit(Accepted), emit(Output), ..., emit(Finish)
 
-An engine in this process and an upstream server (gateway/remote.py) both keep the contract, so streams,
-background, resume, chains and calls work over either, and what reads the outputs cannot tell which it was.
+The engine in this process and an upstream server (gateway/remote.py) both keep the contract. So streams,
+background runs, resuming, chains and calls work with either, and readers of the outputs see no difference.
 
 Rules of this file:
 1. prepare() refuses with BadInput, before a byte of the answer has left. It makes every check, and waits for
    the turn of its grammar. run() may refuse too, before its Accepted.
 2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns. After
-   Accepted it raises what an upstream refuses late, or a bug: then whoever has started it says how the answer
+   Accepted it raises what an upstream refuses late, or a bug: then the caller says how the answer
    ends. To stop it, cancel it: the engine drops the sequence, and run() emits Finish("cancelled"), which
    api.py only counts, before it lets the CancelledError out.
 3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
-4. Usage counts the tokens that were read from the engine: a stop token too, but nothing after a stop string.
-   Finish("cancelled") has what was counted until then.
+4. Usage counts the tokens that were read from the engine, with a stop token, but nothing after a stop string.
+   Finish("cancelled") has the count at that time.
 5. An answer ends with "length" after max_output_tokens, and after MAX_LOGPROBS logprobs: there may be 21 of
    them for a token, and the events that end an item repeat them.
 """
@@ -49,8 +49,8 @@ from tokenizer import Decoder, Tokenizer
 
 ALIAS = "default"  # a name that any model answers to
 FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
-MAX_OUTPUT_TOKENS = 4096  # of an answer, if --max-output-tokens does not say otherwise
-MAX_LOGPROBS = 75_000  # of a request, some 8 MB of JSON: about 3,500 tokens with top_logprobs 20
+MAX_OUTPUT_TOKENS = 4096  # tokens of an answer, unless --max-output-tokens says otherwise
+MAX_LOGPROBS = 75_000  # in a request, some 8 MB of JSON: about 3,500 tokens with top_logprobs 20
 
 # The tokenizer takes up to 300 bytes and 5 us a token, so a prompt that is far too long must not reach it.
 # Text has 3 to 5 characters a token: with more than this for each token of the context it is refused.
@@ -363,7 +363,7 @@ class Answer:
 
 def refusal(error: BadGrammar, spec: StructuredOutput) -> BadInput:
     """Tell the client what is wrong with a schema or grammar that cannot be enforced."""
-    grammar = dict(spec.inputs).get(error.part)  # of a custom tool's input
+    grammar = dict(spec.inputs).get(error.part)  # if it is the grammar of a custom tool's input
     if grammar:
         return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", grammar.path)
     path = "tools"

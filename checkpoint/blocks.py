@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 # Floats, by the names that safetensors and GGUF share. NumPy has no bfloat16, so it is seen as uint16.
 FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-ROWS = 1024  # of a matrix that are float32 at once
+ROWS = 1024  # rows of a matrix that are float32 at once
 
 
 class Blocks(NamedTuple):

@@ -229,7 +229,7 @@ class Builder:
     def __init__(self, response: Object) -> None:
         self.response = response | {"status": "in_progress", "output": []}
         self.n_events = 0
-        self.channel = ""  # of the open item; "": none is open
+        self.channel = ""  # the channel of the open item; "": none is open
         self.item: Object = {}
         self.part: Object = {}
 

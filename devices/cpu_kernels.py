@@ -56,7 +56,7 @@ ROW_LIBERTIES = LIBERTIES | {"reassoc", "nnan", "nsz"}
 def kernel_folder() -> Path:
     """Where Numba keeps what it has compiled of the modules of this folder, as they are now.
 
-    Beside each module, where it would, it finds kernels that were compiled before another module has changed.
+    By default it keeps them beside each module, and would use old ones after another module has changed.
     """
     sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     digest = hashlib.sha256(b"".join([*sources, bytes([PAGE])])).hexdigest()
@@ -64,7 +64,7 @@ def kernel_folder() -> Path:
 
 
 def can_cache() -> bool:
-    """Is there a folder where Numba can keep what it has compiled? Without one each start compiles."""
+    """True if Numba has a folder to keep what it has compiled. Without one each start compiles."""
     try:
         if not numba_config.CACHE_DIR:  # $NUMBA_CACHE_DIR
             folder = kernel_folder()
@@ -250,7 +250,7 @@ def exp(x):
 
 ONE = np.float32(1)
 HALF = np.float32(0.5)
-BIAS = np.float32(127)  # of a float32's exponent
+BIAS = np.float32(127)  # what a float32 adds to its exponent
 UNDERFLOW = np.float32(-88)  # where e^x becomes 0; e^88 is still finite
 LN_2 = np.float32(math.log(2))
 LOG2_E = np.float32(1 / math.log(2))

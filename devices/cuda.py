@@ -7,7 +7,7 @@ Authority: model.NumpyOps, op by op; CuPy's reference (https://docs.cupy.dev).
 Rules of this file:
 1. Nothing is allocated once a CudaOps is made. What changes from step to step lies in device memory: a CUDA
    graph that was captured once serves for every step of its size.
-2. Batch invariance: every row has the same bits whatever it is computed with (kernels.cu), so a step may be
+2. Batch invariance: a row has the same bits in any batch (kernels.cu), so a step may be
    padded, and made by whichever kernels are fastest.
 3. The host waits for the device in read() alone, and when a request comes whose mask, bias or counts the
    device does not have. Copies go from and to pinned memory.
@@ -104,7 +104,7 @@ def copy(cp: Any, numbers: NDArray[Any]) -> DeviceArray:
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
-ANY_SIZE = 0  # of the memory for steps that are not decoding; that for decoding is by bucket of rows
+ANY_SIZE = 0  # key of the memory for steps with prompts; decoding has one for each bucket of rows
 MAX_PARTS = 2**14  # places of `part`: 2 M tokens that the rows of a step attend to by splits
 
 

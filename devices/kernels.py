@@ -38,7 +38,7 @@ DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
 # --- constants that Python shares with the .cu files --------------------------------------------------------
 
 QUERIES = 16  # query rows of a tile of attention: the rows of one tensor core instruction
-NORMED_ROWS = 2  # of the residual stream: up to so many, a product norms them itself
+NORMED_ROWS = 2  # a product norms up to so many rows of the residual stream itself
 MAX_TOP = 20  # likeliest tokens whose logprobs can be had: what the API allows
 PENALISED, BIASED, MASKED, CHAINS, ADVANCES = 1, 2, 4, 8, 16  # flags of a row that a token is picked for
 # numbers in a row of the arrays that steps.py fills and reads
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     columns: int
     pair_columns: int  # of each of the two matrices of gate_up
     logits_columns: int
-    min_rows: int  # of a product; fewer take a smaller shape
+    min_rows: int  # rows of a product; with fewer it takes a smaller shape
 
     def columns_of(self, product: str) -> int:
         return {"gate_up": self.pair_columns, "logits": self.logits_columns}.get(product, self.columns)
@@ -177,7 +177,7 @@ def check_sizes(config: Config) -> None:
 
 
 def options(config: Config, shape: Shape) -> tuple[str, ...]:
-    """For NVRTC. No contraction: fused multiply-adds are where kernels.cu says."""
+    """Return the options for NVRTC. Without contraction, only what kernels.cu writes as fmaf is fused."""
     defines = [f"-D{name}={value}" for name, value in constants(config, shape).items()]
     includes = [f"-I{path}" for path in include_paths()]
     return (*defines, "--std=c++17", "--fmad=false", *includes)
@@ -198,7 +198,7 @@ def read_code(path: Path) -> str:
 
 
 class Parameter(NamedTuple):
-    kind: str  # of the number, or of those of the array, as a .cu file names it
+    kind: str  # C++ type of the number, or of the array's numbers
     is_array: bool
     name: str
 

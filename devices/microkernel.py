@@ -49,12 +49,12 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-ROWS = 8  # of a tile; fewer are computed as 4, then 3, 2 or 1
+ROWS = 8  # rows of a tile; fewer rows are computed as tiles of 4, then 3, 2 or 1
 LANES = 16  # numbers of 32 bits in a register of AVX-512; LLVM makes several smaller ones of it elsewhere
 VECTORS = 2  # registers side by side
 WIDTH = VECTORS * LANES  # outputs of a tile, and of a panel
 CACHE_LINE = 64  # bytes
-AHEAD = 4096  # bytes of a panel, from where it is read to where it is asked of memory
+AHEAD = 4096  # bytes: how far ahead of the loads a panel is prefetched
 BLOCK = 32  # inputs that share a scale, as in GGUF
 PAIRS = BLOCK // 2
 X_HEADER = 2  # words of a block of x before its numbers: their scale, and the scale times their sum
@@ -243,7 +243,7 @@ def read_int5(b, w) -> Block:
     fifths: list[list[Value]] = []
     for half in range(2):
         bits = [b.zext(two, INTS) for two in load_row(b, w, 2 * WIDTH * (2 + half), SIXTEENS)]
-        # In the upper half of a lane the bits of odd inputs lie where those of even ones are in the lower.
+        # Move the bit of an odd input into the upper half of a lane, where the lower half has the even one's.
         fifths.append([b.bitcast(b.or_(two, b.shl(two, repeated(INTS, 15))), SHORTS) for two in bits])
 
     def pairs() -> Inputs:
@@ -285,7 +285,7 @@ def read_mxfp4(b, w) -> Block:
 class Format(NamedTuple):
     read: Callable[..., Block]  # from the address of a block
     dot: Callable[..., Value]  # one of the products above
-    n_bytes: int  # of a block that is fetched ahead; 0: it is not, for most such blocks are in a cache
+    n_bytes: int  # of a block that are prefetched; 0: none, because most such blocks are in a cache already
     x_words: int  # of 32 bits, that a row of x has for the block
 
 

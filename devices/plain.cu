@@ -376,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float normaliser = log(sum);
   choices[1] = __float_as_int(raw[token] - raw_top - normaliser);
   for (int k = 0, last = -1; k < n_top; k++) {
-    int next = -1;  // the likeliest behind the last one; of equals the first
+    int next = -1;  // the likeliest after the last one; of equals the first
     for (int i = 0; i < VOCAB_SIZE; i++) {
       bool is_behind = last < 0 || raw[i] < raw[last] || (raw[i] == raw[last] && i > last);
       if (is_behind && (next < 0 || raw[i] > raw[next])) next = i;
@@ -422,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = 0; i < N_CHOSEN; i++) shares[i] = expf(scores[experts[i]] - top) / total;
 }
 
-// Number k of a row of a matrix: bfloat16, or MXFP4, where 4 bits mean E2M1 and 32 numbers have a scale
+// Number k of a row of a matrix: bfloat16, or MXFP4, which has 4 bits (E2M1) and a scale for 32 numbers
 __device__ float number(weight *w, packed *blocks, packed *scales, size_t row, int size, int k) {
   const float E2M1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   size_t at = row * size + k;

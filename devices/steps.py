@@ -150,7 +150,7 @@ class DeviceStep(NamedTuple):
     n_wanted: int
     n_split_tiles: int  # the first tiles, whose splits are shared out to blocks
     n_whole_tiles: int  # the tiles after them, which a block takes as a whole
-    n_splits: int  # of the longest sequence among the former
+    n_splits: int  # splits of the longest sequence in the first tiles
     is_decode: bool  # is each span one tile of the former? Then `attend` writes the keys on the way
     comes_again: bool  # one of the few sizes that steps have again and again: worth a CUDA graph
 

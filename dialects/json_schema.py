@@ -6,9 +6,9 @@
 Authority: https://json-schema.org/draft/2020-12/json-schema-core; RFC 6901 (JSON pointers).
 
 Rules of this file:
-1. The work is bounded: a schema that is looked at here need not have been checked.
-2. Whether a schema can be enforced is asked of llguidance, in a process that can be killed (matchers.py). But
-   it sees a $ref that leads back to itself only when a token of the answer comes there.
+1. The work is bounded, because a schema may come here before it has been checked.
+2. llguidance says whether a schema can be enforced, in a process that can be killed (matchers.py). But it
+   notices a $ref that leads back to itself only when the answer has come to it. So it is looked for here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,8 +62,8 @@ def target(root: Node, ref: str) -> Node:
 
 
 def has_circle(root: Node) -> bool:
-    """True if a $ref in this schema leads back to itself: if a schema must hold where it stands itself."""
-    same_place = TopologicalSorter[int]()  # of a schema: those that must hold, or may, where it does
+    """True if a $ref in this schema leads back to itself, without going one level down into the value."""
+    same_place = TopologicalSorter[int]()  # a schema -> the schemas that apply to the same value
     nodes: list[Node] = [root]
     for node in nodes:  # it grows
         if isinstance(node, list):

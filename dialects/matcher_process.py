@@ -12,7 +12,7 @@ Authority: https://github.com/guidance-ai/llguidance; setitimer(2) and getrlimit
 
 Rules of this file:
 1. What a fork computes at a time, and the memory that it takes, is limited by the system, which ends it. Then
-   its connection ends without a word, which means: too costly.
+   its connection ends without an answer, which means: too costly.
 2. Nothing outlives the server for long: the root ends with its socket, a fork with its connection, after what
    it computes at the moment.
 3. An error that a client will read is one line, of at most MAX_ERROR characters.
@@ -34,8 +34,8 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-MAX_COMPILE_S = 0.25  # of a processor. A schema of an agent's tools takes some 10 ms
-MAX_MASK_S = 1.0  # for one mask. The library's own limits end most at 0.2, and all take as much
+MAX_COMPILE_S = 0.25  # processor time. The schemas of an agent's tools take some 10 ms
+MAX_MASK_S = 1.0  # processor time for one mask. The library's own limits end most of them after 0.2 s
 MAX_BYTES = 128 * 2**20  # of memory beside the root's. The largest of usual grammars take some 20 MB
 NICENESS = 5  # the engine's threads come first: all clients wait for those
 MAX_ERROR = 300  # characters

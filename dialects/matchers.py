@@ -3,14 +3,13 @@
     AnswerGrammar --Grammars.check()--> nothing, or BadGrammar                 before a request is taken
     AnswerGrammar --Grammars.constraint()--> Constraint --mask()--> the tokens that may come next
 
-A Constraint does not wait: mask() asks the process for what it has not been asked yet, and takes what it
-has computed. So the engine computes the other sequences meanwhile, and a costly grammar delays its own answer
-alone.
+A Constraint does not wait: mask() sends the new tokens to the process, and returns the mask if it is there.
+So the engine computes the other sequences meanwhile, and a costly grammar delays only its own answer.
 
     mask([]) -> None       the process starts: it compiles, then makes the mask of the first token
     mask([]) -> array      one token is chosen under it
     mask([17]) -> None     the mask after 17 is not there yet
-    close()                the process ends, whatever it is doing
+    close()                the process ends at once
 
 Authority: https://man7.org/linux/man-pages/man7/unix.7.html (SCM_RIGHTS: sockets sent over sockets).
 
@@ -18,8 +17,8 @@ Rules of this file:
 1. What a client sends is compiled and followed in those processes alone, within their limits.
 2. A check waits for its owner's turn, and its outcome is remembered. A Constraint has a process while its
    sequence has a place in the batch, so there are never more than --max-batch of them.
-3. A process whose limits have ended it can say nothing. Its connection just ends, and the grammar was too
-   costly.
+3. A process that exceeds its limits is killed, so it cannot report an error: if its connection ends without
+   an answer, the grammar was too costly.
 
 Not here: the other end (matcher_process.py), the grammars and what they are for (structured_output.py).
 """

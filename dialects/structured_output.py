@@ -14,8 +14,8 @@ Rules of this file:
 2. Calls and texts are demanded in the forms of the dialect (families.py): the parser finds what they write.
 3. A schema that cannot be enforced is refused before anything runs, by compiling it, and by following its
    $refs (json_schema.py).
-4. What is written is bounded, and so are the blanks between what is demanded: a model that is held to a form
-   it does not like writes them for ever where it may: https://github.com/vllm-project/vllm/issues/38696
+4. The texts that a grammar demands are bounded, and so are the blanks between them: a model that is forced
+   into a form may write blanks without end: https://github.com/vllm-project/vllm/issues/38696
 
 Not here: which request asks for what (request/tools.py), compiling a grammar and following it
 (matchers.py), sampling under the mask (sampling.py).
@@ -222,8 +222,8 @@ def _input(writer: _Writer, name: str, grammar: Grammar, in_xml: bool) -> str:
 
 # --- arguments in XML ---------------------------------------------------------------------------------------
 
-# The keywords of JSON schema that are taken where parameters are written in XML: of all the arguments, and of
-# a string, which is bare. There a grammar does not follow the others, so they are refused.
+# The keywords of JSON schema that are supported if parameters are written in XML: in the schema of all the
+# arguments, and in that of a string, which is bare. A grammar does not follow the others: they are refused.
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$schema", "$comment"}
 OF_OBJECTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 OF_STRINGS = ANNOTATIONS | {"type", "anyOf", "oneOf", "$ref"}

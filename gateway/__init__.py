@@ -1,1 +1,1 @@
-"""Upstream servers behind this one: load balancing, requests to them, relaying their answers, metering."""
+"""Upstream servers, whose models this one serves too: load balancing, relaying their answers, metering."""

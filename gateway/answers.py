@@ -9,8 +9,8 @@ What servers send, and what is made of it. Each row is a replay, tests/replays/c
 relay-*.toml, with a link to the server that does so:
 
     sent                                                              read as
-    one JSON object where a stream was asked for, or a stream         what its first byte says
-      where one object was
+    one JSON object for a request with stream=true, or a stream       what its first byte says
+      for one without
     an error as `error: {...}`, `event: error`, a bare line of        the error that ends the answer
       JSON, a `message` or `detail` without choices, with status 200
     data that is empty or null, comments, other fields                nothing
@@ -36,16 +36,16 @@ Authority: https://platform.openai.com/docs/api-reference/chat-streaming.
 
 Rules of this file:
 1. Chunks add up: the strings of a delta are appended, and the fragments of a call have its index.
-2. A chunk is put right in place: what is right stays as it is, and so do members that are not known here.
+2. A chunk is corrected in place: what is right stays as it is, and so do unknown members.
 3. A fragment continues the newest call of its index, or begins another one if it has a name and another id.
    Without an index a name begins a call, and what has no name continues the newest one.
 4. A call can be run if its arguments are a JSON object; the input of a custom tool is any text. An answer
    with a call that cannot be run ends with an error that names the call, unless its finish_reason says that
    it was cut.
-5. Nothing is read after an error, or after [DONE]. What cannot be read is an error too, for text may be lost;
-   once every choice has finished it is the end.
+5. Nothing is read after an error, or after [DONE]. What cannot be read is an error too, because text may be
+   lost. But once every choice has finished, it counts as the end.
 6. Usage is taken out of every chunk and counted. It leaves once, in the last chunk, if it was asked for.
-7. Bounded are the bytes of an event, of an object and of the answer, and the characters of its calls.
+7. The bytes of an event, of an object and of the answer are bounded, and the characters of the calls.
 """
 
 from collections import defaultdict
@@ -79,7 +79,7 @@ FINISH_REASONS = {
     "length":              "length",
     "content_filter":      "content_filter",
     "tool_calls":          "tool_calls",
-    "function_call":       "stop",            # a function is no tool
+    "function_call":       "stop",            # of the deprecated `functions`, which are not tools
     "tool_call":           "tool_calls",
     "eos":                 "stop",            # https://github.com/openai/openai-dotnet/pull/267
     "end_turn":            "stop",            # https://github.com/vercel/modelfusion/pull/343

@@ -11,7 +11,7 @@ Rules of this file:
 2. A count only grows: servers that send usage with every chunk are not counted twice.
 3. What is not a count (a negative, a fraction, a word) is 0. Cached tokens are at most those of the prompt,
    reasoning tokens at most those of the completion.
-4. Whatever becomes of a request, its usage is settled once: in the log, and in the totals of /health.
+4. The usage of each request is settled once, also if it fails: in the log, and in the totals of /health.
 """
 
 import logging
@@ -30,7 +30,7 @@ MAX_COUNT = 2**53  # larger ones are not counts, and no float holds them
 #  in a usage object or its details   field of Usage
 COUNTS = {
     "prompt_tokens":                  "input_tokens",
-    "input_tokens":                   "input_tokens",  # of the Responses API, as the next but one
+    "input_tokens":                   "input_tokens",  # the Responses API's name; so is output_tokens
     "completion_tokens":              "output_tokens",
     "output_tokens":                  "output_tokens",
     "cached_tokens":                  "cached_tokens",
@@ -50,7 +50,7 @@ def usage_of(document: Chunk) -> Chunk | None:
 class Meter:
     """Counts the tokens of one request."""
 
-    price: int | None = None  # of a token; None: usage is given no costs
+    price: int | None = None  # what a token costs; None: usage gets no costs
     usage: Usage | None = None  # None: none was seen
     upstream: str = "no upstream"  # the URL of the one that answers
 
@@ -98,7 +98,7 @@ NO_TOTALS = dict.fromkeys(
 
 
 def settle(totals: Counter[str], model: str, outcome: Outcome, meter: Meter) -> None:
-    """Enter a request, once, whatever became of it."""
+    """Log a request that has ended, and add it to the totals. Called once for each, also if it failed."""
     used = meter.used()
     summary = " ".join(f"{name}={value}" for name, value in used.items()) or "unknown (null)"
     log.info("%s of %s: %s, usage: %s", model, meter.upstream, outcome, summary)

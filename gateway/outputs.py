@@ -2,8 +2,8 @@
 
     [chunk, ...] --Outputs.read()--> [Delta | Call | Arguments, ...] --close()--> the rest, Finish
 
-Authority: https://platform.openai.com/docs/api-reference/responses-streaming, where one item comes after
-another; in chunks text and several calls may come by turns.
+Authority: https://platform.openai.com/docs/api-reference/responses-streaming: one item comes after another.
+In chunks, text and several calls may come by turns.
 
     chunk                   outputs
     call 0: {"x":1}         Call f, Arguments {"x":1}
@@ -14,8 +14,8 @@ another; in chunks text and several calls may come by turns.
 
 Rules of this file:
 1. Reasoning and calls are what the upstream says they are. What looks like a marker in its text is text.
-2. An item closes before the next one opens. If a call is not whole when the next item comes, they come by
-   turns: the call is sent as it comes, and all else waits for the end of the answer.
+2. An item closes before the next one opens. If the next item comes before a call is whole, they come by
+   turns. Then the call is sent as it comes, and everything else waits for the end of the answer.
 3. A logprob goes with its text. Those of text that has not come yet wait for it; those before the text, of
    reasoning or a marker, are dropped. Parts of a character have no bytes with vLLM, and are kept.
 """
@@ -39,12 +39,12 @@ class Outputs:
 
     def __init__(self, answer: Answer, n_top_logprobs: int = 20) -> None:
         self._answer = answer
-        self._n_top_logprobs = n_top_logprobs  # a token has no more alternatives, whatever is sent
+        self._n_top_logprobs = n_top_logprobs  # at most so many alternatives of a token are kept
         self._said: list[Output] = []  # what leaves now
         self._call: ToolCall | None = None  # the open one
         self._n_sent = 0  # fragments of it
         self._waiting: list[ToolCall | Delta] = []  # until the open call, which was not whole, has ended
-        self._channel: Channel | None = None  # of the text that has left last; None: a call, or nothing
+        self._channel: Channel | None = None  # of the newest text that has left; None: a call, or nothing
         self._logprobs: list[TokenLogprob] = []  # their text has not come
         self._finish = Finish("stop")
 

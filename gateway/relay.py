@@ -41,7 +41,7 @@ ACCEPT_S = 5
 async def asking(
     open_reply: Callable[[], Awaitable[Reply]], can_wait: bool, totals: Counter[str], model: str, meter: Meter
 ) -> AsyncIterator[asyncio.Future[Reply]]:
-    """Ask an upstream, and read its reply in the block; then settle the request, whatever became of it.
+    """Ask an upstream, and read its reply in the block; settle the request at the end, also if it failed.
 
     The block begins with the reply, or after ACCEPT_S if the request `can_wait`. Raises Refused before that.
     """
@@ -64,7 +64,7 @@ async def asking(
 
 
 def leave(opening: asyncio.Future[Reply]) -> None:
-    """Close the reply, if there is one. asyncio logs the errors of tasks that nothing looks at: this does."""
+    """Close the reply, if there is one. Looks at the task's error: asyncio would log it if nothing did."""
     if not (opening.cancelled() or opening.exception()):
         opening.result().close()
 

@@ -8,8 +8,8 @@ Rules of this file:
 1. Load balancing is least-connections: of the upstreams that have the model and answer their probes, the one
    with the fewest requests in flight is asked.
 2. Until text, reasoning or a call has come, another upstream may be asked, and nothing leaves: no text is
-   sent twice, and the role and the id come once. An answer that begins with an error is a refusal, whatever
-   its status line says.
+   sent twice, and the role and the id come once. An answer that begins with an error is a refusal, even with
+   status 200.
 3. Nothing goes on for ever. There is a timeout for connecting, for the first text, for silence after it and
    for the whole answer. After an error or [DONE] the upstream is left at once; after the last finish_reason
    it has GRACE_S for usage and [DONE]. A refusal has BODY_S for its body.
@@ -41,7 +41,7 @@ from gateway.refused import Refused, read_refusal, refusal
 
 log = logging.getLogger("upstreams")
 
-MAX_BODY_BYTES = 2**21  # of a refusal, or of a list of models
+MAX_BODY_BYTES = 2**21  # a refusal, or a list of models
 MAX_FAILURES = 3  # probes in a row: then an upstream is down
 GRACE_S = 3  # for usage and [DONE], after the last finish_reason
 BODY_S = 3  # for the body of a refusal, or of a list of models
@@ -49,7 +49,7 @@ UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, TimeoutErro
 
 
 def reason(error: Exception) -> str:
-    """Return why there is no answer, or no more of it."""
+    """Return why an answer did not come, or broke off."""
     if isinstance(error, TimeoutError):
         return "it took too long"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -90,7 +90,7 @@ CLOSING = set[asyncio.Future[None]]()  # the event loop holds its tasks by weak 
 
 
 class Reply:
-    """The answer of an upstream; the caller must close() it, in whatever state it is."""
+    """The answer of an upstream. The caller must close() it, also if it failed or has ended."""
 
     answer: Answer
     headers: list[tuple[bytes, bytes]]
@@ -191,7 +191,7 @@ class Upstreams:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=timeouts.connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,  # neither a proxy nor a netrc: requests go where the command line says
+            trust_env=False,  # no proxy, no netrc: requests go where the command line says
         )
         self._probing: asyncio.Task[None] | None = None
 

@@ -10,15 +10,15 @@ https://developers.openai.com/api/docs/guides/compaction for what a compaction s
 items are those of openai.types.responses.ResponseInputItemParam.
 
 Rules of this file:
-1. After resolve() nothing has to be looked up or decrypted any more: no other module knows of references.
-2. `find` and `sealer_of` are bound to the owner of the request: what others own does not exist.
+1. After resolve() nothing is left to look up or to decrypt: no other module knows about references.
+2. `find` and `sealer_of` are bound to the owner of the request: they do not see what others own.
 3. No two items of a conversation have the same id: paging through them by id would never end.
 4. The whole conversation has limits: its chain, what references stand for, and what was sent. Each turn of a
    chain is stored with all turns before it (store.py), and read as a whole by the next one.
 5. A row needs no other row, so a background run can start again from it. A waiting response is held as this
    row of JSON text: its prompt and tokens would take many times the room.
-6. Items get their long form first, as they are stored and listed, and messages.py checks that. Members that
-   mean nothing are kept as they came, and count.
+6. Items first get their long form, in which they are stored and listed; messages.py checks it. Unknown
+   members are kept as they came, and count towards the limits.
 """
 
 import hashlib
@@ -49,8 +49,8 @@ MAX_CONVERSATION_BYTES = 4 * 2**20  # by n_bytes(): about a million tokens, or 2
 VALUE_BYTES = 64  # what Python takes for a value, even an empty one
 MAX_REFERENCED = 256  # responses, each of which is read from the store
 
-# role of a message, or type of an item -> type of the part that a string in place of its parts is
-TEXT_TYPES = {"assistant": "output_text", "reasoning": "reasoning_text"}  # of all others "input_text"
+# role of a message, or type of an item -> type of the part that a string in place of the parts becomes
+TEXT_TYPES = {"assistant": "output_text", "reasoning": "reasoning_text"}  # for all others "input_text"
 TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items before it
 
 
@@ -284,9 +284,9 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
 def unsaid(
     emit: Callable[[Accepted | Compaction | Finish], None], seal: Callable[[str], str] | None = None
 ) -> Emit:
-    """Return what takes the outputs of a compaction or a warm-up, and does not tell them.
+    """Return a callback for the outputs of a compaction or a warm-up, which the client does not see.
 
-    With `seal`, the summary is emitted as one sealed item, whatever else the model says:
+    With `seal` it is a compaction: the summary is emitted as one sealed item, and nothing else is:
     https://github.com/Soju06/codex-lb/issues/971. Without a summary the response has failed.
 
     Else it is a warm-up (`generate: false`, or `prompt_cache_options: {"prewarm": true}`), which puts a

@@ -7,7 +7,7 @@ Authority: https://platform.openai.com/docs/guides/error-codes; openai-openapi, 
 Rules of this file:
 1. null means absent: a null in place of a required value is a missing value, never one of a wrong type.
 2. Every error has a message that says what was expected and what came, the parameter's path, and a code.
-3. A message shows the first characters of what came: it stays short whatever was sent.
+3. A message shows the first characters of what came: it stays short even if a long text was sent.
 """
 
 import json

@@ -12,9 +12,9 @@ Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1; round robin for rule 2.
 
 Rules of this file:
-1. If there are several owners, none holds more than what is still free after it has taken. So there is always
-   room for an owner that holds nothing. That one may take all that is free: else no one could ever take a
-   single thing.
+1. If there are several owners, none may hold more than what stays free for the others. So there is always
+   room for an owner that holds nothing. That one may take all that is free, or nothing large could ever be
+   taken.
 2. An owner waits in each queue with one of its own at a time. First come, first served is then round robin.
 """
 
@@ -37,11 +37,11 @@ T = TypeVar("T")
 N_THREADS = 2
 
 MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
-BYTES_A_STREAM = 256 * 1024  # of a body, on average: 64,000 tokens of text
+BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
 MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
 N_PARSED = 2  # large bodies that are parsed, or checked, at once
-BETWEEN_PARTS_S = 0.001  # of all that comes: the event loop has this time for others
+BETWEEN_PARTS_S = 0.001  # pause between the parts of bodies: the event loop has this time for others
 
 
 # --- room ---------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ BETWEEN_PARTS_S = 0.001  # of all that comes: the event loop has this time for o
 
 @dataclass(eq=False)
 class Room:
-    """So many things that all owners hold together."""
+    """A number of things, such as bytes, that all owners together may hold."""
 
     things: str  # what they are: bytes, as a rule
     n_total: int

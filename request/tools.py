@@ -10,7 +10,7 @@ Authority: https://platform.openai.com/docs/guides/function-calling (custom tool
 strict tools) and https://platform.openai.com/docs/guides/structured-outputs (formats of the text).
 
 Rules of this file:
-1. Chat keeps the members of a tool, a reference or a format below a key named like its type, where Responses
+1. Chat keeps the members of a tool, a reference or a format below a key named like its type; Responses
    has them beside the type. flat() moves them there first, so there is one reader, and both APIs take both.
 2. Models know functions with JSON arguments, and nothing else: a custom tool is defined to the model as a
    function of one string, `input`, and a tool in a namespace by a qualified name, `namespace__name`.

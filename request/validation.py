@@ -128,7 +128,7 @@ class Place(NamedTuple):
 
 
 def place(value: Any, path: str) -> Place:
-    """Accept an object, whatever its members."""
+    """Accept an object with any members."""
     return Place(mapping(value, path), path)
 
 

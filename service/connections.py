@@ -65,7 +65,7 @@ from request.refusals import error_body
 
 log = logging.getLogger("connections")
 
-READ_BYTES = 32 * 1024  # of a connection in one turn of the event loop: in chunks of a byte, 3 ms
+READ_BYTES = 32 * 1024  # of a connection in a turn of the event loop: 3 ms, if it is HTTP chunks of one byte
 READ_FRAMES_BYTES = 2 * 1024  # of a WebSocket in one turn: 340 of the smallest frames, 3 ms
 MAX_FRAMES = 1000  # of a WebSocket in FRAMES_S: messages, their fragments, pings, pongs
 FRAMES_S = 20
@@ -80,7 +80,7 @@ RECEIVE_BUFFER_BYTES = 256 * 1024
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
 BACKLOG = 4096  # connections that the system holds for us; after that a client tries again in a second
-ACCEPTED_A_TURN = 16  # of the event loop: what a request does takes half a millisecond a turn
+ACCEPTED_A_TURN = 16  # connections in a turn of the event loop: the work for each takes half a millisecond
 READY_A_TURN = 16  # connections that are read or written, for the same reason
 MAX_LOOKUPS = 8  # of names, at once: of upstreams
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
@@ -146,7 +146,7 @@ class EventLoop(asyncio.SelectorEventLoop):
 class FairSelector(selectors.DefaultSelector):
     """Tells of a few ready files at a time, by turns: a thousand of them take many turns of the loop."""
 
-    _start = 0  # of the next few
+    _start = 0  # index of the first of the next few files
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
@@ -249,7 +249,7 @@ class Protocol(Limited, HttpToolsProtocol):
         self.is_busy()
 
     def is_idle(self) -> None:
-        """There is no request, or only a part of one."""
+        """Start the timer of a connection that has no request, or only a part of one."""
         self.idle[self] = self.drop_after(KEEP_ALIVE_S)
 
     def is_busy(self) -> None:

@@ -3,7 +3,7 @@
     logging.getLogger(name).info(...) --Lines--> one line
 
 Rules of this file:
-1. A record is one line of text, whatever a client wrote into it, and any number of lines of traceback, all
+1. A record is one line of text, even if a client put line ends into it, and any lines of a traceback, all
    without control characters. As JSON it is one line with all of it.
 2. The id is the one in the reply's x-request-id header. What goes on running after the reply keeps its id.
 """

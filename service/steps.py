@@ -29,7 +29,7 @@ from scheduler import Scheduled, Scheduler, Sequence
 MAX_STEPS = 2000
 POLL_S = 0.05  # between two looks of a reader
 
-Members = dict[str, Any]  # of an object, as it is sent
+Members = dict[str, Any]  # a JSON object, as it is sent
 # The owner of a sequence, what a step did for it, and what of that the owner alone may read.
 Share = tuple[str, Members, Members]
 

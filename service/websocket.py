@@ -66,7 +66,7 @@ class Lane:
     name: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
     job: Job | None = None  # whose events are being sent
-    next_number: int = 0  # of an event, if none are being sent
+    next_number: int = 0  # the next sequence_number while no response is running
     last: Row | None = None  # its last response: rule 3
 
 
