@@ -22,8 +22,8 @@ from audit import stream as streams
 from audit.rules import NotApplicable
 from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from event_log import encode_event
+from helpers.scripted import events_of
 from helpers.serving import ROOT, Json
-from request import params
 
 OUTPUTS: list[Output] = [
     Delta("analysis", "Hm."),
@@ -34,15 +34,12 @@ OUTPUTS: list[Output] = [
     Arguments("1}"),
 ]
 STOP = Finish("stop", Usage(9, 8, 1, 2))
-HEAD = {"id": "resp_0", "object": "response", "created_at": 1, "model": "m"}
-ECHO = params.from_responses({"model": "m", "input": "hi", "instructions": "Be\u2028brief"}, {}).echo
 
 
 def responses_stream(finish: Finish = STOP) -> bytes:
-    number = itertools.count(1)
-    builder = responses.Builder(HEAD | ECHO, lambda prefix: f"{prefix}_{next(number)}")
-    made = [builder.start(), *map(builder.feed, OUTPUTS), builder.finish(finish, 2)]
-    return b"".join(encode_event(n, event).frame for n, event in enumerate(itertools.chain(*made)))
+    events = events_of([*OUTPUTS, finish])
+    stream = b"".join(encode_event(n, event).frame for n, event in enumerate(events))
+    return stream.replace(b'"instructions":null', rb'"instructions":"Be\u2028brief"')
 
 
 def chat_stream(finish: Finish = STOP) -> bytes:
