@@ -25,7 +25,7 @@ def moody(exchange: Exchange) -> None:
 
 ELSE = "something else each time"
 MOODS: list[tuple[str, Answer, str, str]] = [
-    ("background-completes", says(json_answer(NEVER_DONE)), "error", "the rule's budget of 0.5 s is used up"),
+    ("background-completes", says(json_answer(NEVER_DONE)), "error", "NoReply: "),
     ("background", says(head(status="503 Busy")), "error", "the server is busy"),
     ("chat-usage", moody, "n/a", ELSE),
     ("stop-string", moody, "n/a", ELSE),
