@@ -77,7 +77,7 @@ class Api:
     done_line: bool = True  # a stream of a response ends with [DONE]
     temporary: bool = True  # background responses with store=false are accepted, and kept for a while
     reasoning_events: str = "openai"  # a key of responses.REASONING_EVENTS
-    image_texts: bool = False  # the model is told that there was an image; else requests with one are refused
+    image_texts: bool = False  # True: the model is told that there was an image; False: images are refused
     steps: Steps | None = None  # of the local worker's engine, if they are shown
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class Api:
             sealer_of = partial(items.sealer, self.secret, visit.owner)
             previous_id = values["previous_response_id"]
             chain, own = await items.resolve(values["input"], previous_id, find, sealer_of, visit.call)
-            if purpose != "respond" and chain and not own:  # as if the client had sent all of it
+            if purpose != "respond" and chain and not own:  # as if the client had sent the whole chain
                 chain, own = [], chain
             request = await visit.call(params.responses_request, values, chain, own)
             conversation = [*chain, *own]
@@ -212,7 +212,7 @@ class Api:
         return Job(row, Builder(head, item_ids(row.id), seal, self.reasoning_events), run)
 
     async def _run_row(self, row: Row, emit: Callable[[Said], None]) -> None:
-        """Run a background response. What waits is its row of JSON text: the prompt is made of it again."""
+        """Run a background response. Only its row has waited: the prompt is made again from its JSON text."""
         body = await asyncio.to_thread(items.body_of, row)
         defaults = self._worker(body["model"]).defaults
         request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
@@ -224,7 +224,7 @@ class Api:
         return self._job(row, row.response, seals_reasoning, partial(self._run_row, row))
 
     def _refuse_failed(self, error: Mapping[str, str] | None) -> None:
-        """Raise BadInput if a whole answer has failed: while the server stops, a client may try elsewhere."""
+        """Raise BadInput if an answer has failed. While the server stops, the code says to try elsewhere."""
         if error:
             code = "server_is_overloaded" if self.registry.stopping.is_set() else "server_error"
             raise BadInput(error["message"], None, code)

@@ -1,4 +1,4 @@
-"""What an upstream refuses: its error as the refusal that our client gets.
+"""Refusals of an upstream: its error becomes the error that our client gets.
 
     status, headers, body --read_refusal()--> Refused    error of an answer with 200 --refusal()--> Refused
 
@@ -35,7 +35,7 @@ CONTEXT_LENGTH = re.compile(r"context_length|context length|context size|context
 
 
 class Refused(BadInput):
-    """An upstream does not serve the request, or none can be reached: what the client is told."""
+    """An upstream refuses the request, or none can be reached: the error for the client."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str = "") -> None:
         super().__init__(message, param, code)
@@ -43,7 +43,7 @@ class Refused(BadInput):
 
 
 def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
-    """Read an answer with another status than 200, of which not all may have come."""
+    """Read an answer whose status is not 200, and which may be incomplete."""
     error: Chunk = {}
     with suppress(Unreadable):
         error = error_of(document(body)) or {}

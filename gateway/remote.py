@@ -162,7 +162,7 @@ class UpstreamPrompt(NamedTuple):
 class RemoteWorker:
     """A Worker that asks upstreams; `price` is that of a token, for the costs in chat's usage."""
 
-    defaults: Mapping[str, Any] = {}  # of parameters: those of an upstream are not known here
+    defaults: Mapping[str, Any] = {}  # an upstream's own defaults are not known here
 
     def __init__(self, upstreams: Upstreams, price: int | None = None) -> None:
         self.upstreams = upstreams
@@ -202,7 +202,7 @@ class RemoteWorker:
     async def prepare(self, request: Request) -> UpstreamPrompt:
         name = self._upstream_name(request.model)
         body = await asyncio.to_thread(chat_body, request, name)
-        if request.truncate and not request.compacts:  # who counts no tokens cannot tell what fits
+        if request.truncate and not request.compacts:  # only the upstream can count tokens
             request = replace(request, not_run=(*request.not_run, "truncation"))
         return UpstreamPrompt(self, request, body)
 

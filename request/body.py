@@ -38,11 +38,11 @@ from request.room import Visit
 Parsing = AbstractAsyncContextManager[Any]
 
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
-FEW_BYTES = 4 * 1024  # all that is made of a body in the event loop takes 1 ms, as a rule, and 5 at worst
+FEW_BYTES = 4 * 1024  # the work for such a body takes 1 ms of the event loop as a rule, and 5 at worst
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
-MAX_VALUES = 50_000  # of JSON: one takes 2 bytes of a body, and some 100 of memory
-MAX_BODY_S = 30  # from its first byte to its last, if it is small
-BODY_BYTES_A_S = 256 * 1024  # at least, after those: five times as many come over 200 ms, there and back
+MAX_VALUES = 50_000  # JSON values: one takes 2 bytes of a body, and some 100 of memory
+MAX_BODY_S = 30  # from the first byte to the last of a small body
+BODY_BYTES_A_S = 256 * 1024  # at least, for the rest: five times as many come if a round trip takes 200 ms
 
 GZIP = 16 + zlib.MAX_WBITS  # zlib.decompressobj()
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
@@ -147,7 +147,7 @@ def too_many_values() -> BadInput:
 
 # Each has decompress(), eof and unused_data.
 READERS: dict[str, Any] = {"identity": None, "gzip": partial(zlib.decompressobj, GZIP)}
-with suppress(ImportError):  # Codex compresses its bodies so
+with suppress(ImportError):  # Codex compresses its bodies with zstd
     zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     window = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
     READERS["zstd"] = partial(zstd.ZstdDecompressor, options=window)
@@ -161,7 +161,7 @@ def unpacked(content: bytes, encoding: str, visit: Visit) -> bytes:
     reader = READERS[encoding]()
     try:
         json_text: bytes = reader.decompress(content, visit.rooms.max_body_bytes + 1)
-    except Exception as error:  # anything that a reader raises, it raises over these bytes
+    except Exception as error:  # a reader may raise anything: these bytes are the cause
         raise BadInput(f"Could not unpack the body: {error}", None, "invalid_json") from error
     if len(json_text) > visit.rooms.max_body_bytes:
         raise too_large(visit)

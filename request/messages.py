@@ -59,8 +59,8 @@ class Conversation:
         self._current: Message = {}  # the last turn; {}: results of its calls have come
         self._n_calls = 0
         self._n_argument_values = 0  # in all calls: each is held as an object
-        # By the client's id, which a later turn may use again: the message of the result, which has its place
-        # and no content yet; and whether the result must come.
+        # The calls that wait for a result, by the client's id, which a later turn may use again: the message
+        # of the result, in its place but without content, and whether the result must come.
         self._open_calls: dict[str, tuple[Message, bool]] = {}
 
     def _turn(self, role: str) -> Message:
@@ -118,7 +118,7 @@ class Conversation:
 
 
 def paragraphs(*texts: str) -> str:
-    """Join what becomes one message."""
+    """Join the texts that become one message."""
     return "\n\n".join(filter(None, texts))
 
 
@@ -208,7 +208,7 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
     if type_.endswith(RESULT_SUFFIXES):
         conversation.add_result(call_id, told, f"{item.path}.{id_member}")
     else:
-        conversation.add_call(call_id, function, told, is_cut=True)  # what has run elsewhere has no result
+        conversation.add_call(call_id, function, told, is_cut=True)  # if it ran elsewhere it has no result
 
 
 Items = list[Object]

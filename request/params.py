@@ -60,7 +60,7 @@ Defaults = Mapping[str, Any]  # of a model's parameters, by their names (generat
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for, the same for both APIs."""
+    """A checked request, in the same form for both APIs."""
 
     model: str
     owner: str  # who asks: digest of the API key; "": the server needs none
@@ -68,7 +68,7 @@ class Request:
     not_run: tuple[str, ...]  # unknown parameters and types of tools: accepted, and without any effect
     messages: list[messages.Message]
     tools: list[Object]  # as chat templates take them, even if tool_choice is none
-    called: dict[str, Tool]  # those that calls may mean, by their names in `tools`; {}: tool_choice is none
+    called: dict[str, Tool]  # tools that may be called, by their names in `tools`; {}: tool_choice is none
     structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
     stream: bool
@@ -79,7 +79,7 @@ class Request:
     n_top_logprobs: int | None  # None: no logprobs
     stop: tuple[str, ...]
     stop_token_ids: list[int]
-    ignore_eos: bool  # go on after the model's own end
+    ignore_eos: bool  # go on after the model's stop token
     parallel_tool_calls: bool
     template_kwargs: Object  # variables of the chat template, such as enable_thinking
     echo: Object  # Responses: the members of the response object that repeat the request
@@ -154,7 +154,7 @@ INCLUDES = (  # openai.types.responses.ResponseIncludable
     SEALED_REASONING,
     LOGPROBS,
 )
-# OpenAI's, vLLM's and llama.cpp's. For these values they ask for nothing: false, 0, "", [].
+# Parameters of OpenAI, vLLM and llama.cpp that ask for nothing with these values: false, 0, "", [].
 NOT_BUILT = (
     "structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar", "grammar",
     "bad_words", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids", "use_beam_search", "echo",
@@ -163,7 +163,7 @@ NOT_BUILT = (
     "moderation", "background_options", "prompt", "context_management", "audio", "prediction",
     "web_search_options", "functions", "function_call",
 )  # fmt: skip
-# And these for true, or 1, which is their default.
+# And these with true, or 1, which is their default.
 NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_generation_prompt")
 
 reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
@@ -299,7 +299,7 @@ def responses_request(values: Object, chain: messages.Items, input: messages.Ite
     by_chats_names = {
         "messages": conversation,
         "echo": echo,
-        # To warm the cache up, one token is chosen with the last row of the prompt; no client is told of it.
+        # A warm-up chooses one token, with the last row of the prompt; the client does not see it.
         "max_tokens": values["max_output_tokens"] if generate else 1,
         "logprobs": LOGPROBS in values["include"],
         "response_format": echo["text"]["format"],

@@ -47,7 +47,7 @@ class SpecialTokens:
         self._first_characters = {token[0] for token in tokens}
         self._pattern = re.compile(longest_of(tokens) if tokens else "(?!)")
         self._max_length = max(map(len, tokens), default=0)
-        # What a string of the request can say of a token that the template has begun: how it ends, or a part.
+        # What a string of the request can add to a token that the template has begun: its end, or a part.
         self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
         self._parts = MARK.join(token[1:] for token in tokens)
 
@@ -111,7 +111,7 @@ def longest_of(words: Iterable[str]) -> str:
 
     Words that begin alike share that beginning (a trie): a thousand words cost no more than one.
     """
-    endings: dict[str, list[str]] = defaultdict(list)  # of the words, by first character
+    endings: dict[str, list[str]] = defaultdict(list)  # the words without their first character, by that one
     for word in words:
         endings[word[0]].append(word[1:])
     branches = []

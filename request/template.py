@@ -78,7 +78,7 @@ def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
 
 
 def system_as_text(messages: list[Message]) -> list[Message]:
-    """Put each system message at the head of the next user message; one that none follows becomes one."""
+    """Put each system message before the next user message; without one it becomes a user message itself."""
     without_system: list[Message] = []
     system = ""
     for message in messages:
@@ -128,7 +128,7 @@ ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
 )
 ENVIRONMENT.filters["tojson"] = as_json  # Jinja's own escapes < and > for HTML
 ENVIRONMENT.globals["raise_exception"] = _raise_exception
-# `{% generation %}` marks for training what the assistant wrote; in a prompt its content just stands.
+# `{% generation %}` marks what the assistant wrote, for training. A prompt has its content as it stands.
 GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 
 
@@ -221,9 +221,9 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except MemoryError:  # no fault of these messages
+        except MemoryError:  # not the fault of these messages
             raise
-        except Exception as error:  # anything that a template raises, it raises over these messages
+        except Exception as error:  # a template may raise anything: these messages are the cause
             reason = without_marks(str(error))[:MAX_REASON]
             message = f"The model's chat template refuses these messages: {reason}"
             raise BadInput(message, None, "invalid_prompt") from error
@@ -244,7 +244,7 @@ def _with_thinking(message: Message) -> Message:
 
 
 def _special_tokens(config: Object) -> dict[str, str]:
-    """Each is a string, an object that holds it, or null; add_bos_token is a boolean, and no token."""
+    """Return the tokens: each is a string, an object that holds it, or null; add_bos_token is not a token."""
     tokens = {}
     for name, value in config.items():
         token = value.get("content") if isinstance(value, dict) else value

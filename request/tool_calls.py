@@ -40,7 +40,7 @@ class Restorer:
         self._broken = ""  # the name in the last call that cannot be run
 
     def feed(self, output: Output | Finish) -> Iterator[Output | Finish]:
-        """Yield what the client is told. A call that cannot be run fails the answer: rule 3."""
+        """Yield the outputs that the client gets. A call that cannot be run fails the answer: rule 3."""
         call = self._call
         if isinstance(output, Arguments):
             self._arguments.append(output.text)
@@ -108,13 +108,13 @@ class InputDecoder:
             self._is_inside = True
             self._held = self._held[opening.end() :]
         whole = UNITS.match(self._held)
-        assert whole  # if only of nothing
+        assert whole  # at least the empty string matches
         # After the closing quote no more is kept than what an escape may lack.
         self._held = self._held[whole.end() :][:MAX_UNFINISHED]
         return ESCAPE.sub(_character, whole[0])
 
     def close(self) -> str:
-        """Return what was held back: of a call that has ended in the midst of it, or other arguments."""
+        """Return what was held back: the rest of a string that was cut, or other arguments."""
         has_ended = self._is_inside and self._held.startswith('"')
         if has_ended or self._held.strip() == "{}":  # the call had no arguments
             return ""

@@ -142,7 +142,7 @@ class DeclaredTool(NamedTuple):
 # A function has all of these in the response object: zod schema of github.com/openresponses/openresponses.
 NOT_GIVEN = {"description": None, "parameters": None, "strict": False}
 
-# What is read of a tool, or of the format of a text.
+# The members of a tool, or of a text format, that are read.
 check_members = members(
     type=text,
     name=identifier,
@@ -217,7 +217,7 @@ def tool_choice(by_name: ByName, value: Any) -> ToolChoice:
 
 
 def _referred(by_name: ByName, value: Any, path: str) -> list[Tool]:
-    """Return the tool that a reference names: for one that a server would run itself there is none."""
+    """Return the tool that a reference names; raises BadInput for a tool that a server would run itself."""
     given = flat(value, path)
     type_ = given.need("type", text)
     if type_ not in CLIENT_TOOLS:
@@ -262,7 +262,7 @@ def structured_output(
     schema = format_.get("schema")
     if format_.get("type") == "json_object":
         schema = {"type": "object"}
-    # The calls that may come are all that a model could write.
+    # Without a grammar if the model may answer freely: all calls that it could write may come.
     held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.allowed]
     is_free = choice.calls == "none" or (choice.calls == "auto" and not held)
     if schema is None and is_free:

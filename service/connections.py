@@ -73,22 +73,22 @@ MAX_LARGEST = 2  # times --max-body: a larger message closes its connection
 MAX_FRAMING_BYTES = 32 * 1024  # of a request, all but its body: head, chunk sizes, trailers
 NEVER_S = 10**6
 KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it before we do
-# Of a connection; Linux takes twice as many. With the second one the buffer does not grow by itself any more:
-# a client that is 100 ms away, there and back, sends 2 MB/s.
+# Buffers of a connection; Linux takes twice as many bytes. As the receive buffer is set, it does not grow by
+# itself: with a round trip of 100 ms a client sends 2 MB/s.
 SEND_BUFFER_BYTES = 128 * 1024
 RECEIVE_BUFFER_BYTES = 256 * 1024
 STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
 
-BACKLOG = 4096  # connections that the system holds for us; after that a client tries again in a second
+BACKLOG = 4096  # connections that the system holds until we accept them; a client beyond them tries again
 ACCEPTED_A_TURN = 16  # connections in a turn of the event loop: the work for each takes half a millisecond
 READY_A_TURN = 16  # connections that are read or written, for the same reason
-MAX_LOOKUPS = 8  # of names, at once: of upstreams
+MAX_LOOKUPS = 8  # look-ups of upstreams' names at once
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
 OWN_FILES = 80  # the store, the model, pipes, logs, connections that are accepted to be dropped
 
 
 class Listener(socket.socket):
-    """A listening socket. asyncio has one number for what waits here and what it accepts in a turn."""
+    """A listening socket. asyncio gives its backlog and what it accepts in a turn the same number."""
 
     def listen(self, _: int = BACKLOG) -> None:
         super().listen(BACKLOG)
@@ -134,7 +134,7 @@ LOOKUPS = ThreadPoolExecutor(MAX_LOOKUPS, "lookup")
 
 
 class EventLoop(asyncio.SelectorEventLoop):
-    """Looks names up in threads of its own: one may take half a minute, and requests have few."""
+    """Looks names up in threads of its own: one may take half a minute, and requests have few threads."""
 
     def __init__(self) -> None:
         super().__init__(FairSelector())
@@ -175,7 +175,7 @@ class Limited(asyncio.Protocol):
     transport: asyncio.Transport
     read_bytes: int
     reader_timeout: float  # seconds
-    stop_s: float  # after which a stop drops the connection
+    stop_s: float  # seconds after which a stop drops the connection
     timer: asyncio.TimerHandle | None = None  # drops a client that does not read
 
     def connection_made(self, transport: Any) -> None:
@@ -210,7 +210,7 @@ class Limited(asyncio.Protocol):
 
 
 class BadHttp(ValueError):
-    """What came is not an HTTP request that can mean one thing only, or is too long for one."""
+    """The bytes are not HTTP, could mean two requests, or are too long for one."""
 
 
 BAD_HTTP_ANSWER = (
@@ -228,7 +228,7 @@ class Protocol(Limited, HttpToolsProtocol):
 
     read_bytes = READ_BYTES
     max_connections: int
-    # All without a request that has started, the longest first, and what will drop each: rule 1.
+    # All connections without a request that has started, the longest idle first, with their timers: rule 1.
     idle: "dict[Protocol, asyncio.TimerHandle]"
     is_coming = False  # the newest request has begun, and is not whole
     is_answering = False  # one has been passed on to uvicorn, and has no whole answer yet
@@ -253,7 +253,7 @@ class Protocol(Limited, HttpToolsProtocol):
         self.idle[self] = self.drop_after(KEEP_ALIVE_S)
 
     def is_busy(self) -> None:
-        """There is a request that has started, or a WebSocket, or the end."""
+        """Stop the timer: a request has started, the connection is a WebSocket now, or it has ended."""
         if self in self.idle:
             self.idle.pop(self).cancel()
 
@@ -441,7 +441,7 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         ws_per_message_deflate=False,  # a few bytes could unpack to megabytes
         backlog=ACCEPTED_A_TURN,
         log_config=None,
-        log_level="error",  # its warnings are of requests that we refuse, and log with their ids
+        log_level="error",  # it warns about requests that we refuse, and log ourselves with their ids
         access_log=False,
         lifespan="off",
         server_header=False,

@@ -66,7 +66,7 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
         if (directory / "model.gguf").is_file():
             log.warning("a GPU multiplies by bfloat16 alone; the weights of this GGUF file are rounded to it")
     else:
-        room = free_memory() // 4  # the system gives memory only to pages that are used
+        room = free_memory() // 4  # the system gives memory only for pages that are used
     n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
     weights = read_weights(directory, config, *packs(ops_class, config, args.weights))
     runner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)

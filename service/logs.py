@@ -60,7 +60,7 @@ def start(level: str, log_format: str) -> None:
 
 
 def is_news(thing: Hashable, told: set[Hashable]) -> bool:
-    """Return whether a thing has not been told in this minute. Then it is added to what has been told."""
+    """Return whether a thing has not been logged in this minute, and remember that it is logged now."""
     news = (time.monotonic() // 60, thing)
     if news in told:
         return False

@@ -35,7 +35,7 @@ from prometheus_client.registry import Collector
 from channels import Usage
 
 PREFIX = "llmref:"
-BETWEEN_SCRAPES_S = 0.25  # one takes the event loop for 5 ms
+BETWEEN_SCRAPES_S = 0.25  # a scrape keeps the event loop for 5 ms
 MODEL = "model_name"  # the label that all metrics have, with one value: vLLM's dashboards choose by it
 
 # From a token of a small model on a fast GPU to a long answer of a large one on a slow CPU: 1 ms to 524 s.

@@ -26,8 +26,8 @@ from store import IN_MEMORY, Retention
 from worker import ALIAS, MAX_OUTPUT_TOKENS
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-MAX_DRAFTS = 16  # a sequence and step: a GPU verifies so many at the price of one
-MAX_NUMBER = 10**15  # of any kind: SQLite, C and the event loop's clock can hold it
+MAX_DRAFTS = 16  # per sequence and step: a GPU verifies 16 in the time of one
+MAX_NUMBER = 10**15  # SQLite, C and the event loop's clock can hold it
 
 
 # --- checks -------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def matching(pattern: str, expected: str, text: str) -> str:
 
 
 def number(kind: Callable[[str], float], low: float, text: str, high: float = MAX_NUMBER) -> float:
-    """Return a number from `low` to `high`, which NaN and the infinities are not."""
+    """Return a number from `low` to `high`: not NaN, nor an infinity."""
     try:
         value = kind(text)
         if low <= value <= high:
@@ -96,8 +96,8 @@ base_url = partial(
 
 # --- the options --------------------------------------------------------------------------------------------
 
-# As --help shows them. In place of a check may stand the values that there are. False as the default makes a
-# switch, and [] an option that may be repeated.
+# As --help shows them. In place of a check there may be the list of values. The default False makes a switch,
+# and [] an option that may be repeated.
 # fmt: off
 OPTIONS: dict[str, list[Any]] = {
     #   name and value              check, default                    help
@@ -236,7 +236,7 @@ def secrets(args: Namespace, name: str) -> list[str]:
     """
     file = getattr(args, f"{name}_file")
     variable = f"LLMREF_{name.upper()}"
-    texts: dict[str, str] = {}  # by where they come from
+    texts: dict[str, str] = {}  # by the name of their source
     if file:
         texts[str(file)] = file.read_text(
             encoding="latin-1"

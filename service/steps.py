@@ -27,7 +27,7 @@ from sampling import Choice
 from scheduler import Scheduled, Scheduler, Sequence
 
 MAX_STEPS = 2000
-POLL_S = 0.05  # between two looks of a reader
+POLL_S = 0.05  # a reader looks for new steps so often
 
 Members = dict[str, Any]  # a JSON object, as it is sent
 # The owner of a sequence, what a step did for it, and what of that the owner alone may read.
@@ -123,7 +123,7 @@ class Steps:
         """Yield the frames for one reader: the steps that are kept, then those to come, until a stop."""
         next_step = 0
         while not stopping.is_set():
-            for step, shares in list(self.steps):  # the engine's thread goes on
+            for step, shares in list(self.steps):  # a copy: the engine's thread adds steps meanwhile
                 if step["step"] >= next_step:
                     next_step = step["step"] + 1
                     sequences = [

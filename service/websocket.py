@@ -49,7 +49,7 @@ from streaming import cancel
 
 log = logging.getLogger("websocket")
 
-MAX_LANES = 32  # that have a name: the guide's
+MAX_LANES = 32  # with a name: the guide's limit
 MAX_NAME = 256  # characters of a lane's name, which each of its events repeats
 AS_BODY = {"type": None, "stream_id": None, "stream": True}  # what a body has in place of a message's members
 SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
@@ -91,7 +91,7 @@ class Connection:
                 receiving.cancel()
             await self.websocket.close(SERVICE_RESTART)
         except* WebSocketDisconnect:
-            pass  # the client has left, which has ended all tasks
+            pass  # the client has left, and all tasks have ended with it
 
     # --- what comes -----------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Connection:
                 raise wrong_value("type", "'response.create'", other)
 
     async def _steer(self, lane: Lane, message: dict[str, Any]) -> None:
-        """Say why a response is not steered, in its lane; if there is none, in the lane of the message."""
+        """Say why a response is not steered: in its lane, or if it has none, in the lane of the message."""
         id_ = message.get("previous_response_id")
         code = "response_not_found"
         for each in self.lanes.values():
@@ -211,7 +211,7 @@ class Connection:
         try:
             n_bytes = sum(row.n_bytes + len(row.response_json) for row in rows)
             self.visit.hold(self.visit.rooms.bytes, n_bytes)
-        except BadInput:  # more is held than is remembered, until the next one
+        except BadInput:  # until the next one, more room is held than is remembered
             lane.last = None
 
     # --- what is sent ---------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Connection:
         await self.websocket.send_text(object_text)
 
     async def _refuse(self, refusal: BadInput, lane: str = "") -> None:
-        """Tell what is wrong."""
+        """Send an error to the client."""
         log.info("%d: %s", refusal.status, refusal.message)
         body = error_body(refusal.status, refusal.message, refusal.param, refusal.code)
         await self._send(sse.dumps({"type": "error", "status": refusal.status} | body), lane)
