@@ -9,14 +9,14 @@ uvicorn speaks both protocols. Limits are added by what is documented: the metho
 protocol, those that httptools calls for what it has parsed, and the protocol of the package `websockets`.
 Of uvicorn itself a dozen names are used that are not documented, so pyproject.toml allows no later minor one:
 HttpToolsProtocol with connections, parser, headers, url, scope, handle_websocket_upgrade and
-on_response_complete;
-WebSocketsSansIOProtocol with conn and handshake_complete; of both, shutdown; and Server.capture_signals.
+on_response_complete; WebSocketsSansIOProtocol with conn and read_paused; shutdown of both; Server with
+capture_signals and server_state.
 
 The life of a connection ("<" is from the client):
 
-    < head of A, half of its body   A has begun; the connection is idle, and its timer runs
-    < the rest of A                 A is whole and starts as a task; the connection is not idle any more
-    > answer to A                   the connection is idle, and its timer runs
+    < head of A, half of its body   A is coming; the connection is idle, and its timer runs
+    < the rest of A                 A starts as a task, and is whole; the connection is busy
+    > answer to A                   A is answered; the connection is idle, and its timer runs
 
 Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as Node.js has it. RFC 6455 for
 WebSockets, which the package `websockets` speaks.
@@ -39,23 +39,21 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import math
 import resource
 import selectors
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import httptools
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame, Opcode
-from websockets.protocol import Event, State
+from websockets.protocol import Event
 from websockets.server import ServerProtocol
 
 import sse
@@ -77,12 +75,11 @@ KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it be
 # itself: with a round trip of 100 ms a client sends 2 MB/s.
 SEND_BUFFER_BYTES = 128 * 1024
 RECEIVE_BUFFER_BYTES = 256 * 1024
-STALLED_S = 2  # what clients get at a stop to read their last event, after the grace
+STALLED_S = 2  # what clients get at a stop to read their last event, and to leave
 
 BACKLOG = 4096  # connections that the system holds until we accept them; a client beyond them tries again
 ACCEPTED_A_TURN = 16  # connections in a turn of the event loop: the work for each takes half a millisecond
 READY_A_TURN = 16  # connections that are read or written, for the same reason
-MAX_LOOKUPS = 8  # look-ups of upstreams' names at once
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
 OWN_FILES = 80  # the store, the model, pipes, logs, connections that are accepted to be dropped
 
@@ -130,7 +127,7 @@ def max_connections(max_streams: int) -> int:
 
 # --- turns of the event loop --------------------------------------------------------------------------------
 
-LOOKUPS = ThreadPoolExecutor(MAX_LOOKUPS, "lookup")
+LOOKUPS = ThreadPoolExecutor(8, "lookup")  # look-ups of upstreams' names
 
 
 class EventLoop(asyncio.SelectorEventLoop):
@@ -139,8 +136,8 @@ class EventLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__(FairSelector())
 
-    async def getaddrinfo(self, host: Any, port: Any, **hints: int) -> list[Any]:
-        return await self.run_in_executor(LOOKUPS, partial(socket.getaddrinfo, host, port, **hints))
+    def getaddrinfo(self, *address: Any, **hints: Any) -> Any:
+        return self.run_in_executor(LOOKUPS, partial(socket.getaddrinfo, *address, **hints))
 
 
 class FairSelector(selectors.DefaultSelector):
@@ -151,43 +148,37 @@ class FairSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
         self._start = (self._start + READY_A_TURN) % max(len(ready), 1)
-        return [*ready[self._start :], *ready[: self._start]][:READY_A_TURN]
+        return (ready[self._start :] + ready[: self._start])[:READY_A_TURN]
 
 
 # --- uvicorn, with limits -----------------------------------------------------------------------------------
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: server.py gives open streams their last event before the stop."""
+    """uvicorn. At a stop server.py first gives open streams their last event; so it handles the signals."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+
+    def drop_clients(self) -> None:
+        """Drop those that do not leave at a stop, before uvicorn cancels their requests, and logs that."""
+        for connection in self.server_state.connections:
+            connection.transport.abort()
 
 
 class Limited(asyncio.Protocol):
-    """Reads few bytes in a turn of the event loop, and drops a connection whose client does not read.
+    """Drops a connection whose client does not read.
 
     The transport calls pause_writing() when 64 KiB wait for a full socket, and resume_writing() when most
     of them have left.
     """
 
     transport: asyncio.Transport
-    read_bytes: int
     reader_timeout: float  # seconds
-    stop_s: float  # seconds after which a stop drops the connection
     timer: asyncio.TimerHandle | None = None  # drops a client that does not read
-
-    def connection_made(self, transport: Any) -> None:
-        transport.max_size = self.read_bytes  # asyncio's own is 256 KiB
-        super().connection_made(transport)
-
-    def drop_after(self, seconds: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.timer = self.drop_after(self.reader_timeout)
+        self.timer = asyncio.get_running_loop().call_later(self.reader_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -198,24 +189,13 @@ class Limited(asyncio.Protocol):
         super().connection_lost(None)  # with an error uvicorn would keep its timer, and with that all this
         self.resume_writing()
 
-    def shutdown(self) -> None:
-        """At a stop, drop a client that does not leave before uvicorn cancels its request: it logs that.
-
-        The application itself closes WebSockets, after their turns.
-        """
-        self.drop_after(self.stop_s)
-
 
 # --- HTTP ---------------------------------------------------------------------------------------------------
 
 
-class BadHttp(ValueError):
-    """The bytes are not HTTP, could mean two requests, or are too long for one."""
-
-
 BAD_HTTP_ANSWER = (
-    b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-    b"x-request-id: %s\r\nConnection: close\r\n\r\n%s"
+    "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    "x-request-id: %s\r\nConnection: close\r\n\r\n%s"
 )
 # Headers that say one thing: of two, a proxy could believe one and we the other (RFC 9110, section 5.3).
 SINGLE_HEADERS = (b"host", b"authorization", b"content-type", b"content-encoding", b"origin")
@@ -226,43 +206,37 @@ class Protocol(Limited, HttpToolsProtocol):
     in pass_on(), when the request is to start.
     """
 
-    read_bytes = READ_BYTES
     max_connections: int
     # All connections without a request that has started, the longest idle first, with their timers: rule 1.
     idle: "dict[Protocol, asyncio.TimerHandle]"
-    is_coming = False  # the newest request has begun, and is not whole
-    is_answering = False  # one has been passed on to uvicorn, and has no whole answer yet
+    # Of the newest request: "coming", "started" when it has been passed on to uvicorn, "whole". It may be
+    # "answered" before it is whole.
+    state = "answered"
     n_framing_bytes = 0  # of it, without its body
 
     # --- its beginning and its end --------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.is_idle()
+        transport.max_size = READ_BYTES  # asyncio's own is 256 KiB
+        self.become_idle()
         if len(self.connections) > self.max_connections:
             longest_idle = next(iter(self.idle))
-            longest_idle.is_busy()
+            longest_idle.become_busy()
             longest_idle.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.is_busy()
+        self.become_busy()
 
-    def is_idle(self) -> None:
+    def become_idle(self) -> None:
         """Start the timer of a connection that has no request, or only a part of one."""
-        self.idle[self] = self.drop_after(KEEP_ALIVE_S)
+        self.idle[self] = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self.transport.abort)
 
-    def is_busy(self) -> None:
+    def become_busy(self) -> None:
         """Stop the timer: a request has started, the connection is a WebSocket now, or it has ended."""
         if self in self.idle:
             self.idle.pop(self).cancel()
-
-    def shutdown(self) -> None:
-        """Stop: a request that is being answered ends, one that is not whole yet has not been accepted."""
-        super().shutdown()
-        HttpToolsProtocol.shutdown(self)
-        if self.is_coming:
-            self.transport.close()
 
     # --- what comes -----------------------------------------------------------------------------------------
 
@@ -271,31 +245,31 @@ class Protocol(Limited, HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
             if self.n_framing_bytes > MAX_FRAMING_BYTES:
-                raise BadHttp(f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes")
-        except httptools.HttpParserUpgrade as upgrade:
-            (n_parsed,) = upgrade.args
-            self.upgrade(data[n_parsed:])
-        except (httptools.HttpParserError, BadHttp) as error:
+                raise HttpParserError(
+                    f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes"
+                )
+        except HttpParserUpgrade as upgrade:
+            self.upgrade(data[upgrade.args[0] :])  # what comes after the head
+        except HttpParserError as error:
             self.refuse(error.__context__ or error)  # the parser wraps what a callback raises
 
     def on_message_begin(self) -> None:
-        if self.is_answering:
-            raise BadHttp("the request before this one has no answer yet")
+        if self.state == "whole":
+            raise HttpParserError("the request before this one has no answer yet")
         super().on_message_begin()
-        self.is_coming = True
-        self.has_started = False  # it has not been passed on to uvicorn
+        self.state = "coming"
         self.body = b""  # what came of it, and has not been passed on
 
     def on_headers_complete(self) -> None:
-        """Refuse what the parser lets through; raises BadHttp."""
+        """Refuse what the parser lets through; raises HttpParserError."""
         names = [name for name, _ in self.headers]
         if self.parser.get_method() == b"CONNECT":
-            raise BadHttp("this is not a proxy")
+            raise HttpParserError("this is not a proxy")
         if b"host" not in names and self.parser.get_http_version() == "1.1":  # RFC 9112, section 3.2
-            raise BadHttp("the Host header is missing")
+            raise HttpParserError("the Host header is missing")
         for name in SINGLE_HEADERS:
             if names.count(name) > 1:
-                raise BadHttp(f"there are two {name.decode()} headers")
+                raise HttpParserError(f"there are two {name.decode()} headers")
         if self.parser.should_upgrade():
             return  # see upgrade()
         self.headers = []  # what still comes are trailers, not headers: RFC 9110, section 6.5.1
@@ -305,21 +279,22 @@ class Protocol(Limited, HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self.n_framing_bytes -= len(body)
         self.body += body
-        if self.has_started or len(self.body) > SMALL_BODY_BYTES:
+        if self.state != "coming" or len(self.body) > SMALL_BODY_BYTES:
             self.pass_on()
 
     def on_message_complete(self) -> None:
         self.n_framing_bytes = 0
         if not self.parser.should_upgrade():
-            self.is_coming = False
             self.pass_on()
             super().on_message_complete()
+            if self.state == "started":
+                self.state = "whole"
 
     def pass_on(self) -> None:
         """Have uvicorn see what has come of the request, and start it if it has not started."""
-        if not self.has_started:
-            self.has_started = self.is_answering = True
-            self.is_busy()
+        if self.state == "coming":
+            self.state = "started"
+            self.become_busy()
             super().on_headers_complete()
         super().on_body(self.body)
         self.body = b""
@@ -334,8 +309,8 @@ class Protocol(Limited, HttpToolsProtocol):
         # The parser takes Proxy-Connection for Connection.
         kept = [header for header in self.headers if not header[0].endswith(b"connection")]
         method = self.parser.get_method()
-        if dict(kept)[b"upgrade"].lower() == b"websocket" and all(value.isascii() for _, value in kept):
-            self.is_busy()
+        if dict(kept)[b"upgrade"].lower() == b"websocket":
+            self.become_busy()
             self.scope["method"] = method.decode()
             self.handle_websocket_upgrade()
         else:
@@ -347,23 +322,19 @@ class Protocol(Limited, HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.is_answering = False
-        if not self.transport.is_closing():
-            self.is_idle()
+        self.state = "answered"
+        self.become_idle()  # also if it is closing: its client may not read what is left
 
     def refuse(self, error: BaseException) -> None:
-        """Answer what is not HTTP; a request that has started has its own answer, which is the last one."""
+        """Answer what is not HTTP. If a whole request came before it, that has its answer, the last one."""
         request_id = new_id("req")
         log.info("400: %s: %s", request_id, error)
-        if not self.is_answering:
-            message = f"Invalid HTTP request received: {error}."
-            body = sse.dumps(error_body(400, message, code="invalid_http")).encode()
-            self.transport.write(BAD_HTTP_ANSWER % (len(body), request_id.encode(), body))
-            self.transport.close()
-        elif self.is_coming:
-            self.transport.abort()
-        else:
-            HttpToolsProtocol.shutdown(self)
+        if self.state == "whole":
+            self.shutdown()
+            return
+        body = sse.dumps(error_body(400, f"Invalid HTTP request received: {error}.", code="invalid_http"))
+        self.transport.write((BAD_HTTP_ANSWER % (len(body), request_id, body)).encode())
+        self.transport.close()
 
 
 # --- WebSockets ---------------------------------------------------------------------------------------------
@@ -375,7 +346,7 @@ class CountedFrames(ServerProtocol):
     uvicorn logs a traceback for a text that is not UTF-8.
     """
 
-    n_frames = 0  # since `counted_since`, and one that came before; 0: it has not understood the handshake
+    n_frames = 0  # since `counted_since`
     counted_since = 0.0
 
     def events_received(self) -> list[Event]:
@@ -383,7 +354,7 @@ class CountedFrames(ServerProtocol):
         now = time.monotonic()
         if now > self.counted_since + FRAMES_S:
             self.counted_since = now
-            self.n_frames = min(self.n_frames, 1)
+            self.n_frames = 0
         self.n_frames += len(events)
         for event in events:
             if isinstance(event, Frame) and event.opcode is Opcode.TEXT:
@@ -392,29 +363,28 @@ class CountedFrames(ServerProtocol):
 
 
 class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
-    """One WebSocket after its handshake. The application gets each message as bytes, and closes it at a stop.
+    """One WebSocket, from its handshake. The application gets each message as bytes.
 
-    uvicorn reads on when the application has taken all messages that came.
+    uvicorn reads on when the application has taken all messages that came: the first stands for the
+    handshake, and is taken when that is answered.
     """
 
-    read_bytes = READ_FRAMES_BYTES
     conn: CountedFrames
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.max_size = READ_FRAMES_BYTES
+        transport.pause_reading()
+        self.read_paused = True
         self.conn = CountedFrames(max_size=self.conn.max_size, logger=self.conn.logger)
 
     def data_received(self, data: bytes) -> None:
-        has_waited = self.conn.state is not State.CONNECTING or self.conn.n_frames == 0
-        if has_waited:  # for the answer to its handshake: RFC 6455, section 4.1
-            super().data_received(data)
-        if not (has_waited and 0 < self.conn.n_frames <= MAX_FRAMES):
+        super().data_received(data)
+        if self.conn.handshake_exc or self.conn.n_frames > MAX_FRAMES:
             self.transport.abort()
 
-    async def send(self, message: Any) -> None:
-        await super().send(message)
-        if message["type"] == "websocket.http.response.body":
-            self.handshake_complete = True  # else uvicorn logs an error for each refusal
+    def shutdown(self) -> None:
+        """At a stop, let the turns go on: the application closes the connection after them."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -425,26 +395,24 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
 
 
 def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
-    stop_s = math.ceil(args.shutdown_grace) + STALLED_S
-    limits = {
-        "reader_timeout": args.reader_timeout,
-        "stop_s": stop_s,
-        "max_connections": max_connections(args.max_streams),  # this and the next are of HTTP alone
-        "idle": {},
-    }
+    """Return the settings of uvicorn, and set the limits of all connections of this process."""
+    Limited.reader_timeout = args.reader_timeout
+    Protocol.max_connections = max_connections(args.max_streams)
+    Protocol.idle = {}
+    # It logs an error for each handshake that the application refuses.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "completing handshake" not in record.msg)
     return uvicorn.Config(
         app,
-        http=type("LimitedProtocol", (Protocol,), limits),
-        ws=type("LimitedWebSocketProtocol", (WebSocketProtocol,), limits),
+        http=Protocol,
+        ws=WebSocketProtocol,
         ws_max_size=MAX_LARGEST * args.max_body,
         ws_ping_timeout=args.reader_timeout,
         ws_per_message_deflate=False,  # a few bytes could unpack to megabytes
         backlog=ACCEPTED_A_TURN,
         log_config=None,
         log_level="error",  # it warns about requests that we refuse, and log ourselves with their ids
-        access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_keep_alive=NEVER_S,  # Protocol.is_idle() has a timer that ends when the next request starts
-        timeout_graceful_shutdown=stop_s + 1,  # for clients that neither read nor leave: Limited.shutdown()
+        timeout_keep_alive=NEVER_S,  # become_idle() has a timer that ends when the next request starts
+        timeout_graceful_shutdown=int(args.shutdown_grace) + 2 * STALLED_S,  # later than drop_clients()
     )

@@ -3,8 +3,8 @@
     logging.getLogger(name).info(...) --Lines--> one line
 
 Rules of this file:
-1. A record is one line of text, even if a client put line ends into it, and any lines of a traceback, all
-   without control characters. As JSON it is one line with all of it.
+1. A record is one line of text, even if a client put line ends into it, and any lines of a traceback. As
+   JSON it is one line with all of it. Both are ASCII without control characters: the rest is escaped.
 2. The id is the one in the reply's x-request-id header. What goes on running after the reply keeps its id.
 """
 
@@ -18,10 +18,6 @@ from request.ids import REQUEST_ID
 FORMATS = ("text", "json")
 TEXT = "{time} {level} {logger} [{request_id}]: {message}"
 MAX_TOLD = 1000  # things that is_news() remembers
-
-# The escapes of what moves a terminal's cursor, or starts a line: "\n" becomes a backslash and an n.
-CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029]
-ESCAPES = {code: repr(chr(code))[1:-1] for code in CONTROLS}
 
 
 class Lines(logging.Formatter):
@@ -45,10 +41,10 @@ class Lines(logging.Formatter):
             "exception": self.formatException(record.exc_info) if record.exc_info else "",
         }
         if self._log_format == "json":
-            fields = getattr(record, "fields", {})  # more members: log.info(..., extra={"fields": {...}})
-            return json.dumps(line | fields)
+            # Its fields are more members: log.info(..., extra={"fields": {...}}).
+            return json.dumps(line | getattr(record, "fields", {}))
         lines = [TEXT.format_map(line), *line["exception"].splitlines()]
-        return "\n".join(each.translate(ESCAPES) for each in lines)
+        return "\n".join(each.encode("unicode_escape").decode() for each in lines)
 
 
 def start(level: str, log_format: str) -> None:

@@ -6,7 +6,7 @@ Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html for th
 
 Rules of this file:
 1. The scheduler does not know that it is watched. A picture is whole. What has changed between two of them
-   (pages found, taken, released) the page finds by itself (engine.html).
+   (pages found, taken, released, who was preempted) the page finds by itself (engine.html).
 2. The engine waits for no reader, and makes no JSON. The newest MAX_STEPS are kept; a reader that is slower
    than the steps loses the oldest, which the numbers of the steps show.
 3. An owner reads the ids and the tokens of its own requests. Of others it sees the shapes alone: rows, pages,
@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,13 +41,11 @@ class Steps:
     def __init__(self, engine: Engine, token_bytes: Callable[[int], bytes]) -> None:
         self.steps = deque[tuple[Members, list[Share]]](maxlen=MAX_STEPS)
         self._token_bytes = token_bytes
-        self._next_step = 0
-        self._next_sequence = 0
+        self._step_numbers = count()
+        self._sequence_numbers = count()
         # Sequences by their numbers, from 0. Steps in flight may still hold those that have left.
         self._numbers = WeakKeyDictionary[Sequence, int]()
-        # Of each that waits or runs, tokens of output and preemptions after the last step.
-        self._known: dict[Sequence, tuple[int, int]] = {}
-        self._began_at = time.perf_counter()
+        self._n_output: dict[Sequence, int] = {}  # of each that waits or runs, after the last step
         engine.observer = self.observe
 
     # --- in the engine's thread -----------------------------------------------------------------------------
@@ -62,48 +61,46 @@ class Steps:
         read = {one.sequence: (one, chosen) for one, chosen in zip(batch, choices, strict=True)}
         for sequence in [*here, *read]:
             if sequence not in self._numbers:
-                self._numbers[sequence] = self._next_sequence
-                self._next_sequence += 1
-                self._known[sequence] = (0, 0)
-        left = self._known.keys() - here
+                self._numbers[sequence] = next(self._sequence_numbers)
+                self._n_output[sequence] = 0
+        left = self._n_output.keys() - here
         if not batch and not left:
             return  # nothing has been computed
-        shares = [self._share(one, one in left, *read.get(one, (None, []))) for one in self._known]
-        self._known = {one: (len(one.output), one.n_preemptions) for one in here}
+        shares = [self._share(one, one in left, *read.get(one, (None, []))) for one in self._n_output]
+        self._n_output = {sequence: len(sequence.output) for sequence in here}
         pool = scheduler.pool
         step: Members = {
-            "step": self._next_step,
-            "time_s": time.perf_counter() - self._began_at,
+            "step": next(self._step_numbers),
+            "time_s": time.perf_counter(),
             "duration_s": duration_s,
             "page_size": PAGE,
             "n_pages": pool.n_pages,
             "n_free_pages": pool.n_free,
-            # A digit a page: 1 if the prefix cache knows it.
-            "cached": "".join("01"[page in pool.cached_pages] for page in range(pool.n_pages)),
+            "cached": list(pool.cached_pages),  # by the prefix cache
             "running": [self._numbers[sequence] for sequence in scheduler.running],
             "waiting": [self._numbers[sequence] for sequence in scheduler.waiting],
         }
-        self._next_step += 1
         self.steps.append((step, shares))
 
     def _share(
         self, sequence: Sequence, has_left: bool, scheduled: Scheduled | None, choices: list[Choice]
     ) -> Share:
         """Describe a sequence, and what the step did for it; `scheduled` None: nothing."""
-        n_output, n_preemptions = self._known[sequence]
-        tokens = choices[: len(sequence.output) - n_output]
+        tokens = choices[: len(sequence.output) - self._n_output[sequence]]
         share: Members = {
             "sequence": self._numbers[sequence],
             "n_prompt": len(sequence.prompt),
             "page_table": list(sequence.page_table),
+            "preempted_for": sequence.preempted_for,  # the last time
             "n_tokens": len(tokens),
         }
         if scheduled:
-            share["phase"] = "prefill" if scheduled.is_prefill else "decode"
-            share["start"], share["end"] = scheduled.span.start, scheduled.span.end
-            share["n_drafts"] = len(scheduled.drafts)
-        if sequence.n_preemptions > n_preemptions:
-            share["preempted"] = sequence.preempted_for
+            share |= {
+                "phase": "prefill" if scheduled.is_prefill else "decode",
+                "start": scheduled.span.start,
+                "end": scheduled.span.end,
+                "n_drafts": len(scheduled.drafts),
+            }
         if has_left:
             share["ended"] = sequence.finish or "left"
         texts = {"request_id": sequence.request_id, "tokens": list(map(self._token, tokens))}

@@ -10,8 +10,6 @@ first row is no attack: it shows what this machine does by itself.
 The goals: no pause of the victim is longer by 100 ms than the worst without an attack, no ping takes 200 ms,
 and neither fails; memory grows by twice the bytes that were sent and 128 MB at most; all is free within 5 s;
 the server ends within 5 s, amid the attack; the answers are right, and no traceback is in the log.
-
-Not here: the attacks themselves (helpers/attacks.py).
 """
 
 import argparse
@@ -48,69 +46,58 @@ MAX_MEMORY_MB = 3000  # a server that takes more is killed, for the sake of this
 class Watcher:
     """Waits for one thing after another of a server, in a thread, and knows how long for each."""
 
-    def __init__(self, server: Server, step: Callable[["Watcher"], None]) -> None:
-        self.client = Client(server.url)
+    def __init__(self, server: Server, things: Callable[[Client], Iterator[None]]) -> None:
         self._waits: list[tuple[float, float]] = []  # when each began and ended; infinite: it failed
         self._began_at = time.monotonic()
         self.is_over = False
-        threading.Thread(target=self._run, args=[step], daemon=True).start()
-
-    def came(self) -> None:
-        now = time.monotonic()
-        self._waits.append((self._began_at, now))
-        self._began_at = now
+        threading.Thread(target=self._run, args=[things, Client(server.url)], daemon=True).start()
 
     def worst_ms(self, start: float, end: float) -> float:
         """Return the longest wait that fell into some time."""
         waits = [*self._waits, (self._began_at, time.monotonic())]
         return 1000 * max(until - since for since, until in waits if since < end and until > start)
 
-    def _run(self, step: Callable[["Watcher"], None]) -> None:
+    def _run(self, things: Callable[[Client], Iterator[None]], client: Client) -> None:
         while not self.is_over:
             self._began_at = time.monotonic()
             try:
-                step(self)
+                for _ in things(client):
+                    self._waits.append((self._began_at, time.monotonic()))
+                    self._began_at = time.monotonic()
             except (OSError, http.client.HTTPException):
                 self._waits.append((self._began_at, math.inf))
                 time.sleep(1)
 
 
-def read_stream(watcher: Watcher) -> None:
-    """Read a chat of many small deltas; each is waited for, also the first."""
-    with watcher.client.connect(wait_s=120) as connection:
+def deltas(client: Client) -> Iterator[None]:
+    """Yield when a delta of a chat of many small ones has come; the first is waited for, too."""
+    with client.connect(wait_s=120) as connection:
         connection.sendall(attacks.post(attacks.chat(1500, stream=True), attacks.CHAT, VICTIM))
         data = b""
         while b"[DONE]" not in data:
             data = connection.recv(65536)
             if not data or b'"error"' in data:
                 raise ConnectionError
-            watcher.came()
+            yield
 
 
-def ping(watcher: Watcher) -> None:
-    reply = watcher.client.ask(attacks.get("/health/live", WITNESS), 120)
-    if reply.status != 200:
+def pings(client: Client) -> Iterator[None]:
+    if client.ask(attacks.get("/health/live", WITNESS), 120).status != 200:
         raise ConnectionError
-    watcher.came()
+    yield
     time.sleep(POLL_S)
 
 
 # --- the server ---------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def served(folder: Path, attack: Attack, port: int) -> Iterator[Server]:
-    """Start the server that is attacked; an upstream of the attack is on this port."""
-    flags = ["--shutdown-grace", str(GRACE_S), *attack.flags]
-    if UPSTREAM in flags:
-        flags[flags.index(UPSTREAM) :] = ["--upstream", f"http://127.0.0.1:{port}/v1"]
+def options_of(attack: Attack, port: int) -> list[str]:
+    """Return those of the server that is attacked; an upstream of the attack is on this port."""
+    flags = ["--shutdown-grace", str(GRACE_S)]
+    flags += ["--upstream", f"http://127.0.0.1:{port}/v1"] if UPSTREAM in attack.flags else attack.flags
     for key in (VICTIM, ATTACKER, WITNESS):
         flags += ["--api-key", key]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (attack.max_files or hard, hard))  # which the server inherits
-    with serve(*flags, script=(str(folder / "server.py"),)) as server:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        yield server
+    return flags
 
 
 def memory_mb(server: Server) -> float:
@@ -126,13 +113,13 @@ def memory_mb(server: Server) -> float:
 
 
 def what_is_held(server: Server, n_files_before: int, goes_on: bool) -> str:
-    """Say what the attack still holds; "": nothing. The victim's own stream may run, and what goes on."""
+    """Say what the attack still holds; "": nothing. The victim's stream may run, and what goes on."""
     reply = Client(server.url).ask(attacks.get("/health", WITNESS), 2)
     if reply.status != 200:
         return "no answer"
-    n_running = reply.json["running"] + reply.json["waiting"]
-    if n_running > 1 and not goes_on:
-        return f"{n_running - 1} sequences"
+    n_sequences = reply.json["running"] + reply.json["waiting"] - 1
+    if n_sequences > 0 and not goes_on:
+        return f"{n_sequences} sequences"
     n_more_files = len(os.listdir(f"/proc/{server.process.pid}/fd")) - n_files_before
     return f"{n_more_files} files" if n_more_files > 5 else ""
 
@@ -154,14 +141,15 @@ def failed_goals(attack: Attack, found: Json, calm_ms: float) -> list[str]:
 def measure(folder: Path, attack: Attack) -> Json:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         upstream_port: int = listener.getsockname()[1]
-    with served(folder, attack, upstream_port) as server:
+    with serve(*options_of(attack, upstream_port), script=(str(folder / "server.py"),)) as server:
+        command = [sys.executable, __file__, "--attack", attack.name, server.url, str(upstream_port)]
         files = f"/proc/{server.process.pid}/fd"
-        victim, pinger = Watcher(server, read_stream), Watcher(server, ping)
+        victim, pinger = Watcher(server, deltas), Watcher(server, pings)
         time.sleep(2)
         calm_from = time.monotonic()
         time.sleep(CALM_S)
         attacked_at, before_mb, files_before = time.monotonic(), memory_mb(server), len(os.listdir(files))
-        peak_mb, outcome = follow(start_attack(attack, server, upstream_port), server)
+        peak_mb, outcome = follow([*command, ""], server)
         freed_by = time.monotonic() + FREE_S
         while (held := what_is_held(server, files_before, attack.goes_on)) and time.monotonic() < freed_by:
             time.sleep(POLL_S)
@@ -176,41 +164,45 @@ def measure(folder: Path, attack: Attack) -> Json:
             "memory, MB": peak_mb - before_mb,
             "answer": outcome["problem"] or "right",
             "freed": held or "yes",
-            "stop, s": stop_amid(start_attack(attack, server, upstream_port, "again"), server),
+            "stop, s": stop_amid([*command, "again"], server),
             "tracebacks": server.log().count("Traceback"),
         }
 
 
-def start_attack(attack: Attack, server: Server, port: int, again: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--attack", attack.name, server.url, str(port), again]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def attacking(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
+        try:
+            yield attacker
+        finally:
+            attacker.kill()
 
 
-def follow(attacker: subprocess.Popen[str], server: Server) -> tuple[float, Json]:
-    """Wait for the end of an attack; return the peak of the server's memory, and how it was answered."""
+def follow(command: list[str], server: Server) -> tuple[float, Json]:
+    """Attack once; return the peak of the server's memory, and how it answered."""
     deadline = time.monotonic() + LIMIT_S
     peak_mb = 0.0
-    while attacker.poll() is None:
-        time.sleep(POLL_S)
-        peak_mb = max(peak_mb, memory_mb(server))
-        if peak_mb > MAX_MEMORY_MB:
-            server.process.kill()
-        if peak_mb > MAX_MEMORY_MB or time.monotonic() > deadline:
-            attacker.kill()
-    said, _ = attacker.communicate()
+    with attacking(command) as attacker:
+        while attacker.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            peak_mb = max(peak_mb, memory_mb(server))
+            if peak_mb > MAX_MEMORY_MB:
+                server.process.kill()
+                break
+        attacker.kill()
+        said, _ = attacker.communicate()
     return peak_mb, json.loads(said or '{"problem": "no end in time", "n_sent": 0}')
 
 
-def stop_amid(attacker: subprocess.Popen[str], server: Server) -> float:
+def stop_amid(command: list[str], server: Server) -> float:
     """Return the seconds from SIGTERM to the end of the server, while it is attacked."""
-    time.sleep(STOP_AFTER_S)
-    began_at = time.monotonic()
-    server.interrupt(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.process.wait(GRACE_S + 8)
-    attacker.kill()
-    attacker.communicate()
-    return time.monotonic() - began_at
+    with attacking(command):
+        time.sleep(STOP_AFTER_S)
+        began_at = time.monotonic()
+        server.interrupt(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(GRACE_S + 8)
+        return time.monotonic() - began_at
 
 
 def main() -> int:
@@ -218,7 +210,7 @@ def main() -> int:
     names = [attack.name for attack in ATTACKS]
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--server", type=Path, default=ROOT, metavar="DIR", help="another checkout to attack")
-    parser.add_argument("--attack", nargs=4, help=argparse.SUPPRESS)  # as start_attack() calls it
+    parser.add_argument("--attack", nargs=4, help=argparse.SUPPRESS)  # as measure() calls it
     args = parser.parse_args()
     if args.attack:
         name, url, upstream_port, again = args.attack
@@ -226,7 +218,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server and the attacker end too
     git = ["git", "-C", str(args.server), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
-    _, _, how, goals, _ = (__doc__ or "").split("\n\n")
+    _, _, how, goals = (__doc__ or "").strip().split("\n\n")
     print(
         f"# Hostile clients\n\n{date.today()}, {commit}, {os.cpu_count()} processors.\n\n{how}\n\n{goals}\n"
     )

@@ -66,12 +66,11 @@ class WatchedScheduler:
         left = [share["page_table"] for share in shown.values() if "ended" in share]
         users = Counter(page for table in tables for page in table)
         pool = scheduler.pool
-        cached = "".join("01"[page in pool.cached_pages] for page in range(pool.n_pages))
         seen = [tables, waiting, dict(users), step["cached"], step["n_free_pages"], any(left)]
         held_tables = [one.page_table for one in scheduler.running]
         held_waiting = [len(one.prompt) for one in scheduler.waiting]
         held_users = {page: n for page, n in enumerate(pool._n_users) if n}
-        held = [held_tables, held_waiting, held_users, cached, pool.n_free, False]
+        held = [held_tables, held_waiting, held_users, [*pool.cached_pages], pool.n_free, False]
         if seen != held:
             self.violations.append(f"after step {step['step']}: {seen}, {held}")
 

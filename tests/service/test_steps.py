@@ -17,28 +17,26 @@ import pytest
 import service.steps
 import sse
 from helpers.engines import alone, endless, play, started
-from helpers.serving import Json, Server, http_chunks, serve
+from helpers.serving import Json, Server, http_bytes, http_chunks, serve
 from service.steps import Steps
-
-SECRET = "Where did Ada hide the silver key?"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve("--debug-steps", "--speculate", "4") as started:
+    with serve("--debug-steps", "--speculate", "4", "--api-key", "ada", "--api-key", "bob") as started:
         yield started
 
 
 @contextmanager
-def events_of(server: Server, key: str = "none") -> Iterator[Iterator[Json]]:
+def events_of(server: Server, key: str) -> Iterator[Iterator[Json]]:
     """The events of /debug/steps, as they come."""
-    request = f"GET /debug/steps HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n\r\n"
-    with server.connect(request.encode()) as connection:
+    request = http_bytes("/debug/steps", method="GET", Authorization=f"Bearer {key}")
+    with server.connect(request) as connection:
         parser = sse.Parser()
         yield (json.loads(event.data) for chunk in http_chunks(connection) for event in parser.feed(chunk))
 
 
-def ask(server: Server, prompt: str, key: str = "none", **more: Any) -> tuple[str, Json]:
+def ask(server: Server, key: str, prompt: str, **more: Any) -> tuple[str, Json]:
     """The id of a request, and its answer."""
     body = {"model": "tiny", "input": prompt, "temperature": 0} | more
     reply = server.post("/v1/responses", body, Authorization=f"Bearer {key}")
@@ -46,34 +44,27 @@ def ask(server: Server, prompt: str, key: str = "none", **more: Any) -> tuple[st
     return reply.headers["x-request-id"], reply.json
 
 
-def until_ended(events: Iterator[Json], request_id: str) -> list[Json]:
-    """The steps up to the one in which a request ends."""
-    read: list[Json] = []
-    for event in events:
-        read.append(event)
-        for share in event["sequences"]:
-            if share.get("request_id") == request_id and "ended" in share:
-                return read
-    raise AssertionError(f"expected the end of {request_id}, got {read[-1]}")
-
-
-def shares_of(steps: list[Json], request_id: str) -> list[Json]:
-    """What the steps did for a request."""
-    shares = [share for step in steps for share in step["sequences"] if share.get("request_id") == request_id]
-    return [share for share in shares if "phase" in share or "ended" in share]
-
-
-def seen(server: Server, request_id: str, key: str = "none") -> list[Json]:
+def shares_until_ended(server: Server, key: str, request_id: str) -> list[Json]:
+    """What the steps did for all requests, up to the end of this one."""
+    shares: list[Json] = []
     with events_of(server, key) as events:
-        return shares_of(until_ended(events, request_id), request_id)
+        for event in events:
+            shares += event["sequences"]
+            if any(each.get("request_id") == request_id and "ended" in each for each in event["sequences"]):
+                break
+    return shares
 
 
-# --- what is seen -------------------------------------------------------------------------------------------
+# --- what is seen, and by whom ------------------------------------------------------------------------------
 
 
 def test_the_tokens_of_the_steps_are_those_of_the_response(server: Server) -> None:
-    request_id, response = ask(server, "What is 2+2?")
-    shares = seen(server, request_id)
+    request_id, response = ask(server, "ada", "What is 2+2?")
+    shares = [
+        share
+        for share in shares_until_ended(server, "ada", request_id)
+        if share.get("request_id") == request_id and "phase" in share
+    ]
     usage = response["usage"]
     tokens = [token for share in shares for token in share["tokens"]]
     assert len(tokens) == usage["output_tokens"]
@@ -85,23 +76,22 @@ def test_the_tokens_of_the_steps_are_those_of_the_response(server: Server) -> No
     assert shares[-1]["ended"] == "stop"
 
 
-# --- who may see it, and who is late or slow ----------------------------------------------------------------
-
-
-def test_each_key_reads_its_own_texts() -> None:
+def test_each_key_reads_its_own_texts(server: Server) -> None:
     """Of others the shapes: how many tokens, which pages, when."""
-    with serve("--debug-steps", "--api-key", "ada", "--api-key", "bob") as server:
-        assert server.get("/debug/steps").status == 401
-        ada_id, ada = ask(server, SECRET, "ada", top_logprobs=3)
-        bob_id, _ = ask(server, "Say OK", "bob")
-        with events_of(server, "bob") as events:
-            steps = until_ended(events, bob_id)
-        of_ada = [share for step in steps for share in step["sequences"] if share["sequence"] == 0]
-        shared = json.dumps(of_ada)
-        assert not any(word in shared for word in (ada_id, '"tokens"', "text", 'id"', "logprob"))
-        assert sum(share["n_tokens"] for share in of_ada) == ada["usage"]["output_tokens"]
-        assert of_ada[0]["page_table"][:1] == [0]
-        assert shares_of(steps, bob_id)[0]["tokens"][0]["text"] == "<think>"
+    assert server.get("/debug/steps").status == 401
+    _, ada = ask(server, "ada", "Where did Ada hide the silver key?", top_logprobs=3)
+    bob_id, _ = ask(server, "bob", "Say OK")
+    shares = shares_until_ended(server, "bob", bob_id)
+    (of_bob,) = {share["sequence"] for share in shares if share.get("request_id") == bob_id}
+    of_ada = [share for share in shares if share["sequence"] == of_bob - 1]
+    assert not any(word in json.dumps(of_ada) for word in ('"request_id"', '"tokens"', '"text"', "logprob"))
+    assert sum(share["n_tokens"] for share in of_ada) == ada["usage"]["output_tokens"]
+    assert of_ada[0]["page_table"]
+    tokens = [token for share in shares if share["sequence"] == of_bob for token in share["tokens"]]
+    assert tokens[0]["text"] == "<think>"
+
+
+# --- who is late or slow, and the end -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -128,8 +118,8 @@ def test_a_reader_that_is_late_or_slow_loses_the_oldest_steps(
 
 
 def test_a_stop_ends_the_stream() -> None:
-    with serve("--debug-steps") as server, events_of(server) as events:
-        ask(server, "hi", max_output_tokens=1)
+    with serve("--debug-steps") as server, events_of(server, "none") as events:
+        ask(server, "none", "hi", max_output_tokens=1)
         assert next(events)["step"] == 0
         server.interrupt(signal.SIGTERM)
         list(events)  # ends as it should: http_chunks() has read the last chunk
