@@ -505,11 +505,8 @@ async def test_a_turn_that_is_refused_is_forgotten() -> None:
     """Bug: its refusal held on to the frame that held the refusal, and so to the body."""
     bodies: list[weakref.ref[object]] = []
 
-    class Body:
-        pass
-
     async def begin(*_: Any, **__: Any) -> Any:
-        body = Body()
+        body = asyncio.Event()  # or any other object
         bodies.append(weakref.ref(body))
         raise BadInput("no")
 
