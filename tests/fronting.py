@@ -1,11 +1,10 @@
-"""A real server asked directly and through our front, with the official SDK: the same answers?
+"""Compares the answers of a server, asked directly and through ours, with the official SDK.
 
     python tests/fronting.py http://host:port/v1 --model NAME        [--api-key KEY]
 
-It starts `server.py --upstream URL` and prints a table, a case a line: what the server says directly, what it
-says through the front over chat completions, and what through the front over the Responses API, which many
-servers have not. Answers are asked for at temperature 0; a server that says something else each time shows by
-two direct answers that differ. Exit status 1 if an answer differs.
+It starts `server.py --upstream URL` and prints a table, a line for each case: what the server says directly,
+through ours over chat completions, and through ours over the Responses API. All is asked at temperature 0;
+if the server is not deterministic, two direct answers differ. Exit status 1 if an answer of ours differs.
 """
 
 import argparse
@@ -24,7 +23,7 @@ Body = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """What is asked, and which part of the answer is compared."""
+    """A request, and which part of its answer is compared."""
 
     chat: Body
     shows: str = "text"  # text, calls, names, logprobs or JSON
@@ -50,8 +49,8 @@ EMOJI = "Write only emoji: \N{GRINNING FACE}"  # some tokens are parts of one
 COLOUR = {"name": "colour", "schema": schema_of(colour={"enum": ["red", "green"]}), "strict": True}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 REQUIRED = asking("How is the weather in Tokyo?", tools=[function("get_weather")], tool_choice="required")
-# The names alone are compared: over the Responses API an upstream is told of no other tool, so its prompt is
-# not the same. llama.cpp takes the object for "auto": https://github.com/ggml-org/llama.cpp/issues/26535
+# Only the names are compared: over the Responses API the upstream gets no other tool, so its prompt differs.
+# llama.cpp takes the object for "auto": https://github.com/ggml-org/llama.cpp/issues/26535
 NAMED = REQUIRED | {
     "tools": [function("get_weather"), function("get_time")],
     "tool_choice": {"type": "function", "function": {"name": "get_time"}},
@@ -83,12 +82,12 @@ def as_responses(chat: Body) -> Body:
 
 
 def flat(value: Any) -> Any:
-    """Return the members of an object as the Responses API has them: beside its type."""
+    """Return an object with its members beside its type, as the Responses API has them."""
     return {"type": value["type"]} | value[value["type"]] if isinstance(value, dict) else value
 
 
 def loaded(text: str) -> Any:
-    """Return what a JSON text says, whatever its blanks; any other text as it is."""
+    """Return the value of a JSON text, and any other text as it is."""
     try:
         return json.loads(text)
     except ValueError:
@@ -98,7 +97,7 @@ def loaded(text: str) -> Any:
 def compared(shows: str, text: str, end: list[Any], calls: list[Any], logprobs: list[Any]) -> Answer:
     """Return the part of an answer that is compared. `logprobs` are [token, number of alternatives]."""
     while logprobs and not "".join(token for token, _ in logprobs).startswith(text):
-        del logprobs[0]  # of the reasoning, of which a response has none
+        del logprobs[0]  # of the reasoning: a response has no logprobs for it
     parts = {"calls": calls, "names": [name for name, _ in calls], "logprobs": logprobs, "JSON": loaded(text)}
     return parts.get(shows, [text, *end])
 

@@ -31,8 +31,7 @@ def write_gguf(
     architecture = config["model_type"]
     metadata = {"general.architecture": architecture} | vocabulary(directory, config) | (changes or {})
     for name, key in CONFIG_FIELDS.items():
-        if config.get(name) is not None:
-            metadata.setdefault(f"{architecture}.{key}", config[name])
+        metadata.setdefault(f"{architecture}.{key}", config.get(name))
     writer = GGUFWriter(file, metadata["general.architecture"] or "none")
     for name, value in metadata.items():
         if value is not None and name != "general.architecture":
@@ -74,9 +73,8 @@ def vocabulary(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.merges": merges or ["a b"],
         "tokenizer.chat_template": TEMPLATE,
     }
-    for name in ("bos", "eos"):
-        if config.get(f"{name}_token_id") is not None:
-            metadata[f"tokenizer.ggml.{name}_token_id"] = config[f"{name}_token_id"]
+    for name in ("bos_token_id", "eos_token_id"):
+        metadata[f"tokenizer.ggml.{name}"] = config.get(name)
     texts = directory / "tokenizer_config.json"
     if texts.is_file():
         metadata["tokenizer.chat_template"] = json.loads(texts.read_text())["chat_template"]
