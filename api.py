@@ -81,7 +81,7 @@ class Api:
     steps: Steps | None = None  # of the local worker's engine, if they are shown
 
     def __post_init__(self) -> None:
-        self._workers: list[Worker] = [worker for worker in (self.local, self.remote) if worker]
+        self.workers: list[Worker] = [worker for worker in (self.local, self.remote) if worker]
         self._told = set[Hashable]()  # is_news() of service/logs.py
         self._done = sse.DONE if self.done_line else b""
         self._started_at = int(time.time())
@@ -388,7 +388,7 @@ class Api:
 
     async def health(self, http: HttpRequest, visit: Visit) -> Response:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""
-        is_ready = not self.registry.stopping.is_set() and any(worker.alive for worker in self._workers)
+        is_ready = not self.registry.stopping.is_set() and any(worker.alive for worker in self.workers)
         health: dict[str, Any] = {"status": "ok" if is_ready else "not ready"}
         if visit.has_key:  # what others do is shown to those with a key
             health |= self._counts() | {"background": len(self.registry.jobs)}
@@ -408,7 +408,7 @@ class Api:
     def _counts(self) -> dict[str, Any]:
         """Return what all workers hold together."""
         counts = Counter[str]()
-        for worker in self._workers:
+        for worker in self.workers:
             counts.update(worker.counts())
         return dict(counts)
 

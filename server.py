@@ -48,7 +48,7 @@ from service import loading, logs, options
 from service.connections import STALLED_S, EventLoop, HttpServer, bind, http_config
 from service.steps import Steps
 from store import IN_MEMORY, Retention, Store
-from worker import LocalWorker, Worker
+from worker import LocalWorker
 
 log = logging.getLogger("server")
 
@@ -121,7 +121,6 @@ async def serve(
     """Answer requests until a signal stops the server. A second signal ends the grace of what still runs."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(N_THREADS, "requests"))
-    workers: list[Worker] = [worker for worker in (local, remote) if worker]
     is_shared = keys.n_owners > 1
     registry = Registry(store, is_shared)
     steps = Steps(local.engine, local.tokenizer.token_bytes) if local and args.debug_steps else None
@@ -146,7 +145,7 @@ async def serve(
 
     def is_busy() -> bool:
         """Return whether an answer has not begun, or a worker has something to do."""
-        return bool(rooms.unanswered) or any(worker.busy() for worker in workers)
+        return bool(rooms.unanswered) or any(worker.busy() for worker in api.workers)
 
     signals = asyncio.Semaphore(0)  # released by each signal
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -166,7 +165,7 @@ async def serve(
         while is_busy() and signals.locked() and loop.time() < deadline:  # until another signal comes
             await asyncio.sleep(0.02)
         await registry.close(args.store != IN_MEMORY)  # in a file what is queued waits for the next process
-        for worker in workers:
+        for worker in api.workers:
             await worker.close()  # what still runs, in the foreground, fails
         loop.call_later(STALLED_S, server.drop_clients)
         evicting.cancel()

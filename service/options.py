@@ -238,9 +238,8 @@ def secrets(args: Namespace, name: str) -> list[str]:
     variable = f"LLMREF_{name.upper()}"
     texts: dict[str, str] = {}  # by the name of their source
     if file:
-        texts[str(file)] = file.read_text(
-            encoding="latin-1"
-        )  # any bytes can be read; key() takes ASCII alone
+        # Any bytes can be read so; key() takes ASCII alone.
+        texts[str(file)] = file.read_text(encoding="latin-1")
     if variable in os.environ:
         texts[variable] = os.environ[variable]
     found = [*getattr(args, name)]
