@@ -111,19 +111,19 @@ async def answered(pieces: list[bytes]) -> tuple[list[Any], Wire]:
 
 
 @pytest.mark.bug("H13")
-def test_a_request_comes_wherever_it_is_cut() -> None:
+async def test_a_request_comes_wherever_it_is_cut() -> None:
     for request, sent in REQUESTS.items():
         for cut in range(len(sent)):
-            told, _ = asyncio.run(answered([sent[:cut], sent[cut:]]))
+            told, _ = await answered([sent[:cut], sent[cut:]])
             assert told == [request]
 
 
 @pytest.mark.bug("H13")
 @pytest.mark.parametrize("seed", range(5))
-def test_requests_come_one_after_another(seed: int) -> None:
+async def test_requests_come_one_after_another(seed: int) -> None:
     """Each after the answer to the one before. What is not HTTP gets a 400, the last answer."""
     requests = Random(seed).choices(list(REQUESTS), k=6)
-    told, wire = asyncio.run(answered([*map(REQUESTS.__getitem__, requests), b"nonsense\r\n\r\n"]))
+    told, wire = await answered([*map(REQUESTS.__getitem__, requests), b"nonsense\r\n\r\n"])
     assert told == requests
     assert wire.written.count(b"HTTP/1.1 200") == 6
     assert wire.written.count(b"HTTP/1.1 400") == 1
@@ -131,31 +131,27 @@ def test_requests_come_one_after_another(seed: int) -> None:
 
 
 @pytest.mark.parametrize("more", [http_bytes("/", method="GET") * 1000, b"nonsense\r\n\r\n"])
-def test_what_comes_before_an_answer_is_not_read(more: bytes) -> None:
+async def test_what_comes_before_an_answer_is_not_read(more: bytes) -> None:
     """The request before it is answered, and the connection ends with that: RFC 9112, section 9.3.2."""
     get = ("/get", b"", "host")
-    told, wire = asyncio.run(answered([REQUESTS[get] + more]))
+    told, wire = await answered([REQUESTS[get] + more])
     assert told == [get]
     assert wire.written.count(b"HTTP/1.1 200") == 1
     assert b"HTTP/1.1 400" not in wire.written
     assert wire.is_closed
 
 
-def test_a_request_starts_when_it_is_whole() -> None:
+async def test_a_request_starts_when_it_is_whole() -> None:
     """Bugs: 1,100 half-sent bodies at once were 0.4 s of tasks, and as many refusals when they gave way. A
     client that wanted its connection closed, and did not read its answer, kept it for ever.
     """
-
-    async def send() -> None:
-        protocol, _, state = connected(Response())
-        *begun, end = http_bytes(RESPONSES, HI, Connection="close")
-        for data, n_running in ((bytes(begun), 0), (bytes([end]), 1)):
-            protocol.data_received(data)
-            assert (len(state.tasks), len(protocol.idle)) == (n_running, 1 - n_running)
-        await asyncio.gather(*state.tasks)
-        assert list(protocol.idle) == [protocol]
-
-    asyncio.run(send())
+    protocol, _, state = connected(Response())
+    *begun, end = http_bytes(RESPONSES, HI, Connection="close")
+    for data, n_running in ((bytes(begun), 0), (bytes([end]), 1)):
+        protocol.data_received(data)
+        assert (len(state.tasks), len(protocol.idle)) == (n_running, 1 - n_running)
+    await asyncio.gather(*state.tasks)
+    assert list(protocol.idle) == [protocol]
 
 
 # --- what is bounded ----------------------------------------------------------------------------------------
@@ -272,26 +268,22 @@ DAWDLERS = [
 
 
 @pytest.mark.parametrize(("begun", "drop", "n_answers"), DAWDLERS)
-def test_a_head_that_does_not_come(
+async def test_a_head_that_does_not_come(
     monkeypatch: pytest.MonkeyPatch, begun: bytes, drop: bytes, n_answers: int
 ) -> None:
     """Bug: half a head held its connection for ever, however slowly it came, and nothing counted it."""
     monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.05)
-
-    async def dawdle() -> bytes:
-        protocol, wire, _ = connected(Response())
-        protocol.data_received(begun)
+    protocol, wire, _ = connected(Response())
+    protocol.data_received(begun)
+    async with asyncio.timeout(PATIENCE_S):
         while not wire.is_closed:
             await asyncio.sleep(0.002)
             if drop and wire.is_read:
                 protocol.data_received(drop)
-        return wire.written
-
-    answers = asyncio.run(asyncio.wait_for(dawdle(), PATIENCE_S))
-    assert answers.count(b"HTTP/1.1 200 OK") == n_answers
+    assert wire.written.count(b"HTTP/1.1 200 OK") == n_answers
 
 
-def test_an_answer_may_take_longer_than_a_connection_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_may_take_longer_than_a_connection_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the timer of the answer before it ended the connection."""
     monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.05)
 
@@ -299,15 +291,11 @@ def test_an_answer_may_take_longer_than_a_connection_is_kept(monkeypatch: pytest
         await asyncio.sleep(0.1)
         await Response()(scope, receive, send)
 
-    async def ask_twice() -> None:
-        protocol, wire, state = connected(app)
-        for _ in range(2):
-            protocol.data_received(WHOLE)
-            while state.tasks:
-                await asyncio.sleep(0.01)
-        assert wire.written.count(b"HTTP/1.1 200 OK") == 2
-        assert not wire.is_closed
-
-    asyncio.run(ask_twice())
+    protocol, wire, state = connected(app)
+    for _ in range(2):
+        protocol.data_received(WHOLE)
+        await asyncio.gather(*state.tasks)
+    assert wire.written.count(b"HTTP/1.1 200 OK") == 2
+    assert not wire.is_closed
     kept = connections.http_config(Starlette(), options.arguments().parse_args([]))
     assert kept.timeout_keep_alive == connections.NEVER_S
