@@ -82,8 +82,11 @@ class Server:
         """A connection on which `data` was sent; leaving the block is leaving the server."""
         host, _, port = urlsplit(self.url).netloc.partition(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
-            connection.sendall(data)
-            yield connection
+            try:
+                connection.sendall(data)
+                yield connection
+            finally:  # close() would wait for a generator that still has a file of this connection
+                socket.close(connection.detach())
 
     @contextlib.contextmanager
     def websocket(self, path: str = "/v1/responses", **settings: Any) -> Iterator[ClientConnection]:
