@@ -4,12 +4,12 @@ import asyncio
 import functools
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -28,7 +28,7 @@ from request.refusals import BadInput
 from responses import Builder
 from store import TERMINAL, Retention, Row, Store
 
-PATIENCE_S = 30
+pytestmark = pytest.mark.timeout(30)
 BODY = {"model": "m", "input": "hi", "background": True, "stream": True}
 HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_responses(BODY, {}).echo
 DONE = Finish("stop", Usage(3, 2))
@@ -37,18 +37,9 @@ INTERRUPTED = "interrupted by a restart"
 UNFINISHED = background.UNFINISHED.message
 
 T = TypeVar("T")
-P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., None])
 Says = Callable[[], AsyncIterator[Said]]
 numbers = itertools.count()
-
-
-def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    @functools.wraps(test)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
-
-    return run
 
 
 def new_id(prefix: str) -> str:
@@ -186,7 +177,6 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
     One who has seen more than there is gets nothing. No client learns what a restart could take back.
     """
 
-    @in_loop
     async def main() -> None:
         store = SlowStore()
         store.has_failed = not stored
@@ -228,10 +218,9 @@ def test_readers_get_the_same_bytes(actions: list[tuple[str, int]], stored: bool
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(event_log, "RETRY_S", 0)
-        main()
+        asyncio.run(main())
 
 
-@in_loop
 async def test_a_reader_gets_what_waits_in_pieces() -> None:
     """Between the pieces the others have their turn, however fast the reader is."""
     log = EventLog()
@@ -521,7 +510,6 @@ def test_whatever_happens_in_whatever_order(monkeypatch: pytest.MonkeyPatch) -> 
 # --- the queue ----------------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One who had queued a hundred was served a hundred times before the next one."""
     monkeypatch.setattr(background, "MAX_RUNNING", 1)
@@ -544,7 +532,6 @@ async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-@in_loop
 async def test_the_store_is_closed_after_all_that_was_asked_of_it() -> None:
     """By turns of the owners it would be closed before what another one waits for."""
     registry = Registry(Store(":memory:", Retention()))
@@ -554,7 +541,6 @@ async def test_the_store_is_closed_after_all_that_was_asked_of_it() -> None:
     assert await asyncio.gather(*asked) == [None] * 9
 
 
-@in_loop
 async def test_those_who_poll_share_what_is_encoded() -> None:
     """Bug: each GET of a large response that runs made JSON of it, in the event loop."""
     async with registry_of() as registry:
@@ -583,7 +569,6 @@ QUEUES = [
 
 @pytest.mark.bug("I06")
 @pytest.mark.parametrize(("owners", "max_bytes", "n_bytes", "accepted"), QUEUES)
-@in_loop
 async def test_no_owner_fills_the_queue(
     owners: str, max_bytes: int, n_bytes: int, accepted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -611,7 +596,6 @@ TOO_MUCH = json.dumps({"instructions": "long" * 20_000})
 
 
 @pytest.mark.parametrize("kept", [True, False])
-@in_loop
 async def test_what_could_not_be_stored_is_not_told_as_stored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
@@ -631,7 +615,6 @@ async def test_what_could_not_be_stored_is_not_told_as_stored(
     assert caplog.records[0].getMessage().endswith("could not be stored: database or disk is full")
 
 
-@in_loop
 async def test_what_met_a_full_disk_is_written_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -654,7 +637,6 @@ async def test_what_met_a_full_disk_is_written_once_there_is_room(
 @pytest.mark.parametrize(
     "damage", ["UPDATE responses SET request = '{' WHERE id = ?", "DELETE FROM events WHERE response_id = ?"]
 )
-@in_loop
 async def test_what_is_damaged_stops_nothing_else(damage: str) -> None:
     """A live row that cannot be read, or whose events cannot, is logged and deleted at the next start."""
     async with registry_of() as registry:
@@ -668,7 +650,6 @@ async def test_what_is_damaged_stops_nothing_else(damage: str) -> None:
         assert (await ended(registry, whole)).status == "completed"
 
 
-@in_loop
 async def test_eviction_lets_writes_in_between() -> None:
     """Bug: while the store deleted what one owner had too much of, the events of all others waited."""
     async with registry_of() as registry:
@@ -688,7 +669,6 @@ async def test_eviction_lets_writes_in_between() -> None:
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-@in_loop
 async def test_what_the_builder_cannot_end_ends_all_the_same(in_background: bool) -> None:
     """Bug: it stayed in progress. Here the seal raises, with which a thought is closed."""
 

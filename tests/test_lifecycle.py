@@ -22,19 +22,14 @@ import sse
 from background import MAX_RUNNING
 from dialects.matchers import N_CHECKS
 from helpers import laws
-from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
+from helpers.asked import FAULTY, HELLO, HI, NO_END, RESPONSES
+from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
 from request import items, params
 from store import TERMINAL
 
-RESPONSES = "/v1/responses"
-FAULTY = ("-m", "tests.helpers.faulty_server")
 RAISES = 666  # a seed that faulty_server.py takes for a fault
 N_SLOTS = MAX_RUNNING
-HI: Json = {"model": "tiny", "input": "hi"}
-HELLO = "Hello! How can I help you today?"
-EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
-ENDLESS: Json = {"logit_bias": {str(token_id): -100 for token_id in EOS}}
-LONG: Json = HI | ENDLESS | {"max_output_tokens": 1900}  # seconds
+LONG: Json = HI | NO_END | {"max_output_tokens": 1900}  # seconds
 BACKGROUND: Json = {"background": True}
 STREAM: Json = {"stream": True}
 
@@ -488,7 +483,7 @@ def test_stop_with_background_work(tmp_path: Path) -> None:
     """What runs may finish for a while, then it fails with a last event; what waits is run by the next."""
     flags = ("--store", str(tmp_path / "store.db"), "--shutdown-grace", "0.5")
     with serve(*flags, script=FAULTY) as server, ExitStack() as stack:
-        short = created(server, HI | ENDLESS | BACKGROUND | {"max_output_tokens": 20})["id"]
+        short = created(server, HI | NO_END | BACKGROUND | {"max_output_tokens": 20})["id"]
         reader = stack.enter_context(streaming(server, LONG | BACKGROUND))
         running = [created(server, LONG | BACKGROUND)["id"] for _ in range(N_SLOTS - 1)]
         queued = [created(server, HI | BACKGROUND)["id"] for _ in range(2)]

@@ -13,8 +13,9 @@ from starlette.datastructures import Headers
 
 from api import Api
 from background import Registry
+from helpers.asked import CHAT, FAULTY, HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
-from helpers.serving import PATIENCE_S, TINY, Json, Reply, Server, http_bytes, http_frames, serve, until
+from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
 from middleware import Keys, refusal
 from request import params
 from request.body import parsed
@@ -24,11 +25,7 @@ from store import Retention, Row, Store
 from streaming import cancel
 from worker import LocalWorker
 
-RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
-FAULTY = ("-m", "tests.helpers.faulty_server")
-HI: Json = {"model": "tiny", "input": "hi"}
-EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
-ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}, "stream": True}
+ENDLESS: Json = HI | NO_END | {"seed": SLOW, "stream": True}
 MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
 PAGE = "https://example.org"
 
@@ -381,23 +378,20 @@ def api_of(worker: SlowWorker) -> Api:
     return Api(cast(LocalWorker, worker), None, Registry(Store(":memory:", Retention())), b"")
 
 
-def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
+async def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
     """Bug: those of other owners had none."""
     chat_body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2**16}]}).encode()
-
-    async def begin() -> None:
-        worker, rooms = SlowWorker(), Rooms(100)
-        visits = [Visit(rooms, owner) for owner in "mmmmmmmmmmy"]
-        asked = [api_of(worker)._begin_completion(parsed(chat_body, visit), visit) for visit in visits]
-        tasks = [asyncio.create_task(each) for each in asked]
+    worker, rooms = SlowWorker(), Rooms(100)
+    visits = [Visit(rooms, owner) for owner in "mmmmmmmmmmy"]
+    asked = [api_of(worker)._begin_completion(parsed(chat_body, visit), visit) for visit in visits]
+    tasks = [asyncio.create_task(each) for each in asked]
+    async with asyncio.timeout(PATIENCE_S):
         begun = [await worker.begun.get() for _ in tasks]
-        assert begun.count("y") == 1
-        await cancel(*tasks)
-
-    asyncio.run(asyncio.wait_for(begin(), PATIENCE_S))
+    assert begun.count("y") == 1
+    await cancel(*tasks)
 
 
-def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -> None:
+async def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -> None:
     """A message of 100 bytes may continue a conversation of megabytes; else it is small."""
     row = Row("resp_1", "", 0, 1, False, False, False, "{}", "[]", "completed", '{"output": []}')
 
@@ -410,8 +404,8 @@ def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -> None
         await cancel(beginning)
         return visit.is_small
 
-    assert asyncio.run(small_after())
-    assert not asyncio.run(small_after(previous_response_id="resp_1"))
+    assert await small_after()
+    assert not await small_after(previous_response_id="resp_1")
 
 
 def test_ids_cannot_be_guessed() -> None:

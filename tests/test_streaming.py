@@ -11,7 +11,7 @@ import streaming
 from streaming import KEEP_ALIVE, PIECE_BYTES, JsonAnswer, kept_alive, while_connected
 
 
-def test_a_large_answer_leaves_in_pieces() -> None:
+async def test_a_large_answer_leaves_in_pieces() -> None:
     """Each waits until the client has read most of those before."""
     text = json.dumps("x" * 3 * PIECE_BYTES)
     sent: list[Message] = []
@@ -22,7 +22,7 @@ def test_a_large_answer_leaves_in_pieces() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(JsonAnswer(text, headers={"Warning": "299"})({"type": "http"}, receive, send))
+    await JsonAnswer(text, headers={"Warning": "299"})({"type": "http"}, receive, send)
     start, *pieces = sent
     assert (start["status"], dict(start["headers"])[b"warning"]) == (200, b"299")
     assert int(dict(start["headers"])[b"content-length"]) == len(text)
@@ -30,7 +30,7 @@ def test_a_large_answer_leaves_in_pieces() -> None:
     assert max(len(piece["body"]) for piece in pieces) == PIECE_BYTES
 
 
-def test_work_ends_with_its_client() -> None:
+async def test_work_ends_with_its_client() -> None:
     """What it raises on its way out is dropped; while the client is there, what it raises is told."""
     has_left = asyncio.Event()
 
@@ -47,17 +47,14 @@ def test_work_ends_with_its_client() -> None:
     async def fail() -> str:
         raise TimeoutError("an upstream was too slow")
 
-    async def main() -> None:
-        with pytest.raises(TimeoutError, match="too slow"):
-            await while_connected(fail(), receive)
-        asyncio.get_running_loop().call_soon(has_left.set)
-        with pytest.raises(ClientDisconnect):
-            await while_connected(work_on(), receive)
-
-    asyncio.run(main())
+    with pytest.raises(TimeoutError, match="too slow"):
+        await while_connected(fail(), receive)
+    asyncio.get_running_loop().call_soon(has_left.set)
+    with pytest.raises(ClientDisconnect):
+        await while_connected(work_on(), receive)
 
 
-def written_in(
+async def written_in(
     monkeypatch: pytest.MonkeyPatch, silence_s: float, n_writes: int, wait_s: float, reads: bool = True
 ) -> list[bytes]:
     """What a stream has sent in the end that writes, then waits, and may be silent for so long."""
@@ -69,25 +66,22 @@ def written_in(
         if not reads:
             await asyncio.Future()
 
-    async def main() -> None:
-        async with kept_alive(send) as write:
-            for _ in range(n_writes):
-                await write(b"1")
-                await asyncio.sleep(wait_s)
+    async with kept_alive(send) as write:
+        for _ in range(n_writes):
+            await write(b"1")
             await asyncio.sleep(wait_s)
-        n_written = len(written)
-        await asyncio.sleep(0.01)
-        assert len(written) == n_written, "a comment after the end"
-
-    asyncio.run(main())
+        await asyncio.sleep(wait_s)
+    n_written = len(written)
+    await asyncio.sleep(0.01)
+    assert len(written) == n_written, "a comment after the end"
     return written
 
 
-def test_a_stream_that_is_not_silent_gets_no_comment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_is_not_silent_gets_no_comment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each write puts the next comment off."""
-    assert written_in(monkeypatch, 0.1, n_writes=30, wait_s=0.01) == [b"1"] * 30
+    assert await written_in(monkeypatch, 0.1, n_writes=30, wait_s=0.01) == [b"1"] * 30
 
 
-def test_a_client_that_does_not_read_has_one_comment_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_has_one_comment_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-pressure holds a comment like any frame; a second one would wait after it."""
-    assert written_in(monkeypatch, 0.001, n_writes=0, wait_s=0.05, reads=False) == [KEEP_ALIVE]
+    assert await written_in(monkeypatch, 0.001, n_writes=0, wait_s=0.05, reads=False) == [KEEP_ALIVE]

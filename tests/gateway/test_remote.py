@@ -18,13 +18,12 @@ import pytest
 import sse
 from gateway.upstreams import Timeouts
 from helpers import laws
-from helpers.asked import CHAT, FAULTY, RESPONSES
+from helpers.asked import CHAT, FAULTY, HI, RESPONSES
 from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, delta, finish, hangs, head, says, upstream
 from service import options
 from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures of this file)
     BACKGROUND,
-    HI,
     LONG,
     created,
     ended,
