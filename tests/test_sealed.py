@@ -1,13 +1,12 @@
 """What a client keeps for us comes back unchanged, or not at all."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.serving import Server, serve
+from helpers.serving import serve
 from request.items import _opened, sealer
 from request.refusals import BadInput
 
@@ -27,14 +26,12 @@ def test_round_trip(text: str) -> None:
     assert OURS.loads(OURS.dumps(text)) == text
 
 
-OF_OTHERS = [(b"q" * 32, "o", "p"), (KEY, "o", "another purpose"), (KEY, "another owner", "p")]
-
-
 def test_changed_or_of_another_key() -> None:
     blob = str(OURS.dumps("four"))
     odd = ["", "x", "AAAA", "=", "é", "\ud800"]
     odd += [blob[:i] + ("A" if blob[i] != "A" else "B") + blob[i + 1 :] for i in range(len(blob))]
-    of_others = [sealer(*key).dumps("four") for key in OF_OTHERS]
+    others = [(b"q" * 32, "o", "p"), (KEY, "o", "another purpose"), (KEY, "another owner", "p")]
+    of_others = [sealer(*key).dumps("four") for key in others]
     for each in odd + of_others:
         item = {"type": "compaction", "encrypted_content": each}
         with pytest.raises(BadInput, match="Expected a blob of compaction") as refusal:
@@ -42,31 +39,23 @@ def test_changed_or_of_another_key() -> None:
         assert refusal.value.code == "invalid_encrypted_content"
 
 
-# --- through the server -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve("--secret", "kept over restarts") as running:
-        yield running
-
-
-def test_reasoning_comes_back_without_its_text(server: Server) -> None:
+def test_reasoning_comes_back_without_its_text() -> None:
     """The model reads the same prompt, be the reasoning given back as text or as the blob alone.
 
     Without `include` there is no blob, not even null: the schema of Open Responses knows none there.
     """
-    plain, _ = server.post("/v1/responses", THINK | {"include": []}).json["output"]
-    assert "encrypted_content" not in plain
-    thought, said = server.post("/v1/responses", THINK).json["output"]
-    blob = thought["encrypted_content"]
-    bare = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": blob}
-    question, more = ({"role": "user", "content": text} for text in (THINK["input"], "And 3+3?"))
-    counts: list[Any] = []
-    for thinking in (thought, bare):
-        body = {"model": "tiny", "input": [question, thinking, said, more]}
-        counts.append(server.post("/v1/responses/input_tokens", body).json)
-    assert counts[0] == counts[1]
+    with serve("--secret", "kept over restarts") as server:
+        plain, _ = server.post("/v1/responses", THINK | {"include": []}).json["output"]
+        assert "encrypted_content" not in plain
+        thought, said = server.post("/v1/responses", THINK).json["output"]
+        blob = thought["encrypted_content"]
+        bare = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": blob}
+        question, more = ({"role": "user", "content": text} for text in (THINK["input"], "And 3+3?"))
+        counts: list[Any] = []
+        for thinking in (thought, bare):
+            body = {"model": "tiny", "input": [question, thinking, said, more]}
+            counts.append(server.post("/v1/responses/input_tokens", body).json)
+        assert counts[0] == counts[1]
     with serve() as stranger:
         reply = stranger.post("/v1/responses", body)
         assert (reply.status, reply.json["error"]["param"]) == (400, "input[1].encrypted_content")
