@@ -175,9 +175,7 @@ def test_a_file_that_is_cut_or_changed_is_refused_in_a_line_or_read(tmp_path: Pa
             read(file)
 
 
-def test_only_what_a_killed_server_has_left_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_a_killed_server_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a folder gguf-my-model in /tmp ended the start with an error, and gguf-2024-backup was removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed = subprocess.Popen(["true"])

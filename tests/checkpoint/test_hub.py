@@ -35,7 +35,7 @@ def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert find("~/Org") == tmp_path / "Org"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """HF_HUB_OFFLINE=1 and an empty HF_HUB_CACHE, as huggingface_hub keeps them once it is imported."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -54,7 +54,6 @@ NOWHERE = {
 }
 
 
-@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("model", NOWHERE)
 def test_nowhere_to_be_found(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,4 @@
-"""checkpoint/weights.py against small random checkpoints written here.
-
-That the tensors of each family arrive in their places is what test_parity.py shows.
-"""
+"""checkpoint/weights.py against small random checkpoints; test_parity.py has the tensors of each family."""
 
 import contextlib
 import itertools
@@ -23,17 +20,15 @@ from parity import LLAMA3, SMALL, YARN, random_tensor, write_tensors
 LLAMA: dict[str, Any] = SMALL | {"model_type": "llama"}
 
 
-def checkpoint(directory: Path, changes: dict[str, Any] | None = None, dtype: str = "F32") -> dict[str, Any]:
+def checkpoint(directory: Path, dtype: str = "F32", **changes: Any) -> dict[str, Any]:
     """Write LLAMA with these changes to a directory, and return its tensors."""
-    raw = LLAMA | (changes or {})
+    raw = LLAMA | changes
     (directory / "config.json").write_text(json.dumps(raw))
     parts = all_parts(parse_config(raw, {}))
     tensors = {part.name: random_tensor(part.name, part.shape) for part in parts}
     write_tensors(directory / "model.safetensors", tensors, dtype)
     return tensors
 
-
-# ---- config.json -------------------------------------------------------------------------------------------
 
 ON = {"sliding_window": 9, "use_sliding_window": True}
 NOPE = {"no_rope_layers": [1, 0, 1, 0]}
@@ -142,13 +137,10 @@ def test_whatever_a_field_holds_is_read_or_refused(model_type: str) -> None:
     assert 0 < read < len(changes)
 
 
-# ---- Weights -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("dtype", "packed"), [("BF16", np.uint16), ("F16", np.float32)])
 def test_a_matrix_of_bfloat16_is_packed_as_it_is(tmp_path: Path, dtype: str, packed: Any) -> None:
     """Through float32 and back, 1.19 GB took 4 to 7 s, and twice the memory."""
-    checkpoint(tmp_path, {}, dtype)
+    checkpoint(tmp_path, dtype)
     found = read_weights(tmp_path, read_config(tmp_path), lambda w: w)
     [*layers, last] = found.layers
     assert {array.dtype for array in (found.embed, last.wqkv, last.w_gate_up)} == {np.dtype(packed)}
@@ -186,7 +178,7 @@ def test_tensors_refused(tmp_path: Path, name: str, tensor: Any, words: list[str
 
 def test_a_head_beside_a_tied_one_is_ignored_if_it_is_the_same(tmp_path: Path) -> None:
     """transformers 5 would untie another one; here config.json has to say what it means."""
-    tensors = checkpoint(tmp_path, {"tie_word_embeddings": True})
+    tensors = checkpoint(tmp_path, tie_word_embeddings=True)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)  # of old files
     write_tensors(tmp_path / "model.safetensors", tensors, "F32")

@@ -73,10 +73,7 @@ FORMS += [(name, *size) for name in ("Q8_0", "Q5_1", "Q4_1", "MXFP4") for size i
 @pytest.mark.parametrize(("name", "n_out", "n_in"), FORMS)
 @pytest.mark.parametrize("n_rows", [1, 6])
 def test_is_the_product(name: str, n_out: int, n_in: int, n_rows: int) -> None:
-    """A sum of n products, each step rounded once, is off by n * 2^-24 of the sum of their sizes at most.
-
-    With blocks x is rounded to 16 bits of the largest of 32 numbers.
-    """
+    """A sum of n products, each step rounded once, is off by n * 2^-24 of the sum of their sizes at most."""
     packed, w = in_format(name, n_out, n_in)
     x = bfloat16s(n_rows, n_in)  # rounding to bfloat16 changes nothing
     assert packed.format == name
@@ -84,7 +81,8 @@ def test_is_the_product(name: str, n_out: int, n_in: int, n_rows: int) -> None:
     limit = (n_in + 2) * 2.0**-24 * np.abs(x) @ np.abs(w).T.astype(np.float64)
     if packed.is_quantized:
         largest = np.abs(x).reshape(n_rows, -1, 32).max(2).repeat(32, 1)
-        # a block of Q4_1 or Q5_1 has numbers without a sign, and a minimum: both may be larger than w
+        # x is rounded to 16 bits of the largest of 32 numbers. Those of Q4_1 and Q5_1 have no sign, but a
+        # minimum: both may be larger than w.
         limit += (2.0**-16 + 2.0**-20) * largest @ (np.abs(w) + 2 * np.abs(w).max()).T
     assert (np.abs(product(x, packed) - exact) <= limit).all()
 
@@ -95,17 +93,14 @@ WAYS = ["float32", "bfloat16"] if FAST_BFLOAT16 else ["float32"]  # of a row tha
 @pytest.mark.parametrize("n_in", [2, 4, 34, 576])
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_in_order_by_fused_steps(way: str, n_in: int) -> None:
-    """The rule of the micro-kernel to the bit; of a pair of bfloat16 the second is added first.
-
-    float64 holds the product of two float32 exactly, so a fused step is one addition in it, then rounded.
-    """
+    """A fused step is one addition in float64, which holds a product of float32 exactly, then rounded."""
     x, w = random(1, n_in), bfloat16s(WIDTH, n_in)
     order = np.arange(n_in)
     rows: Any = x
     if way == "bfloat16":
         rows = bfloat16(x)
         x = unpacked(rows)
-        order = order.reshape(-1, 2)[:, ::-1].ravel()
+        order = order.reshape(-1, 2)[:, ::-1].ravel()  # of a pair the second is added first
     sums = np.zeros(WIDTH, np.float32)
     for k in order:
         sums = (sums.astype(np.float64) + np.float64(x[0, k]) * w[:, k].astype(np.float64)).astype(np.float32)
@@ -290,10 +285,7 @@ LONG_PROMPTS = [[5, 6, 7, 8, 9], [11], [*range(20, 59)], [(7 * i * i + 1) % 90 f
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_numpy(name: str) -> None:
-    """Each op of FastOps from the same inputs as the spec's: what one rounds is not multiplied by the next.
-
-    Rounding to bfloat16 changes a number by up to 2^-9 of its size, and the scores of attention all.
-    """
+    """Each op from the same inputs as the spec's: what one rounds is not multiplied by the next."""
     c, wide, packed = both(name)
     assert packed.embed.format == CASES[name].dtype
     spec, fast = (kind(c, w, 576, 36, 4) for kind, w in ((NumpyOps, wide), (FastOps, packed)))
@@ -319,6 +311,7 @@ def test_equals_numpy(name: str) -> None:
 
 
 def assert_close(found: Array, expected: Array) -> None:
+    """Rounding to bfloat16 changes a number by up to 2^-9 of its size, and the scores of attention all."""
     assert np.abs(found - expected).max() < 2.0**-5 * np.abs(expected).max()
 
 
@@ -326,7 +319,7 @@ PAGES = [5, 0, 3, 2, 4, 9, 8, 6, 7]  # of one sequence
 NOT_A_NUMBER = 0x7FC0  # in bfloat16
 SOME = ["llama-3", "mistral-window", "qwen3-layer-types", "smollm3-window"]
 SOME += [name for name, case in CASES.items() if "num_experts_per_tok" in case.changes]
-TOKENS = [(11 * i * i + 3) % 90 for i in range(SPAN + 44)]
+TOKENS = LONG_PROMPTS[-1]
 
 
 def steps(ops: NumpyOps, weights: Weights, sizes: list[int]) -> Array:
@@ -352,9 +345,7 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
         assert np.array_equal(steps(fast, packed, sizes), expected)
 
 
-def test_kernels_are_compiled_anew_when_any_of_their_modules_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_module_compiles_all_kernels_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba looks at the module of a kernel alone: an update of microkernel.py ran what it had been."""
     folder = shutil.copytree(Path(kernels.__file__).parent, tmp_path / "devices")
     before = kernels.kernel_folder()

@@ -39,26 +39,22 @@ def test_logprobs_are_those_of_numpy(name: str) -> None:
         by_steps(NumpyOps(c, model.weights, *SIZES), spans, device_models.BITS_OF_ALL)
         for c in (model.config, other)
     )
-    # Rounding may turn a near tie of a router, and that row says something else.
-    typical = np.median if model.config.experts else np.max
-    distance, otherwise = (
-        typical([apart([a], [b]) for a, b in zip(some, right, strict=True)])
-        for some in (by_steps(ops_of(name), spans), wrong)
-    )
+    answers = by_steps(ops_of(name), spans), wrong
+    by_row = np.array([[apart([a], [b]) for a, b in zip(some, right, strict=True)] for some in answers])
+    if model.config.experts:  # rounding may turn a near tie of the router, and that row says something else
+        distance, otherwise = np.median(by_row, 1)
+    else:
+        distance, otherwise = np.sqrt(np.mean(by_row**2, 1))
     assert distance < 0.2  # of logprobs that spread over 10 to 20
     assert distance < otherwise / 5
 
-
-# ---- Laws, to the bit --------------------------------------------------------------------------------------
 
 WAYS = [(CudaOps, VARIED[0], 1), *((ops, name, 64) for name in VARIED for ops in (CudaOps, PlainOps))]
 SWEPT = [(PlainOps, VARIED[1], 64), (PlainOps, VARIED[3], 64)]
 
 
 @pytest.mark.parametrize(("kind", "name", "enough"), sweep(WAYS, [way for way in WAYS if way not in SWEPT]))
-def test_the_same_logprobs_whichever_way_a_prompt_is_read(
-    kind: type[CudaOps], name: str, enough: int
-) -> None:
+def test_the_same_logprobs_whichever_way_a_prompt_is_read(kind: Any, name: str, enough: int) -> None:
     ops = device_models.ops_on(Emulator(), name, kind)
     ops.enough_blocks = enough
     device_models.read_any_way(ops)
@@ -199,12 +195,7 @@ def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
         return [[token for step in steps for token in step.tokens] for steps in answers]
 
     runs = []
-    for n_pages, speculate, is_alone in (
-        (SIZES[1], 0, True),
-        (SIZES[1], 4, True),
-        (SIZES[1], 0, False),
-        (4, 3, False),
-    ):
+    for n_pages, speculate, is_alone in ((24, 0, True), (24, 4, True), (24, 0, False), (4, 3, False)):
         ops = CudaOps(model.config, model.weights, SIZES[0], n_pages, SIZES[2], cp=Emulator())
         with device_models.engine_of(ops, speculate) as engine:
             if is_alone:

@@ -34,8 +34,6 @@ def test_every_op_is_plain() -> None:
     assert {name for name, _ in ops._plain_kernels._functions} == signatures(PLAIN_CODE.read_text()).keys()
 
 
-# ---- Products ----------------------------------------------------------------------------------------------
-
 PRODUCTS = {"qkv": 3e-4, "gate_up": 2**-8, "logits": 3e-4, "out": 1e-6, "down": 1e-6}
 
 
@@ -94,9 +92,6 @@ def test_what_a_product_prefetches_lies_in_its_weights(order: int) -> None:
     assert near(m.got("raw", 1), m.numpy._rms_norm(x, m.weights.norm) @ m.weights.head.T)
 
 
-# ---- Attention ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sweep(CONFIGS, ["grouped", "window", "sinks", "many-heads"]))
 def test_attend(name: str) -> None:
     """Queries that see one key, 31, 32, 33, and those of several pieces."""
@@ -137,8 +132,6 @@ def test_what_lies_behind_a_sequence_in_its_page_is_not_seen(name: str) -> None:
         results.append(np.concatenate([m.attend([one], rows) for one, rows in spans]))
     assert np.array_equal(results[0], results[1])
 
-
-# ---- Sampling ----------------------------------------------------------------------------------------------
 
 # fmt: off
 SAMPLINGS: list[dict[str, Any]] = [

@@ -22,10 +22,7 @@ KNOWN = {"analysis", "commentary", "final"} | {f"call {name.removeprefix('functi
 
 
 def ours(tokens: list[str]) -> list[list[Any]]:
-    """What our parser says at each token, as the file has it.
-
-    Of a call without arguments theirs says nothing, ours {}, which is left out.
-    """
+    """What our parser says at each token; {} of a call without arguments is left out, as theirs has it."""
     parser, found, who = Parser(DIALECT, DIALECT.start), list[list[Any]](), ""
     for n, token in enumerate(tokens):
         for output in parser.feed(Piece(token, token if token in MARKERS else "")):

@@ -112,9 +112,7 @@ def test_a_root_that_was_killed_is_not_held_against_the_grammar(grammars: Gramma
     check(grammars, {"type": "integer"})
 
 
-def test_a_process_that_is_stopped_holds_no_place_in_the_batch(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_process_holds_no_place(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a sequence waited for its mask for ever."""
     with closing(grammars.constraint(of({"const": 1}))) as constraint:
         wait_for_mask(constraint, [])
@@ -156,9 +154,7 @@ def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
     assert ended == ["known", *["costly"] * N_CHECKS, "new"]
 
 
-def test_one_check_is_enough_for_all_requests_that_wait_for_it(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_check_is_enough_for_all_that_wait(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 requests at once with the same tools, each compiled them again, and half were refused."""
     compiled: list[AnswerGrammar] = []
     monkeypatch.setattr(grammars, "_compile", compiled.append)

@@ -24,10 +24,7 @@ MAX_SEQ_LEN = 400
 
 
 def sweep(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
-    """The values to parametrize a test with; those that are not among the first are left to `make check`.
-
-    g++ compiles each shape of each model. Each of the first takes a way through the kernels of its own.
-    """
+    """The values to parametrize a test with; `make check` has those that are not among the first."""
     found = []
     for value in values:
         arguments = value if isinstance(value, tuple) else (value,)
