@@ -161,9 +161,9 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 #   tensor, after "model.layers.1."  becomes                      words of the one line that refuses it
 TENSORS_REFUSED: list[tuple[str, Any, list[str]]] = [
     ("mlp.up_proj.weight", None, ["mlp.up_proj.weight (80, 48) is missing"]),
-    ("self_attn.q_proj.weight", np.zeros((24, 48)), ["q_proj.weight is (24, 48)", "(48, 48)"]),
+    ("self_attn.q_proj.weight", np.zeros((24, 48), "f4"), ["q_proj.weight is (24, 48)", "(48, 48)"]),
     ("self_attn.q_proj.weight", np.zeros((48, 48), np.uint8), ["q_proj.weight is (48, 48) of uint8"]),
-    ("self_attn.q_proj.bias", np.zeros(48), ["q_proj.bias has no place in", "llama"]),
+    ("self_attn.q_proj.bias", np.zeros(48, "f4"), ["q_proj.bias has no place in", "llama"]),
 ]
 
 

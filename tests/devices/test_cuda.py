@@ -98,7 +98,7 @@ def test_graphs_change_nothing_and_are_few() -> None:
     assert sorted(sizes[0] for sizes in ops._graphs) == [1, 2, 4, 8]
     n_early = ops._cp.driver.n_launches
     assert ops._cp.n_launches == 2 * n_early  # once kernel by kernel, once to be captured, then no more
-    assert n_early == sum(len(graph.work) for graph in ops._graphs.values()) > 20 * ops.config.n_layers
+    assert n_early > 20 * ops.config.n_layers
 
 
 def test_what_cannot_be_captured_is_launched_kernel_by_kernel_and_late(
