@@ -238,7 +238,7 @@ class Api:
         row = await self._row(http, visit)
         if not wants_stream:
             return JsonAnswer(row.response_json)
-        after = query.starting_after(http.query_params)
+        after = query.number(http.query_params, "starting_after", -1)  # -1: all events
         if not (row.background and row.streamed):
             lacks = "stream" if row.background else "background"
             message = f"This response cannot be streamed because it was not created with {lacks}=true."

@@ -282,8 +282,8 @@ class LocalWorker:
     def _render(self, request: Request, messages: list[Message]) -> str:
         """Render the prompt, with marks around what the request says (request/special_tokens.py)."""
         special_tokens = self._special_tokens
-        marked_messages = [*map(special_tokens.mark_message, messages)]
-        marked_tools = [*map(special_tokens.mark_function, request.tools)]
+        marked_messages = special_tokens.mark_said(messages)
+        marked_tools = special_tokens.mark_said(request.tools)
         kwargs = {name: special_tokens.mark_all(value) for name, value in request.template_kwargs.items()}
         return self._template.render(marked_messages, marked_tools or None, datetime.now(), **kwargs)
 

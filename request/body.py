@@ -116,11 +116,13 @@ def parse(json_text: bytes) -> Any:
 
 
 def outside_strings(json_text: bytes) -> bytes:
-    """Return a JSON text without its strings; raises BadInput if these alone are too many values."""
+    """Return a JSON text without its strings.
+
+    A value has two of them at most: its name, and itself. After as many as MAX_VALUES can have nothing is
+    taken out any more, so a text of millions of strings takes no more time.
+    """
     unescaped = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if unescaped.count(b'"') > 4 * MAX_VALUES:  # a value has two strings at most, one is its name
-        raise too_many_values()
-    return b"".join(unescaped.split(b'"')[::2])
+    return b"".join(unescaped.split(b'"', 4 * MAX_VALUES)[::2])
 
 
 def n_values(outside: bytes) -> int:

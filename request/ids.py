@@ -50,5 +50,5 @@ def item_ids(response_id: str) -> Callable[[str], str]:
 
 def response_id_of(item_id: str) -> str:
     """Return the response that has said the item, if the id comes from item_ids()."""
-    _, _, rest = item_id.partition("_")
-    return "resp_" + rest[:-N_NUMBER_DIGITS]
+    random_part = item_id.partition("_")[2][:-N_NUMBER_DIGITS]
+    return f"resp_{random_part}"

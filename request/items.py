@@ -37,10 +37,10 @@ from request.messages import IMAGES, ITEM_TYPES, MAX_ITEMS
 from request.params import Request, from_responses
 from request.refusals import BadInput
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT
-from request.validation import text
+from request.validation import Object, text
 from store import TERMINAL, Row
 
-Item = dict[str, Any]
+Item = Object
 Resolved = tuple[list[Item], list[Item]]  # the chain that a request continues, its own items
 Find = Callable[[str], Awaitable[Row | None]]  # id of a response -> the response, None if there is none
 SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of it and the request's owner
@@ -300,14 +300,14 @@ def unsaid(
             case Delta("final", text):
                 texts.append(text)
             case Finish("stop" | "length", usage):
-                output = Finish("stop", usage)
                 if seal is None:
-                    output = Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))
+                    usage = usage and replace(usage, output_tokens=0, reasoning_tokens=0)
                 elif summary := "".join(texts):
                     emit(Compaction(seal(summary)))
                 else:
-                    output = Finish("failed", usage, "The model wrote no summary.")
-                emit(output)
+                    emit(Finish("failed", usage, "The model wrote no summary."))
+                    return
+                emit(Finish("stop", usage))
             case Accepted() | Finish():
                 emit(output)
 

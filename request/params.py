@@ -77,7 +77,7 @@ class Request:
     max_tokens: int | None  # None: as far as the context reaches
     sampling: Object  # a value for each name in SAMPLING; seed None: another one each time
     n_top_logprobs: int | None  # None: no logprobs
-    stop: tuple[str, ...]
+    stop: list[str]
     stop_token_ids: list[int]
     ignore_eos: bool  # go on after the model's stop token
     parallel_tool_calls: bool
@@ -103,9 +103,9 @@ def token_id(value: str, path: str) -> int:
     return int(value)
 
 
-def stop(value: Any, path: str) -> tuple[str, ...]:
+def stop(value: Any, path: str) -> Any:
     strings = [value] if isinstance(value, str) else value
-    return tuple(list_of(string(1, MAX_STOP), 4)(strings, path))
+    return list_of(string(1, MAX_STOP), 4)(strings, path)
 
 
 count = integer(1, 2**31)
@@ -201,7 +201,7 @@ COMMON = SAMPLING | {
     "stream":                 Parameter(boolean,                         False),
     "stream_options":         Parameter(stream_options,                  {}),
     "top_logprobs":           Parameter(integer(0, 20),                  0,          True),
-    "stop":                   Parameter(stop,                            ()),
+    "stop":                   Parameter(stop,                            []),
     "stop_token_ids":         Parameter(list_of(integer(0, 2**31), 128), []),
     "ignore_eos":             Parameter(boolean,                         False),
     "tools":                  Parameter(list_of(read_tool, MAX_TOOLS),   [],         True),
@@ -329,10 +329,7 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
     if len({*names}) < len(names):
         raise wrong_value("tools", "every name once", names)
     entries = [*values["tools"], *brought]
-    tools: dict[str, Tool] = {}
-    for entry in entries:
-        for tool in entry.tools:
-            tools.setdefault(tool.qualified_name, tool)
+    tools = {tool.qualified_name: tool for entry in entries for tool in entry.tools}
     choice = tool_choice(tools, values["tool_choice"])
     must = structured_output(
         tools, choice, values["response_format"], schema_path, values["parallel_tool_calls"]

@@ -1,6 +1,6 @@
 """The query of a GET: whether to stream a response and from which event, and which page of a list to show.
 
-    query --wants_stream(), starting_after()--> whether, and from where      items, query --page()--> a page
+    query --wants_stream(), number()--> whether, and from where      items, query --page()--> a page
 
 Authority: https://platform.openai.com/docs/api-reference/responses/get and .../input-items; where that is
 silent, api-behaviour-contract.md of Azure/azure-sdk-for-net.
@@ -27,12 +27,8 @@ def wants_stream(query: Query) -> bool:
     return bool(one_of("true", "false")(query.get("stream", "false").lower(), "stream") == "true")
 
 
-def starting_after(query: Query) -> int:
-    """Return the number of the event after which a stream starts, -1 for all of it; raises BadInput."""
-    return number(query, "starting_after", -1, 0, 10**18)
-
-
-def number(query: Query, name: str, default: int, low: int, high: int) -> int:
+def number(query: Query, name: str, default: int, low: int = 0, high: int = 10**18) -> int:
+    """Return a number of a query; raises BadInput."""
     value = query.get(name)
     if value is None:
         return default

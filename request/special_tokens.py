@@ -20,7 +20,8 @@ Rules of this file:
    template's. Other strings have none, so that a template finds the words that it looks for.
 2. A prompt is cut only at marks in a special token, so that any other has the ids that it would have without.
 3. A template that looks for `</think>` in a message does not find what the request has spelled.
-4. Roles, types and ids of calls are words of ours and have no marks: templates make `<|user|>` of them.
+4. Roles, types and ids of calls are words of ours, as the names of a message's members are, and have no
+   marks: templates make `<|user|>` of them.
 """
 
 import re
@@ -28,11 +29,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from request.messages import Message
-
 # "Noncharacters ... are intended for process-internal uses": https://www.unicode.org/faq/private_use.html
 MARK = "\ufdd0"
 BLANKS = " \t\r\n▁"  # some vocabularies have runs of them as added tokens, which control nothing
+OURS = ("role", "type", "id", "tool_call_id")  # members of messages, calls and tools: rule 4
 
 
 def without_marks(text: str) -> str:
@@ -74,19 +74,18 @@ class SpecialTokens:
             return {self.mark(name): self.mark_all(member) for name, member in value.items()}
         return value
 
-    def mark_message(self, message: Message) -> Message:
-        """Mark what a message says and calls (rule 4: not its role, nor ids)."""
-        names = message.keys() & {"content", "reasoning_content", "name"}
-        marked = message | {name: self.mark(message[name]) for name in names}
-        if "tool_calls" in message:
-            marked["tool_calls"] = [self.mark_function(call) for call in message["tool_calls"]]
+    def mark_said(self, said: Any) -> Any:
+        """Mark what messages say and call, or what tools are called and take: all but what rule 4 names."""
+        if isinstance(said, list):
+            return [self.mark_said(element) for element in said]
+        marked = {}
+        for name, member in said.items():
+            if name in ("tool_calls", "function"):
+                member = self.mark_said(member)
+            elif name not in OURS:
+                member = self.mark_all(member)
+            marked[name] = member
         return marked
-
-    def mark_function(self, tool_or_call: dict[str, Any]) -> dict[str, Any]:
-        """Mark what stands below `function`: a name and a description, parameters or arguments."""
-        function = tool_or_call["function"]
-        marked = {name: self.mark_all(member) for name, member in function.items()}
-        return tool_or_call | {"function": marked}
 
     # --- after it ---
 
@@ -120,7 +119,7 @@ def longest_of(words: Iterable[str]) -> str:
         longer = list(filter(None, endings_of_character))
         if longer:
             branch += f"(?:{MARK}*{longest_of(longer)})"
-        if longer and "" in endings_of_character:  # one of the words ends here
-            branch += "?"
+            if "" in endings_of_character:  # one of the words ends here
+                branch += "?"
         branches.append(branch)
     return "(?:" + "|".join(branches) + ")"
