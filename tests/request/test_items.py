@@ -26,26 +26,13 @@ Json = dict[str, Any]
 KEPT = new_id("resp")
 NEW_ITEM = item_ids(KEPT)
 SAID: Json = {"id": NEW_ITEM("msg"), "type": "message", "role": "assistant", "status": "completed"}
-OUTPUT = [
-    {"id": NEW_ITEM("rs"), "type": "reasoning", "status": "completed", "summary": [], "content": []},
-    SAID,
-]
+THOUGHT = {"id": NEW_ITEM("rs"), "type": "reasoning", "status": "completed", "summary": [], "content": []}
+OUTPUT = [THOUGHT, SAID]
 HI = [{"type": "input_text", "text": "hi"}]
 QUESTION = {"id": "msg_1", "type": "message", "role": "user", "status": "completed", "content": HI}
 RESPONSE = {"id": KEPT, "status": "completed", "output": OUTPUT}
-ROW = Row(
-    id=KEPT,
-    owner="",
-    born_at=0,
-    ended_at=1,
-    kept=True,
-    background=False,
-    streamed=False,
-    request_json="{}",
-    items_json=json.dumps([QUESTION]),
-    status="completed",
-    response_json=json.dumps(RESPONSE),
-)
+ITEMS, SHOWN = json.dumps([QUESTION]), json.dumps(RESPONSE)
+ROW = Row(KEPT, "", 0, 1, True, False, False, "{}", ITEMS, "completed", SHOWN)
 
 
 def resolved(
@@ -56,7 +43,7 @@ def resolved(
 
     async def find(response_id: str) -> Row | None:
         looked_up.append(response_id)
-        return {KEPT: row}.get(response_id)
+        return row if response_id == KEPT else None
 
     sealer_of = partial(sealer, b"", "")
     chain, own = asyncio.run(resolve(input, previous_response_id, find, sealer_of, asyncio.to_thread))
@@ -173,13 +160,7 @@ def test_references_count_as_what_they_stand_for(monkeypatch: pytest.MonkeyPatch
 
 def test_references_name_so_many_responses() -> None:
     references = [{"id": item_ids(f"resp_{i}")("msg")} for i in range(items.MAX_REFERENCED + 1)]
-
-    async def find(response_id: str) -> Row | None:
-        said = [reference for reference in references if response_id_of(reference["id"]) == response_id]
-        return ROW._replace(response_json=json.dumps(RESPONSE | {"output": said}))
-
-    with pytest.raises(BadInput, match="too long"):
-        asyncio.run(resolve(references, None, find, partial(sealer, b"", ""), asyncio.to_thread))
+    assert f"{items.MAX_REFERENCED} responses" in too_long(references)
 
 
 # --- compactions --------------------------------------------------------------------------------------------
@@ -194,38 +175,31 @@ def test_a_trigger_is_the_last_item() -> None:
     assert refusal.value.param == "input[0]"
 
 
-def test_a_chain_after_a_compaction_has_nothing_of_what_it_stands_for() -> None:
-    compaction = {"id": NEW_ITEM("cmp"), "type": "compaction", "encrypted_content": blob("compaction")}
-    trigger = {"id": "cmpt_1", "type": "compaction_trigger"}
-    response_json = json.dumps(RESPONSE | {"output": [compaction]})
-    row = ROW._replace(items_json=json.dumps([QUESTION, SAID, trigger]), response_json=response_json)
-    assert resolved([], KEPT, row)[0] == [QUESTION, compaction | {"summary": "the compaction"}]
+HM, THEY, MET = Delta("analysis", "hm"), Delta("final", "They "), Delta("final", "met.")
+NOTHING = Delta("final", "")  # as a relay says logprobs that have no text
+MADE, FAILED = Compaction("sealed They met."), Finish("failed", None, "The engine has stopped.")
+STOP, CUT = Finish("stop", Usage(7, 3)), Finish("length", Usage(7, 3))
+NO_SUMMARY = Finish("failed", Usage(7, 3), "The model wrote no summary.")
+# fmt: off
+SUMMARIES: list[tuple[list[Output | Finish], list[Compaction | Finish]]] = [
+    # what the model says              what is made of it
+    ([HM, THEY, Call("f"), MET, STOP], [MADE, STOP]),
+    ([THEY, MET, CUT],                 [MADE, STOP]),
+    ([HM, NOTHING, STOP],              [NO_SUMMARY]),
+    ([THEY, FAILED],                   [FAILED]),
+]
+# fmt: on
 
 
-USAGE = Usage(7, 3)
-
-
-def made_of(*outputs: Accepted | Output | Finish) -> list[Any]:
+@pytest.mark.parametrize(("said", "expected"), SUMMARIES)
+def test_a_summary_is_one_item_whatever_else_is_said(
+    said: list[Output | Finish], expected: list[Compaction | Finish]
+) -> None:
     made: list[Any] = []
-    take = unsaid(made.append, seal=lambda text: f"sealed {text}")
-    for output in outputs:
-        take(output)
-    return made
-
-
-@pytest.mark.parametrize("reason", ["stop", "length"])
-def test_a_summary_is_one_item_whatever_else_is_said(reason: Any) -> None:
-    said: list[Output] = [Delta("analysis", "hm"), Delta("final", "They "), Call("f"), Delta("final", "met.")]
-    made = made_of(Accepted(), *said, Finish(reason, USAGE))
-    assert made == [Accepted(), Compaction("sealed They met."), Finish("stop", USAGE)]
-
-
-def test_without_a_summary_it_has_failed() -> None:
-    nothing = Delta("final", "")  # as a relay says logprobs that have no text
-    _, finish = made_of(Accepted(), Delta("analysis", "hm"), nothing, Finish("stop", USAGE))
-    assert finish == Finish("failed", USAGE, "The model wrote no summary.")
-    failed = Finish("failed", None, "The engine has stopped.")
-    assert made_of(Accepted(), Delta("final", "They"), failed)[-1] == failed
+    emit = unsaid(made.append, seal=lambda text: f"sealed {text}")
+    for output in [Accepted(), *said]:
+        emit(output)
+    assert made == [Accepted(), *expected]
 
 
 def test_a_summary_is_not_a_call_of_a_tool_that_the_conversation_brings() -> None:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,21 @@ from hypothesis import strategies as st
 from channels import Parser, Piece
 from dialects import families
 from helpers.laws import parse
-from helpers.scripted import END, TEMPLATES
+from helpers.scripted import END, TEMPLATE, TEMPLATES
 from request import messages, params
 from request.body import MAX_VALUES
 from request.messages import Message, turn_starts, without_old_turns
 from request.refusals import BadInput
 from request.template import BadTemplate, ChatTemplate
 
-QWEN = ChatTemplate.load(Path(__file__).parents[1] / "models" / "tiny")
 NOW = datetime(2026, 3, 9, 8, 7, 6)
 
 
-def from_responses(input: Any, instructions: str | None) -> list[Message]:
-    return params.from_responses({"model": "m", "input": input, "instructions": instructions}, {}).messages
+def responses(input: Any) -> list[Message]:
+    return params.from_responses({"model": "m", "input": input}, {}).messages
 
 
-def from_chat(messages: Any) -> list[Message]:
+def chat(messages: Any) -> list[Message]:
     return params.from_chat({"model": "m", "messages": messages}, {}).messages
 
 
@@ -42,27 +40,21 @@ def numbered(messages: list[Message]) -> list[Message]:
     return messages
 
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather, <b>now</b>, in °C",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
+def says(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
 
 
 def user(content: str) -> Message:
-    return {"role": "user", "content": content}
+    return says("user", content)
 
 
 def system(content: str) -> Message:
-    return {"role": "system", "content": content}
+    return says("system", content)
 
 
 def assistant(content: str, *calls: tuple[str, Any], reasoning: str = "") -> Message:
     functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    message: Message = {"role": "assistant", "content": content}
+    message = says("assistant", content)
     message |= {"tool_calls": [{"type": "function", "function": each} for each in functions]} if calls else {}
     return message | ({"reasoning_content": reasoning} if reasoning else {})
 
@@ -71,190 +63,133 @@ def tool(n_call: int, name: str, content: str) -> Message:
     return {"role": "tool", "tool_call_id": f"call{n_call:05}", "name": name, "content": content}
 
 
-# --- input items --------------------------------------------------------------------------------------------
+# --- what a request says, and what a template gets ----------------------------------------------------------
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": '{"x": 1}'}
 CALL_2 = CALL | {"call_id": "call_2", "name": "g"}
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "42"}
 CUT = {"status": "incomplete"}
 OUTPUT_2 = OUTPUT | {"call_id": "call_2"}
-HM = {
-    "type": "reasoning",
-    "id": "rs_1",
-    "summary": [],
-    "content": [{"type": "reasoning_text", "text": "Hm."}],
-}
+HM = {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "Hm."}]}
 SUMMARY = {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "Short."}]}
 HELLO = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
 ANSWER = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [HELLO]}
 DEVELOPER = {"role": "developer", "content": "d"}
 TEXT = {"type": "input_text", "text": "t"}
-IMAGE = {"type": "input_image", "image_url": "data:"}
-
-
-def says(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
 CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "call_3", "name": "p", "input": 'a\n"b"'}
 CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_3", "output": "done"}
 P = ("p", {"input": 'a\n"b"'})
 F, G = ("f", {"x": 1}), ("g", {"x": 1})
 
+CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CHAT_CUSTOM = {"id": "call_3", "type": "custom", "custom": {"name": "p", "input": 'a\n"b"'}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
+HALF = {"name": "f", "arguments": '{"city":"Pa'}
+
+
+def calls(*calls: dict[str, Any]) -> dict[str, Any]:
+    return says("assistant", None) | {"tool_calls": [*calls]}
+
+
 # fmt: off
 #   why
-#       input, instructions
-#       messages
-RESPONSES = [
-    ("instructions come first",
-        "hi", "Be brief.",
-        [system("Be brief."), user("hi")]),
-    ("later system messages stay where they are",
-        [DEVELOPER, user("a"), system("s"), DEVELOPER, user("b")], "i",
+#       input of a response, or messages of a chat
+#       messages for the template
+CONVERSATIONS: dict[str, tuple[Callable[[Any], list[Message]], list[Any], list[Message]]] = {
+    "later system messages stay where they are": (responses,
+        [system("i"), DEVELOPER, user("a"), system("s"), DEVELOPER, user("b")],
         [system("i\n\nd"), user("a"), system("s\n\nd"), user("b")]),
-    ("a user may speak before the results come, which follow their turn",
-        [CALL, CALL_2, user("b"), OUTPUT_2 | {"output": "43"}, OUTPUT], None,
+    "a user may speak before the results come, which follow their turn in the order of its calls": (responses,
+        [CALL, CALL_2, user("b"), OUTPUT_2 | {"output": "43"}, OUTPUT],
         [assistant("", F, G), tool(0, "f", "42"), tool(1, "g", "43"), user("b")]),
-    ("reasoning, text and calls are one turn",
-        [user("hi"), HM, ANSWER, CALL, OUTPUT], None,
+    "reasoning, text and calls are one turn": (responses,
+        [user("hi"), HM, ANSWER, CALL, OUTPUT],
         [user("hi"), assistant("Hello", F, reasoning="Hm."), tool(0, "f", "42")]),
-    ("parallel calls are one turn, results come in any order and stand in that of the calls",
-        [CALL, CALL_2, OUTPUT_2 | {"output": "43"}, OUTPUT], None,
-        [assistant("", F, G), tool(0, "f", "42"), tool(1, "g", "43")]),
-    ("a call id that is used again is answered in its own turn",
-        [CALL, OUTPUT, CALL_2, CALL, OUTPUT | {"output": "43"}, OUTPUT_2], None,
+    "a call id that is used again is answered in its own turn": (responses,
+        [CALL, OUTPUT, CALL_2, CALL, OUTPUT | {"output": "43"}, OUTPUT_2],
         [assistant("", F), tool(0, "f", "42"), assistant("", G, F), tool(1, "g", "42"), tool(2, "f", "43")]),
-    ("a summary is not reasoning",
-        [user("hi"), SUMMARY, SUMMARY | {"content": None}, ANSWER], None,
+    "a summary is not reasoning": (responses,
+        [user("hi"), SUMMARY, SUMMARY | {"content": None}, ANSWER],
         [user("hi"), assistant("Hello")]),
-    ("a call that was cut needs no output, and may have one",
-        [CALL | CUT, user("hi"), CALL_2 | CUT, OUTPUT_2], None,
+    "a call that was cut needs no output, and may have one": (responses,
+        [CALL | CUT, user("hi"), CALL_2 | CUT, OUTPUT_2],
         [assistant("", F), user("hi"), assistant("", G), tool(1, "g", "42")]),
-    ("a custom call is one with its input as the one argument",
-        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}], None,
+    "in chat, which has no status for it, a call was cut if its arguments are half an object": (chat,
+        [calls(CHAT_CALL | {"function": HALF}), user("hi")],
+        [assistant("", ("f", {"arguments": HALF["arguments"]})), user("hi")]),
+    "a custom call has its input as the one argument": (responses,
+        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}],
         [assistant("", P), tool(0, "p", "done"), assistant("", P), tool(1, "p", "t\nt")]),
-    ("a name in a namespace is both",
-        [CALL | {"namespace": "n"}, OUTPUT, CUSTOM_CALL | {"namespace": "n"}, CUSTOM_OUTPUT], None,
-        [assistant("", ("n__f", F[1])), tool(0, "n__f", "42"),
-         assistant("", ("n__p", P[1])), tool(1, "n__p", "done")]),
-]
+    "and in chat, where content may be absent beside calls": (chat,
+        [calls(CHAT_CALL, CHAT_CUSTOM), RESULT | {"tool_call_id": "call_3"}, RESULT],
+        [assistant("", F, P), tool(0, "f", "42"), tool(1, "p", "42")]),
+    "a name in a namespace is both": (responses,
+        [CALL | {"namespace": "n"}, OUTPUT],
+        [assistant("", ("n__f", F[1])), tool(0, "n__f", "42")]),
+    "reasoning by both names is there once": (chat,
+        [says("assistant", None) | {"reasoning": "Hm.", "reasoning_content": "Hm."}],
+        [assistant("", reasoning="Hm.")]),
+}
 
 MISSING = "missing_required_parameter"
-TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_parameter"
+TYPE, VALUE, NO_IMAGES = "invalid_type", "invalid_value", "unsupported_parameter"
+PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
+NO_TEXT = [{"type": "reasoning_text"}]
 
-#    input                                              param                         code
-BAD_RESPONSES: list[tuple[Any, str, str]] = [
-    ([],                                                "input",                      MISSING),
-    ([{}],                                              "input[0].role",              MISSING),
-    ([says("user", ["x"])],                             "input[0].content[0]",        TYPE),
-    ([says("user", [TEXT, IMAGE])],                     "input[0].content[1].type",   UNSUPPORTED),
-    ([{"type": "banana_call"}],                         "input[0].type",              VALUE),
-    ([{"type": "function_call", "name": "f"}],          "input[0].call_id",           MISSING),
-    ([CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [IMAGE]}], "input[1].output[0].type",   UNSUPPORTED),
-    ([CALL, OUTPUT_2],                                  "input[1].call_id",           VALUE),
-    ([CALL, OUTPUT, OUTPUT],                            "input[2].call_id",           VALUE),
-    ([CALL, user("hi")],                                "input",                      VALUE),
-    ([HM | {"content": [{"type": "reasoning_text"}]}],  "input[0].content[0].text",   MISSING),
+BAD: list[tuple[Callable[[Any], list[Message]], list[Any], str, str]] = [
+    # input or messages                                   param                                    code
+    (responses, [],                                       "input",                                 MISSING),
+    (responses, [{}],                                     "input[0].role",                         MISSING),
+    (responses, [says("user", ["x"])],                    "input[0].content[0]",                   TYPE),
+    (responses, [{"type": "function_call", "name": "f"}], "input[0].call_id",                      MISSING),
+    (responses, [CALL, OUTPUT_2],                         "input[1].call_id",                      VALUE),
+    (responses, [CALL, OUTPUT, OUTPUT],                   "input[2].call_id",                      VALUE),
+    (responses, [CALL, user("hi")],                       "input",                                 VALUE),
+    (responses, [HM | {"content": NO_TEXT}],              "input[0].content[0].text",              MISSING),
+    (chat,      [says("user", [PICTURE])],                "messages[0].content[0].type",           NO_IMAGES),
+    (chat,      [assistant("") | {"reasoning": ["Hm."]}], "messages[0].reasoning",                 TYPE),
+    (chat,      [calls(CHAT_CALL | {"type": "mcp"})],     "messages[0].tool_calls[0].type",        VALUE),
+    (chat,      [calls(CHAT_CUSTOM | {"custom": {}})],    "messages[0].tool_calls[0].custom.name", MISSING),
+    (chat,      [calls(CHAT_CALL | {"id": None})],        "messages[0].tool_calls[0].id",          MISSING),
+    (chat,      [calls(CHAT_CALL), user("hi")],           "messages",                              VALUE),
+    (chat,      [calls(CHAT_CALL), RESULT, RESULT],       "messages[2].tool_call_id",              VALUE),
 ]
 # fmt: on
+
+
+@pytest.mark.bug("K05")
+@pytest.mark.parametrize("why", CONVERSATIONS)
+def test_a_conversation(why: str) -> None:
+    read, said, expected = CONVERSATIONS[why]
+    assert read(said) == numbered(expected)
+
+
+@pytest.mark.parametrize(("read", "said", "param", "code"), BAD)
+def test_a_bad_conversation(
+    read: Callable[[Any], list[Message]], said: list[Any], param: str, code: str
+) -> None:
+    with pytest.raises(BadInput) as error:
+        read(said)
+    assert (error.value.param, error.value.code) == (param, code)
 
 
 def test_what_becomes_one_message_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a turn with 4,000 texts, 4 GB were copied."""
     joined: list[int] = []
-
-    def join(*texts: str) -> str:
-        joined.append(len(texts))
-        return "\n\n".join(filter(None, texts))
-
-    monkeypatch.setattr(messages, "paragraphs", join)
-    (turn,) = from_responses([assistant("Hello")] * 1000, None)
+    monkeypatch.setattr(messages, "paragraphs", lambda *texts: joined.append(len(texts)))
+    responses([assistant("Hello")] * 1000)
     assert joined == [1000]
-    assert len(turn["content"]) == 1000 * len("Hello\n\n") - 2
 
 
-def test_a_chat_call_that_was_cut_needs_no_result() -> None:
-    """Chat has no status for it, but half a JSON object, which no client could run."""
-
-    def went_on(arguments: str) -> list[Message]:
-        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        return from_chat([{"role": "assistant", "tool_calls": [call]}, user("Go on.")])
-
-    assert len(went_on('{"city":"Pa')) == 2
-    with pytest.raises(BadInput, match="No tool output found"):
-        went_on('{"city":"Paris"}')
-
-
-# --- chat messages ------------------------------------------------------------------------------------------
-
-CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-CHAT_CUSTOM = {"id": "call_3", "type": "custom", "custom": {"name": "p", "input": 'a\n"b"'}}
-CALLS = {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL]}
-RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
-PART = {"type": "text", "text": "t"}
-IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:"}}
-
-
-def calls(call: dict[str, Any]) -> list[Any]:
-    return [CALLS | {"tool_calls": [call]}]
-
-
-# fmt: off
-#   why
-#       messages of the request
-#       messages for the template
-CHAT = [
-    ("content may be null or absent beside calls",
-        [CALLS, RESULT, {"role": "assistant", "tool_calls": [CHAT_CALL]}, RESULT | {"content": [PART]}],
-        [assistant("", F), tool(0, "f", "42"), assistant("", F), tool(1, "f", "t")]),
-    ("a custom call has its input as the one argument",
-        [CALLS | {"tool_calls": [CHAT_CALL, CHAT_CUSTOM]}, RESULT | {"tool_call_id": "call_3"}, RESULT],
-        [assistant("", F, P), tool(0, "f", "42"), tool(1, "p", "42")]),
-    ("reasoning by both names is there once",
-        [says("assistant", None) | {"reasoning": "Hm.", "reasoning_content": "Hm."}],
-        [assistant("", reasoning="Hm.")]),
-]
-
-#    messages                                   param                                        code
-BAD_CHAT: list[tuple[Any, str, str]] = [
-    ([],                                        "messages",                                  MISSING),
-    ([says("user", [PART, IMAGE_URL])],         "messages[0].content[1].type",               UNSUPPORTED),
-    ([assistant("") | {"reasoning": ["Hm."]}],  "messages[0].reasoning",                     TYPE),
-    (calls(CHAT_CALL | {"type": "mcp"}),        "messages[0].tool_calls[0].type",            VALUE),
-    (calls(CHAT_CUSTOM | {"custom": {}}),       "messages[0].tool_calls[0].custom.name",     MISSING),
-    (calls(CHAT_CALL | {"id": None}),           "messages[0].tool_calls[0].id",              MISSING),
-    ([CALLS, RESULT, RESULT],                   "messages[2].tool_call_id",                  VALUE),
-]
-# fmt: on
-
-
-READ: list[tuple[Callable[[], list[Message]], list[Message]]] = [
-    *(
-        (partial(from_responses, items, instructions), expected)
-        for _, items, instructions, expected in RESPONSES
-    ),
-    *((partial(from_chat, messages), expected) for _, messages, expected in CHAT),
-]
-REFUSED_INPUT = [
-    *((partial(from_responses, items, None), param, code) for items, param, code in BAD_RESPONSES),
-    *((partial(from_chat, messages), param, code) for messages, param, code in BAD_CHAT),
-]
-
-
-@pytest.mark.bug("K05")
-@pytest.mark.parametrize(("read", "expected"), READ, ids=[str(why) for why, *_ in [*RESPONSES, *CHAT]])
-def test_a_conversation(read: Callable[[], list[Message]], expected: list[Message]) -> None:
-    assert read() == numbered(expected)
-
-
-@pytest.mark.parametrize(("read", "param", "code"), REFUSED_INPUT)
-def test_a_bad_conversation(read: Callable[[], list[Message]], param: str, code: str) -> None:
-    with pytest.raises(BadInput) as error:
-        read()
-    assert (error.value.param, error.value.code) == (param, code)
-
-
-# --- prompts that are too long ------------------------------------------------------------------------------
+def test_values_in_the_arguments_of_all_calls_are_bounded() -> None:
+    """Bug: a text of 2 MB was parsed whatever it holds: ten such requests took 600 MB, and 0.8 s of Python's
+    lock, while the same values in the body itself are refused.
+    """
+    half = {"arguments": json.dumps({"x": [0] * (MAX_VALUES // 2)})}
+    responses([CALL | half, OUTPUT])
+    with pytest.raises(BadInput, match=f"at most {MAX_VALUES}") as refusal:
+        responses([CALL | half, CALL_2 | half, OUTPUT, OUTPUT_2])
+    assert refusal.value.status == 413
 
 
 def test_a_prompt_loses_its_oldest_turns_one_by_one() -> None:
@@ -265,18 +200,9 @@ def test_a_prompt_loses_its_oldest_turns_one_by_one() -> None:
 
 # --- templates in the style of others -----------------------------------------------------------------------
 
-CHATML = """
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-GEMMA = """
-{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{%- for message in messages %}
-    {{- '<start_of_turn>' + message.role + '\n' + message.content + '<end_of_turn>\n' }}
-{%- endfor %}
-{{- '<start_of_turn>model\n' }}"""
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "<b>now</b>, in °C"}}
 
 
 def test_what_transformers_adds_to_jinja() -> None:
@@ -300,23 +226,19 @@ def test_what_a_template_raises_is_the_requests_fault(source: str) -> None:
 
 def test_tools_are_shown_as_the_model_saw_them() -> None:
     """Plain JSON: Jinja's own filter would write \\u003cb\\u003e, json.dumps alone \\u00b0C."""
-    ignores = ChatTemplate(CHATML, {})  # tools: so it has them as text
-    assert (QWEN.takes_tools, ignores.takes_tools) == (True, False)
-    for template in (QWEN, ignores):
+    ignores = ChatTemplate(PLAIN, {})  # tools: so it has them as text
+    assert (TEMPLATE.takes_tools, ignores.takes_tools) == (True, False)
+    for template in (TEMPLATE, ignores):
         prompt = template.render([system("Be brief."), user("hi")], [WEATHER], NOW)
         assert f"<tools>\n{json.dumps(WEATHER, ensure_ascii=False)}\n</tools>" in prompt
-        assert prompt.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n")
+        assert "Be brief.\n\n# Tools\n" in prompt[:60]
     assert ChatTemplate("{{ tools }}", {}).render([user("hi")], [], NOW) == "None"  # templates test for both
 
 
 def test_a_template_that_refuses_system_messages_has_them_in_the_users() -> None:
-    template = ChatTemplate(GEMMA, {})
+    template = ChatTemplate(NO_SYSTEM, {})
     messages = [system("s"), user("a"), assistant("b"), system("t")]
-    assert not template.takes_system
-    assert template.render(messages, None, NOW) == (
-        "<start_of_turn>user\ns\n\na<end_of_turn>\n<start_of_turn>assistant\nb<end_of_turn>\n"
-        "<start_of_turn>user\nt<end_of_turn>\n<start_of_turn>model\n"
-    )
+    assert template.render(messages, None, NOW) == "[user]s\n\na[assistant]b[user]t"
 
 
 # --- templates of other dialects ----------------------------------------------------------------------------
@@ -337,6 +259,7 @@ LETTERS = st.characters(codec="utf-8", exclude_characters="<>\n")
 WORDS = st.text(LETTERS, min_size=1).map(str.strip).filter(bool)
 TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"], "a": "array"}
 PARAMETERS = {"type": "object", "properties": {name: {"type": of_type} for name, of_type in TYPES.items()}}
+F_TOOL = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
 ARRAYS = st.lists(st.none() | st.booleans(), max_size=2)
 CALLED_F = st.fixed_dictionaries(
     {}, optional={"s": WORDS, "n": st.integers(), "b": st.none() | st.booleans(), "a": ARRAYS}
@@ -353,11 +276,10 @@ def test_what_is_rendered_is_read(file: str, reasoning: str, text: str, called: 
     turn += [says("assistant", text)] if text else []
     for n, arguments in enumerate(called):
         turn.append(CALL | CUT | {"call_id": f"call_{n}", "arguments": json.dumps(arguments)})
-    tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
-    before = template.render([user("q")], tools, NOW)
+    before = template.render([user("q")], F_TOOL, NOW)
     if file == "deepseek-r1":
         before = before.removesuffix("<think>\n")
-    prompt = template.render(from_responses([user("q"), *turn], None), tools, NOW)
+    prompt = template.render(responses([user("q"), *turn]), F_TOOL, NOW)
     assert prompt.startswith(before)
     said = prompt.removeprefix(before).split(end)[0]
     expected = [["analysis", reasoning]] if shown else []
@@ -407,77 +329,42 @@ def conversation(kinds: list[str]) -> tuple[list[Any], list[str]]:
 def test_nothing_that_is_said_is_lost_or_said_twice(kinds: list[str], with_tools: bool) -> None:
     """In the prompt of any family, in whatever order it was said."""
     items, words = conversation([*kinds, "user"])
-    function = {"name": "f", "parameters": PARAMETERS}
-    tools = [{"type": "function", "function": function}] if with_tools else None
     for file, template in TEMPLATES.items():
-        prompt = template.render(from_responses(items, None), tools, NOW)
+        prompt = template.render(responses(items), F_TOOL if with_tools else None, NOW)
         assert [(file, word) for word in words if prompt.count(word) != 1] == []
 
 
 @pytest.mark.bug("M10")
 @pytest.mark.parametrize("file", TEMPLATES)
-@pytest.mark.parametrize("is_chat", [False, True])
 @pytest.mark.parametrize(
     "arguments", ['{"s": "half', "[1]", "[" * 9999, '{"x":' * 9999, '"Beijing"', "null", ""]
 )
-def test_arguments_in_the_history_are_an_object(file: str, is_chat: bool, arguments: str) -> None:
+def test_arguments_in_the_history_are_an_object(file: str, arguments: str) -> None:
     """Qwen3-Coder's template raised over others, so every later turn was a 400; hermes showed
     `"arguments": }` for none, and harmony nothing.
     """
-    tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
 
     def rendered(arguments: str) -> str:
-        talk: list[Any] = [user("q"), CALL | {"arguments": arguments}, OUTPUT, user("r")]
-        messages = from_responses(talk, None)
-        if is_chat:
-            call = CHAT_CALL | {"function": {"name": "f", "arguments": arguments}}
-            messages = from_chat([user("q"), *calls(call), RESULT, user("r")])
-        return TEMPLATES[file].render(messages, tools, NOW)
+        messages = responses([user("q"), CALL | {"arguments": arguments}, OUTPUT, user("r")])
+        return TEMPLATES[file].render(messages, F_TOOL, NOW)
 
     as_object = json.dumps({"arguments": arguments}) if arguments else "{}"
     assert rendered(arguments) == rendered(as_object)
 
 
-def test_values_in_the_arguments_of_all_calls_are_bounded() -> None:
-    """Bug: a text of 2 MB was parsed whatever it holds: ten such requests took 600 MB, and 0.8 s of Python's
-    lock, while the same values in the body itself are refused.
-    """
-    half = {"arguments": json.dumps({"x": [0] * (MAX_VALUES // 2)})}
-    from_responses([CALL | half, OUTPUT], None)
-    with pytest.raises(BadInput, match=f"at most {MAX_VALUES}") as refusal:
-        from_responses([CALL | half, CALL_2 | half, OUTPUT, OUTPUT_2], None)
-    assert refusal.value.status == 413
-
-
-def test_call_ids_are_as_mistral_wants_them() -> None:
-    """Nine letters and digits, a result's that of its call: its template raises over any other."""
-    messages = from_responses([CALL, CALL_2, OUTPUT_2, OUTPUT, CALL, OUTPUT], None)
-    ids = [call["id"] for message in messages for call in message.get("tool_calls", [])]
-    assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == ids
-    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call_id) for call_id in ids)
-    assert len({*ids}) == 3  # though the client has used one again
-
-
 # --- files --------------------------------------------------------------------------------------------------
-
-
-def write(directory: Path, config: dict[str, Any]) -> Path:
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
 
 
 def test_a_model_directory_holds_the_template_and_its_tokens(tmp_path: Path) -> None:
     """The Jinja file goes before the config; of named templates the default is taken."""
-    tokens = {
-        "bos_token": None,
-        "eos_token": {"content": "</s>"},
-        "unk_token": "<unk>",
-        "add_bos_token": True,
-    }
+    eos = {"content": "</s>"}
+    tokens = {"bos_token": None, "eos_token": eos, "unk_token": "<unk>", "add_bos_token": True}
     source = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ add_bos_token is defined }}"
     named = [{"name": "rag", "template": "x"}, {"name": "default", "template": source}]
     for chat_template in (source, named):
-        template = ChatTemplate.load(write(tmp_path, tokens | {"chat_template": chat_template}))
+        config = json.dumps(tokens | {"chat_template": chat_template})
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        template = ChatTemplate.load(tmp_path)
         assert template.render([user("a")], None, NOW, eos_token="mine") == "|mine|<unk>|False"
     (tmp_path / "chat_template.jinja").write_text("new {{ eos_token }}")
     assert ChatTemplate.load(tmp_path).render([user("a")], None, NOW) == "new </s>"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +16,9 @@ from request.tools import StructuredOutput as Must
 Json = dict[str, Any]
 Read = Callable[[Any, dict[str, Any]], Request]
 
-RESPONSES_BODY: Json = {"model": "m", "input": "hi"}
-CHAT_BODY: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 APIS: dict[str, tuple[Read, Json, dict[str, params.Parameter]]] = {
-    "responses": (params.from_responses, RESPONSES_BODY, RESPONSES),
-    "chat": (params.from_chat, CHAT_BODY, CHAT),
+    "responses": (params.from_responses, {"model": "m", "input": "hi"}, RESPONSES),
+    "chat": (params.from_chat, {"model": "m", "messages": [{"role": "user", "content": "hi"}]}, CHAT),
 }
 
 TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_parameter"
@@ -28,11 +26,9 @@ MISSING, EXCLUSIVE = "missing_required_parameter", "mutually_exclusive_parameter
 NAN = float("nan")
 BIASES_301 = {str(token_id): 0 for token_id in range(301)}
 NO_IDS = ("a", "-1", "1.0", "", "\N{SUPERSCRIPT TWO}", "9" * 5000)
-PAIRS_17 = {str(i): "" for i in range(17)}
 HI = {"role": "user", "content": "hi"}
 LOW = {"effort": "low", "summary": "auto"}
-JSON = {"type": "json_object"}
-SCHEMA = {"type": "json_schema", "name": "x"}
+JSON, SCHEMA = {"type": "json_object"}, {"type": "json_schema", "name": "x"}
 UNWRAPPED = {"type": "json_schema", "json_schema": {"type": "object", "properties": {}}}
 OBJECT = Must("none", schema={"type": "object"})
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
@@ -42,53 +38,39 @@ LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
 PATCH = CUSTOM | {"format": LARK}
 NESTED_PATCH = {"type": "custom", "custom": {"name": "p", "format": {"type": "grammar", "grammar": LARK}}}
 GRAMMAR = Grammar("lark", LARK["definition"], "tools[0].format.definition")
-INPUT = Tool("p", custom=True).schema() or {}
-GRAMMAR_INPUT = Tool("p", custom=True, grammar=GRAMMAR).schema() or {}
+GRAMMAR_INPUT = Tool("p", custom=True, grammar=GRAMMAR).schema()
 F, IN_N = (("f", {"type": "object"}),), (("n__f", {"type": "object"}),)
-P, LIMITED = (("p", INPUT),), (("p", GRAMMAR_INPUT),)
+P, LIMITED = (("p", Tool("p", custom=True).schema()),), (("p", GRAMMAR_INPUT),)
 F_, N_F, N_P = Tool("f"), Tool("f", namespace="n"), Tool("p", namespace="n", custom=True)
 CHAT_P = Tool("p", custom=True, grammar=GRAMMAR._replace(path="tools[0].custom.format.grammar.definition"))
 KEPT_TO = Must("auto", LIMITED, inputs=(("p", GRAMMAR),))
 BY_NAME = {"f": F_, "n__f": N_F, "n__p": N_P}
-OF_ANY_TEXT = {"type": "grammar", "grammar": {"type": "text"}}
-NO_SYNTAX = {"type": "custom", "custom": {"name": "p", "format": OF_ANY_TEXT}}
 NAMESPACE = {"type": "namespace", "name": "n", "description": "", "tools": [FUNCTION, CUSTOM]}
 NESTED = {"type": "function", "function": {"name": "f"}}
 TOLD = {"type": "function", "function": {"name": "f", "description": ""}}
 TWO_TOOLS = {"tools": [FUNCTION, CUSTOM]}
 TOOLS = {"tools": [NESTED]}
 HOSTED = {"type": "web_search"}
-HOSTED_ONLY = {"tools": [HOSTED]}
 NAMED = {"type": "function", "name": "f"}
-FORCED = {"type": "web_search"}
 PICKED = {"type": "custom", "name": "p"}
 IN_NAMESPACE = {"type": "function", "name": "f", "namespace": "n"}
 NAMED_IN_N = {"tools": [NAMESPACE], "tool_choice": IN_NAMESPACE}
-SOME = {"type": "allowed_tools", "mode": "auto", "tools": [PICKED, FORCED]}
+SOME = {"type": "allowed_tools", "mode": "auto", "tools": [PICKED, HOSTED]}
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 CHAT_ONLY = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NESTED]}}
-OTHER, IN_ONE = NAMED | {"name": "g"}, {"conversation": "c"}
+IN_ONE = {"conversation": "c"}
 NO_OBJECT = {"tools": [FUNCTION | {"parameters": {"type": "array"}}]}
 NONE_OF_THEM = ALLOWED | {"tools": []}
-NAMELESS = {"type": "function"}
 BAD_SCHEMA = "invalid_json_schema"
 UNDEFINED = LARK | {"definition": None}
 JOINED = FUNCTION | {"name": "n__f"}
-PREWARM = {"prewarm": True}
 ASYNC = {"type": "function", "function": {"name": "f", "async": True}}
 DEFERRED = FUNCTION | {"defer_loading": True}
 LOADS = [HI, {"type": "additional_tools", "role": "developer", "tools": [DEFERRED]}]
-LOADS_NAMELESS = {"type": "additional_tools", "role": "developer", "tools": [NAMELESS]}
-STREAM = {"stream": True}  # what stream_options needs
-
-
-def thinking(enabled: bool, effort: str) -> Json:
-    return {"enable_thinking": enabled, "reasoning_effort": effort}
-
-
+LOADS_NAMELESS = {"type": "additional_tools", "role": "developer", "tools": [{"type": "function"}]}
+THINKS, SKIPS = ({"enable_thinking": thinks, "reasoning_effort": "low"} for thinks in (True, False))
 BRIEF = {"role": "system", "content": "Be brief."}
 BOTH_LIMITS = {"max_tokens": 5, "max_completion_tokens": 6}
-SHOWN = "message.output_text.logprobs"
 
 # fmt: off
 ODD: list[Any] = [
@@ -100,25 +82,16 @@ CODES = (TYPE, VALUE, UNSUPPORTED, MISSING)
 BAD: list[tuple[str, str, str, Json]] = [
     ("responses", "temperature",                  TYPE,        {"temperature": True}),
     ("chat",      "temperature",                  VALUE,       {"temperature": NAN}),
-    ("chat",      "temperature",                  VALUE,       {"temperature": 2.1}),
-    ("chat",      "top_p",                        VALUE,       {"top_p": 1.1}),
-    ("chat",      "presence_penalty",             VALUE,       {"presence_penalty": -2.1}),
-    ("chat",      "frequency_penalty",            VALUE,       {"frequency_penalty": 2.1}),
-    ("chat",      "top_logprobs",                 VALUE,       {"top_logprobs": 21}),
     ("responses", "top_logprobs",                 TYPE,        {"top_logprobs": 1.0}),
-    ("chat",      "n",                            VALUE,       {"n": 0}),
     ("responses", "n",                            UNSUPPORTED, {"n": 2}),
     ("responses", "max_output_tokens",            VALUE,       {"max_output_tokens": 0}),
-    ("responses", "metadata",                     VALUE,       {"metadata": PAIRS_17}),
+    ("responses", "metadata",                     VALUE,       {"metadata": {str(i): "" for i in range(17)}}),
     ("chat",      "logit_bias",                   VALUE,       {"logit_bias": BIASES_301}),
     *(("chat",    "logit_bias",                   VALUE,       {"logit_bias": {id_: 1}}) for id_ in NO_IDS),
     ("chat",      "stop",                         VALUE,       {"stop": ["a"] * 5}),
     ("responses", "tools",                        VALUE,       {"tools": [FUNCTION] * 129}),
-    ("responses", "conversation",                 UNSUPPORTED, IN_ONE),
     ("chat",      "modalities",                   UNSUPPORTED, {"modalities": ["audio"]}),
     ("responses", "conversation",                 EXCLUSIVE,   {"previous_response_id": "r"} | IN_ONE),
-    ("responses", "input",                        MISSING,     {"input": []}),
-    ("chat",      "messages",                     MISSING,     {"messages": []}),
     ("responses", "stop[1]",                      VALUE,       {"stop": ["a", ""]}),
     ("responses", "reasoning.effort",             VALUE,       {"reasoning": {"effort": "much"}}),
     ("responses", "text.format.schema",           MISSING,     {"text": {"format": SCHEMA}}),
@@ -127,16 +100,13 @@ BAD: list[tuple[str, str, str, Json]] = [
     ("chat",      "response_format.name",         MISSING,     {"response_format": {"type": "json_schema"}}),
     # It was taken for a format of the type "object", which is none, and nothing was enforced.
     ("chat",      "response_format.json_schema.name", MISSING, {"response_format": UNWRAPPED}),
-    ("responses", "tools[0]",                     TYPE,        {"tools": [5]}),
     ("responses", "tools[1].type",                MISSING,     {"tools": [FUNCTION, {}]}),
     ("responses", "tools[0].name",                MISSING,     {"tools": [CUSTOM | {"name": None}]}),
     ("responses", "tools[0].format.definition",   MISSING,     {"tools": [CUSTOM | {"format": UNDEFINED}]}),
     ("responses", "tools",                        VALUE,       {"tools": [NAMESPACE, JOINED]}),
-    ("chat",      "tools[0].custom.format.grammar.syntax", MISSING, {"tools": [NO_SYNTAX]}),
     ("chat",      "tools[0].function.name",       MISSING,     {"tools": [NESTED | {"function": {}}]}),
-    ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": OTHER}),
     ("responses", "tool_choice.type",             MISSING,     ONE_TOOL | {"tool_choice": {"name": "f"}}),
-    ("responses", "tool_choice.type",             UNSUPPORTED, HOSTED_ONLY | {"tool_choice": FORCED}),
+    ("responses", "tool_choice.type",             UNSUPPORTED, {"tools": [HOSTED], "tool_choice": HOSTED}),
     ("responses", "tool_choice.type",             UNSUPPORTED, ONE_TOOL | {"tool_choice": {"type": "auto"}}),
     ("responses", "tool_choice.tools",            MISSING,     {"tool_choice": {"type": "allowed_tools"}}),
     ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": NONE_OF_THEM}),
@@ -176,12 +146,6 @@ def test_a_value_is_taken_as_it_is_or_refused_by_its_name(api: str, name: str) -
     assert refused or name in ("prompt_cache_retention", "service_tier", "user")
     if APIS[api][2][name].echo and name != "tools":
         assert [echo.get(name, value) for value, echo in taken] == [value for value, _ in taken]
-
-
-@pytest.mark.parametrize("api", APIS)
-def test_a_request_is_an_object(api: str) -> None:
-    with pytest.raises(BadInput, match="must be a JSON object"):
-        APIS[api][0]([RESPONSES_BODY], {})
 
 
 @pytest.mark.parametrize(("api", "param", "code", "change"), BAD)
@@ -235,16 +199,15 @@ def test_names_of_what_is_not_run_fit_into_a_header() -> None:
 # fmt: off
 MEANING: list[tuple[str, str, Any, Json]] = [
 #   API           attribute          value                       change
-    ("responses", "max_tokens",      5,                          {"max_output_tokens": 5}),
     ("chat",      "max_tokens",      6,                          BOTH_LIMITS),
-    ("responses", "n_top_logprobs",  0,                          {"include": [SHOWN]}),
+    ("responses", "n_top_logprobs",  0,                          {"include": [params.LOGPROBS]}),
     ("chat",      "n_top_logprobs",  0,                          {"logprobs": True}),
     ("chat",      "n_top_logprobs",  3,                          {"top_logprobs": 3}),
     ("responses", "truncate",        True,                       {"truncation": "auto"}),
     ("chat",      "include_usage",   True,                       {}),
-    ("chat",      "include_usage",   False,                      STREAM),
-    ("responses", "template_kwargs", thinking(True, "low"),      {"reasoning": LOW}),
-    ("chat",      "template_kwargs", thinking(False, "low"),     {"reasoning_effort": "none"}),
+    ("chat",      "include_usage",   False,                      {"stream": True}),
+    ("responses", "template_kwargs", THINKS,                     {"reasoning": LOW}),
+    ("chat",      "template_kwargs", SKIPS,                      {"reasoning_effort": "none"}),
     ("chat",      "tools",           [TOLD],                     {"tools": [NESTED]}),
     ("responses", "tools",           [TOLD],                     {"tools": [FUNCTION, HOSTED]}),
     ("responses", "structured_output", None,                       {"tools": [FUNCTION, CUSTOM, NAMESPACE]}),
@@ -260,8 +223,8 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("responses", "structured_output", Must("auto", F),          {"tools": [FUNCTION | {"strict": True}]}),
     ("chat",      "structured_output", Must("required", F, True), TOOLS | {"tool_choice": NESTED}),
     ("chat",      "structured_output", Must("required", F),      TOOLS | {"tool_choice": CHAT_ONLY}),
-    ("chat",      "structured_output", OBJECT,                     {"response_format": JSON}),
-    ("responses", "generate",        False,                      {"prompt_cache_options": PREWARM}),
+    ("chat",      "structured_output", OBJECT,                   {"response_format": JSON}),
+    ("responses", "generate",        False,                      {"prompt_cache_options": {"prewarm": True}}),
     ("responses", "max_tokens",      1,                          {"generate": False, "max_output_tokens": 9}),
     ("responses", "tools",           [TOLD],                     {"input": LOADS, "tools": [DEFERRED]}),
     ("chat",      "generate",        True,                       {"generate": False}),
@@ -282,10 +245,8 @@ ECHOES: list[tuple[Json, Json]] = [
     ({"service_tier": "flex"},              {"service_tier": "default"}),
     ({"text": {"verbosity": "low"}},        {"text": {"format": {"type": "text"}, "verbosity": "low"}}),
     ({"reasoning": {"effort": "low"}},      {"reasoning": {"effort": "low", "summary": None}}),
-    ({"tools": [{"type": "function", "name": "f"}]},  {"tools": [FUNCTION]}),
-    (NAMED_IN_N,                            {"tool_choice": IN_NAMESPACE}),
+    ({"tools": [NAMED, PATCH, NAMESPACE]},  {"tools": [FUNCTION, PATCH, NAMESPACE]}),
     (TWO_TOOLS | {"tool_choice": SOME},     {"tool_choice": SOME}),
-    ({"tools": [PATCH, NAMESPACE]},         {"tools": [PATCH, NAMESPACE]}),
 ]
 # fmt: on
 
@@ -305,32 +266,25 @@ def test_echo(change: Json, members: Json) -> None:
     assert echo.keys() == ECHOES[0][1].keys()
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_defaults_are_the_models(api: str) -> None:
-    default = {"temperature": 0.2}
-    for given, holds in (({}, 0.2), ({"temperature": None}, 0.2), ({"temperature": 0}, 0)):
-        request = read(api, given, default)
-        assert request.sampling["temperature"] == holds
-        if api == "responses":
-            assert request.echo["temperature"] == holds  # numbers, never null: openresponses' schema
-        else:
-            assert request.echo == {}
-
-
-# --- what an error quotes -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "holds"), [({}, 0.2), ({"temperature": None}, 0.2), ({"temperature": 0}, 0)]
+)
+def test_defaults_are_the_models(given: Json, holds: float) -> None:
+    response, chat = (read(api, given, {"temperature": 0.2}) for api in APIS)
+    assert response.sampling["temperature"] == chat.sampling["temperature"] == holds
+    assert response.echo["temperature"] == holds  # a number, never null: openresponses' schema
+    assert chat.echo == {}
 
 
 def test_of_a_large_value_no_more_is_written_than_is_shown() -> None:
     """Bug: all of a body of 8 MB was written, 0.25 s, to quote 60 characters."""
 
-    class Counted(list[int]):
-        n_read = 0
+    class Counted:
+        n_written = 0
 
-        def __iter__(self) -> Iterator[int]:
-            for item in super().__iter__():
-                self.n_read += 1
-                yield item
+        def __str__(self) -> str:
+            Counted.n_written += 1
+            return "x"
 
-    value = Counted(range(1000))
-    assert shown(value).startswith("[0, 1, 2")
-    assert value.n_read <= MAX_SHOWN
+    assert shown([Counted()] * 1000).startswith('["x", "x", ')
+    assert Counted.n_written <= MAX_SHOWN

@@ -13,7 +13,6 @@ from request.tool_items import IMAGE_TEXT
 
 Json = dict[str, Any]
 
-HI = {"role": "user", "content": "hi"}
 SCREENSHOT = {"type": "computer_screenshot", "image_url": "data:"}
 CLICK = {"type": "click", "x": 1, "y": 2, "button": "left"}
 TOOLS = {"tools": [{"type": "function", "name": "f"}]}
@@ -29,17 +28,13 @@ def call(item_type: str, **members: Any) -> Json:
 # fmt: off
 #   items
 #       the call: function, arguments; its result
-TOLD: list[tuple[list[Json], str, Json, Json | str | None]] = [
+TOLD: list[tuple[list[Json], str, Json, Json | None]] = [
     ([call("shell_call", **LS), call("shell_call_output", **RAN)],
         "shell", LS, RAN),
     ([call("local_shell_call", **LS), {"type": "local_shell_call_output", "id": "c", "output": "a"}],
         "local_shell", LS, {"output": "a"}),
-    ([call("local_shell_call", **LS), call("function_call_output", output="a")],
-        "local_shell", LS, "a"),
     ([{"type": "tool_search_call", "arguments": "x"}, {"type": "tool_search_output"} | TOOLS],
         "tool_search", {"arguments": "x"}, TOOLS),
-    ([call("computer_call", action=CLICK), call("computer_call_output", output=SCREENSHOT)],
-        "computer", {"action": CLICK}, {"output": IMAGE_TEXT}),
     ([{"type": "mcp_approval_request", "id": "m"} | ASKED,
       {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True}],
         "mcp_approval", ASKED, {"approve": True}),
@@ -47,8 +42,6 @@ TOLD: list[tuple[list[Json], str, Json, Json | str | None]] = [
         "mcp", {"output": "a"} | ASKED, None),
     ([{"type": "mcp_list_tools", "id": "m"} | TOOLS],
         "mcp_list_tools", TOOLS, None),
-    ([{"type": "image_generation_call", "id": "g", "result": "iVBO"}],
-        "image_generation", {"result": IMAGE_TEXT}, None),
 ]
 # fmt: on
 
@@ -57,11 +50,10 @@ TOLD: list[tuple[list[Json], str, Json, Json | str | None]] = [
 @pytest.mark.parametrize(("items", "function", "arguments", "result"), TOLD)
 def test_told_as_calls_of_functions(items: list[Json], function: str, arguments: Json, result: Any) -> None:
     """It was a 400, and the end of the session."""
-    (_, turn, *outcome), _ = from_responses([HI, *with_image_texts(items)], None, [])
+    (turn, *outcome), _ = from_responses(items, None, [])
     (said,) = turn["tool_calls"]
     assert said["function"] == {"name": function, "arguments": arguments}
-    told = {"role": "tool", "tool_call_id": said["id"], "name": function}
-    told["content"] = result if isinstance(result, str) else json.dumps(result)
+    told = {"role": "tool", "tool_call_id": said["id"], "name": function, "content": json.dumps(result)}
     assert outcome == ([told] if result else [])
 
 
