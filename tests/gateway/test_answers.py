@@ -274,17 +274,6 @@ def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogp
     assert said == Delta("final", "a", (expected,))
 
 
-@pytest.mark.parametrize("marker", [["</think>"], ["</think>", "\n\n"]])
-def test_the_marker_that_ends_reasoning_leaves_no_logprob(marker: list[str]) -> None:
-    """Bug: the marker that an upstream has taken out of its text left its logprob to the answer."""
-    ending = logprobs({"content": ""}, *({"token": token} for token in marker))
-    _, answer, _ = outputs_of(
-        logprobs({"reasoning": "a"}, {}) + ending + logprobs({"content": "t"}, {"token": "t"})
-    )[0]
-    assert isinstance(answer, Delta)
-    assert (answer.text, [p.token for p in answer.logprobs]) == ("t", ["t"])
-
-
 # fmt: off
 ENDLESS: dict[str, Callable[[int], bytes]] = {
     "a name":    lambda n: call(0, str(n + 100) * 1000),
