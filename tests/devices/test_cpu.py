@@ -46,9 +46,6 @@ def ops() -> FastOps:
     return FastOps(config, read_weights(TINY, config, pack), 8, 1, 1)
 
 
-# ---- Products ----------------------------------------------------------------------------------------------
-
-
 def product(x: Array, w: Any) -> Array:
     """x @ w.T by FastOps."""
     return ops()._product(ops()._stored(x, w), w, None)
@@ -202,9 +199,6 @@ def test_nothing_is_left_to_compile_for_the_first_request() -> None:
     assert [list(kernel.overloads) for kernel in kernels] == before
 
 
-# ---- Weights -----------------------------------------------------------------------------------------------
-
-
 def test_packing_is_exact() -> None:
     w = bfloat16s(65, 7)
     w[0, :3] = -0.0, np.float32(2.0**-126), np.inf
@@ -266,9 +260,6 @@ def test_what_no_row_has_chosen_is_not_read() -> None:
     found = ops()._expert_linear(x, pack(w), None, np.array([2, 1, 2, 3]))
     assert not np.isfinite(found[1]).any()
     assert np.array_equal(found[[0, 2, 3]], expected[[0, 2, 3]])
-
-
-# ---- The forward pass --------------------------------------------------------------------------------------
 
 
 def both(name: str) -> tuple[Config, Weights, Weights]:
