@@ -35,15 +35,13 @@ ITEMS, SHOWN = json.dumps([QUESTION]), json.dumps(RESPONSE)
 ROW = Row(KEPT, "", 0, 1, True, False, False, "{}", ITEMS, "completed", SHOWN)
 
 
-def resolved(
-    input: Any, previous_response_id: str | None = None, row: Row = ROW
-) -> tuple[Any, Any, list[str]]:
+def resolved(input: Any, previous_response_id: str | None = None) -> tuple[Any, Any, list[str]]:
     """What resolve() returns, and the ids that it has looked up."""
     looked_up = []
 
     async def find(response_id: str) -> Row | None:
         looked_up.append(response_id)
-        return row if response_id == KEPT else None
+        return ROW if response_id == KEPT else None
 
     sealer_of = partial(sealer, b"", "")
     chain, own = asyncio.run(resolve(input, previous_response_id, find, sealer_of, asyncio.to_thread))
