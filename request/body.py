@@ -72,14 +72,15 @@ async def receive(http: HttpRequest, visit: Visit) -> Parsing:
                     await visit.until_next_part()
     except TimeoutError as error:
         expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes that came"
-        raise BadInput(f"Expected all of it {expected}.", None, "request_timeout") from error
+        message = f"Expected the whole body {expected}; only a part of it came."
+        raise BadInput(message, None, "request_timeout") from error
     visit.enter()
     return parsed(bytes(content), visit, encoding)
 
 
 def too_large(visit: Visit) -> BadInput:
-    message = f"Expected a body of at most {visit.rooms.max_body_bytes} bytes, also unpacked, see --max-body."
-    return BadInput(message, None, "body_too_large")
+    expected = f"at most {visit.rooms.max_body_bytes} bytes, before and after decompression (--max-body)"
+    return BadInput(f"Expected a body of {expected}.", None, "body_too_large")
 
 
 # --- parsing ------------------------------------------------------------------------------------------------

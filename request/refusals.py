@@ -76,7 +76,8 @@ def unsupported(path: str, why: str) -> BadInput:
 
 
 def no_images(path: str) -> BadInput:
-    return unsupported(path, "No model sees images here; --images placeholder tells it that there was one.")
+    why = "This server reads no images; with --images placeholder it tells the model of one."
+    return unsupported(path, why)
 
 
 # --- errors -------------------------------------------------------------------------------------------------

@@ -273,7 +273,7 @@ def structured_output(
         name = tool.qualified_name
         arguments = {"type": "object"} | tool.schema()
         if arguments["type"] != "object":
-            message = f"Invalid schema for '{name}': arguments are an object."
+            message = f"Invalid schema for '{name}': expected a schema of type object."
             raise BadInput(message, "tools", "invalid_json_schema")
         functions.append((name, arguments))
         if tool.grammar:

@@ -116,8 +116,8 @@ OPTIONS: dict[str, list[Any]] = {
         ("--device",                ("auto", "cuda", "cpu"), "auto",
          "where to compute; auto: on a GPU if there is one"),
         ("--weights",               ("bfloat16", "int8", "int4"), None,
-         "round the weights to this, on a CPU with Numba; the start says what that loses (default: as in the "
-         "file)"),
+         "round the weights to this, on a CPU with Numba; the server prints the loss at its start (default: "
+         "as in the file)"),
         ("--threads N",             positive, None, "threads that compute (default: all cores)"),
         ("--max-model-len N",       positive, None,
          "context in tokens, prompt and answer (default: the model's own)"),
@@ -140,11 +140,11 @@ OPTIONS: dict[str, list[Any]] = {
          "repeatable"),
         ("--allowed-host NAME",     host_name, [],
          "a name by which clients may call a server without keys, '*': any; else only its address, localhost "
-         "and --host, for any page's name can be made to point here (DNS rebinding); repeatable"),
+         "and --host, because an attacker can make a name point here (DNS rebinding); repeatable"),
         ("--max-body BYTES",        size, "2M", "size of a request, also when unpacked"),
         ("--max-streams N",         positive, 1024,
-         "requests that are open at once; one more is refused: with 503, or with 429 if one of several keys "
-         "would hold more than what is left"),
+         "requests that are open at once; a further one gets 503, or 429 if its own key, one of several, "
+         "holds too many"),
         ("--reader-timeout SECONDS", seconds, 60.0,
          "seconds before a client that has stopped reading is dropped"),
         ("--shutdown-grace SECONDS", partial(number, float, 0), 5.0,
@@ -162,16 +162,17 @@ OPTIONS: dict[str, list[Any]] = {
     "store": [
         ("--store FILE",            text, IN_MEMORY,
          "SQLite file that keeps responses; in memory they are lost at exit"),
-        ("--store-max-responses N", positive, Retention.max_responses, "keep the newest N, for 30 days"),
-        ("--store-max-bytes N",     positive, Retention.max_bytes, "and N bytes of them"),
+        ("--store-max-responses N", positive, Retention.max_responses,
+         "keep at most N responses, the newest, for 30 days"),
+        ("--store-max-bytes N",     positive, Retention.max_bytes, "keep at most N bytes of them"),
         ("--no-temporary",          None, False,
          "refuse background with store=false, as OpenAI did at first, instead of keeping it for 10 minutes"),
         ("--secret TEXT",           key, [],
-         "key of what clients keep for this server: reasoning, compactions (default: LLMREF_SECRET in the "
-         "environment, else another at each start)"),
+         "key that seals what clients keep for this server: reasoning, compactions (default: LLMREF_SECRET "
+         "in the environment, else another at each start)"),
         ("--secret-file FILE",      Path, None, "a file that holds this key"),
     ],
-    "other servers behind this one": [
+    "upstream servers": [
         ("--upstream URL",          base_url, [],
          "an OpenAI-compatible server whose models are served too, such as http://host:8000/v1; without "
          "--model only those; repeatable"),
@@ -181,13 +182,13 @@ OPTIONS: dict[str, list[Any]] = {
          "LLMREF_UPSTREAM_API_KEY in the environment may hold the same"),
         ("--upstream-timeout NAME=SECONDS", timeout, [],
          "seconds that an upstream gets: connect; first-byte, until the first text, reasoning or call; "
-         "idle, between two chunks; answer, from then to the end; probe, between two looks at its models, "
-         "and for one "
+         "idle, between two chunks; answer, from then to the end; probe, the interval of the health probes, "
+         "and the limit for one "
          f"(default: connect={DEFAULT_TIMEOUTS.connect_s:g}, first-byte={DEFAULT_TIMEOUTS.first_byte_s:g}, "
          f"idle={DEFAULT_TIMEOUTS.idle_s:g}, answer={DEFAULT_TIMEOUTS.answer_s:g}, "
          f"probe={DEFAULT_TIMEOUTS.probe_s:g}); repeatable"),
         ("--price NUMBER",          natural, None,
-         "give the usage of upstreams its costs, in integers: what one token costs"),
+         "the price of one token, an integer: adds costs to the usage of upstreams"),
     ],
     "looking inside": [
         ("--debug-steps",           None, False,
