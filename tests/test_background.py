@@ -104,7 +104,8 @@ async def registry_of(is_shared: bool = False, path: str = ":memory:") -> AsyncI
     """A registry over a store of its own; in the end what runs is ended."""
     registry = Registry(Store(path, Retention()), is_shared)
     try:
-        yield registry
+        async with asyncio.timeout(30):
+            yield registry
     finally:
         await registry.close(persistent=False)
         await registry.close_store()
