@@ -104,10 +104,11 @@ async def registry_of(is_shared: bool = False, path: str = ":memory:") -> AsyncI
     """A registry over a store of its own; in the end what runs is ended."""
     registry = Registry(Store(path, Retention()), is_shared)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(20):
             yield registry
     finally:
-        await registry.close(persistent=False)
+        async with asyncio.timeout(20):
+            await registry.close(persistent=False)
         await registry.close_store()
 
 
