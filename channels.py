@@ -234,7 +234,10 @@ class Finder:
 
     def flush(self) -> list[Piece]:
         """Release all that is held: it did not become a needle."""
-        return self._release(len(self._held_text))
+        released = self._held_pieces
+        self._held_pieces = []
+        self._held_text = ""
+        return released
 
     def _first_match(self) -> tuple[int, int, str] | None:
         """Return (end, start, needle) of the match that ends first, and is the longest of such."""

@@ -206,7 +206,7 @@ class Engine:
 
     def _step(self) -> None:
         """Schedule and launch the next step, pass on what was read before, read the oldest in flight."""
-        self._wait_for_masks()
+        self._late = self._wait_for_masks() if self._bring_masks() else set()
         in_flight = [batch for _, batch in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         if batch:
@@ -242,8 +242,11 @@ class Engine:
                     held_up.append(sequence)
         return held_up
 
-    def _wait_for_masks(self) -> None:
-        """Give masks a moment to come, but not those that are late, if other sequences can go on."""
+    def _wait_for_masks(self) -> set[Sequence]:
+        """Give masks a moment to come, but not those that are late, if other sequences can go on.
+
+        Returns the sequences whose masks have not come.
+        """
         deadline = time.monotonic() + MASK_WAIT_S
         while held_up := self._bring_masks():
             others_can_go_on = len(held_up) < len(self._scheduler.running)
@@ -252,7 +255,7 @@ class Engine:
                 break
             self._flush_outbox()  # the event loop need not wait for them
             wait([sequence.constraint.fileno() for sequence in held_up if sequence.constraint], seconds_left)
-        self._late = set(held_up)
+        return set(held_up)
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
