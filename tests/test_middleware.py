@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -99,6 +101,19 @@ def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
         body = HI | {"input": [item, {"role": "user", "content": "hi"}]}
         assert server.post(RESPONSES, body, **MINE).status == 200
         error(server.post(RESPONSES, body, **YOURS), status)
+
+
+def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
+    store = tmp_path / "store.db"
+    flags = ("--store", str(store), "--api-key", "mine", "--api-key", "yours")
+    with serve(*flags, script=FAULTY) as server:
+        id_ = server.post(RESPONSES, HI, **MINE).json["id"]
+        server.interrupt(signal.SIGTERM)
+        assert server.exit_status() == 0
+    assert b"mine" not in store.read_bytes()
+    with serve(*flags, script=FAULTY) as server:
+        assert server.get(f"{RESPONSES}/{id_}", **MINE).json["id"] == id_
+        error(server.get(f"{RESPONSES}/{id_}", **YOURS), 404)
 
 
 # --- keys ---------------------------------------------------------------------------------------------------

@@ -82,6 +82,10 @@ CODES = (TYPE, VALUE, UNSUPPORTED, MISSING)
 BAD: list[tuple[str, str, str, Json]] = [
     ("responses", "temperature",                  TYPE,        {"temperature": True}),
     ("chat",      "temperature",                  VALUE,       {"temperature": NAN}),
+    ("chat",      "top_p",                        VALUE,       {"top_p": 1.1}),
+    ("chat",      "presence_penalty",             VALUE,       {"presence_penalty": -2.1}),
+    ("chat",      "frequency_penalty",            VALUE,       {"frequency_penalty": 2.1}),
+    ("chat",      "top_logprobs",                 VALUE,       {"top_logprobs": 21}),
     ("responses", "top_logprobs",                 TYPE,        {"top_logprobs": 1.0}),
     ("responses", "n",                            UNSUPPORTED, {"n": 2}),
     ("responses", "max_output_tokens",            VALUE,       {"max_output_tokens": 0}),
