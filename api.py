@@ -1,6 +1,7 @@
 """The endpoints: creating, retrieving, cancelling and deleting responses; chat completions, models, health.
 
     HTTP request --begin()--> Job, its Prompt --Registry.start()--> EventLog --> answer
+    what fills the log: Registry._fill() --> Api._run() --> Prompt.run() --> Job.add() --> EventLog.extend()
 
 A response is the fold of its events. All of them go to one event log, and the client chooses how it is read:
 
@@ -159,7 +160,7 @@ class Api:
 
         `purpose`: "respond", "count" (its tokens) or "compact". `recall` is for a message of a WebSocket: it
         finds what that remembers. What the body continues or refers to is held by the visit before it is
-        loaded. A large body leaves its place before the prompt waits, perhaps for the check of a grammar.
+        loaded. A large body gives its place back before the slow part, prepare().
         """
         async with parsing as body:
             if self.image_texts:
@@ -345,7 +346,7 @@ class Api:
     async def _run(self, prompt: Prompt, emit: Callable[[Said], None], choice: int = 0) -> None:
         """Run one choice of a prompt, count and log it, and emit what its client is told.
 
-        The worker's Finish is emitted last. If the worker raises, or is cancelled, its end is only counted.
+        The worker's Finish comes last; if it raises or is cancelled there is none: its caller ends the run.
         """
         request = prompt.request
         seal = items.sealer(self.secret, request.owner, "compaction").dumps if request.compacts else None

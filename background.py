@@ -1,4 +1,4 @@
-"""Jobs, and the registry of them: all responses that have not ended, in the foreground and in the background.
+"""Jobs: every response while it runs; and the registry, which starts them and finds those in the background.
 
     outputs of a worker --Job.add()--> Builder --events--> EventLog --write()--> store.py
                                                                +----read()----> any number of readers
@@ -65,7 +65,7 @@ class Job:
     task: asyncio.Task[None] = field(init=False)
 
     def add(self, said: Said) -> None:
-        """Make events of what a worker says. Its Finish waits for the end of the run, and for the store."""
+        """Make events of what a worker says. A Finish is only remembered: _end() makes its events."""
         if isinstance(said, Finish):
             self.finish = said
         else:

@@ -13,8 +13,8 @@ Rules of this file:
 3. What may still become a marker, a stop string, a call or a header is held back, and nothing else is.
 4. If the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
 5. Stop strings are looked for in what the user reads, without its markers, and never in the reasoning.
-6. Malformed output becomes text; only what a malformed header of a message says is dropped. Nothing here
-   raises on what a model says.
+6. Malformed output becomes text; only what a malformed header of a message says, and a call cut off
+   before its name, are dropped. Nothing here raises on what a model says.
 """
 
 import json
@@ -204,8 +204,8 @@ class Dialect(NamedTuple):
 class Finder:
     """Finds `needles` in a text that comes in pieces, holding back only what may still become one.
 
-    If several match, the one that is complete first wins, then the longest: so cuts between pieces cannot
-    be seen.
+    If several match, the one that is complete first wins, then the longest: so the result does not
+    depend on where the pieces were cut.
     """
 
     def __init__(self, needles: Collection[str]) -> None:
@@ -289,8 +289,9 @@ class Finder:
 #               channel that it interrupted, with its markers.
 # trimming      The newlines beside markers (Trimming). Those after a marker are dropped as they come. Those
 #               that may stand before one are held back: a marker takes them along, other text releases them.
-# stop strings  A Finder on the text of all channels but the reasoning. It stands between the two halves of
-#               trimming: a stop string of newlines is found though a marker might still take them along.
+# stop strings  A Finder on the text of all channels but the reasoning. They are looked for after
+#               leading newlines are trimmed and before trailing ones are: a stop string of newlines is found
+#               though a marker might still take them along.
 #
 # An answer in the hermes dialect, with the stop string "END". Its markers are tokens, the rest is text:
 #

@@ -6,7 +6,7 @@
 Rules of this file:
 1. One thread owns the scheduler and the model. Requests and aborts come in by a queue. The outputs of steps
    are handed to the event loop, with one wake-up a step for all sequences.
-2. A step is launched before the steps ahead of it are read, as many as the model runner allows, so that the
+2. Up to `n_ahead` steps of the model runner are launched before the oldest of them is read, so that the
    device does not wait for this thread. Tokens computed past the end of a sequence are discarded.
 3. An exception in a step fails the sequences in it, and no others: the next request works. What is wrong with
    one sequence, such as logits that are not numbers, fails that one. An unforeseen exception outside of a
@@ -15,9 +15,9 @@ Rules of this file:
 5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more. What comes
    after that one is dropped.
 6. While the device is busy, the next step is launched before the tokens of the last one leave this thread, so
-   that the event loop's work with them does not hold up the launch.
-7. A step waits a moment for the masks of structured output. A sequence whose mask was late does not hold up
-   the others again.
+   that the event loop's work with them does not hold up the launch; unless the step waits for masks.
+7. A step waits a moment for the masks of structured output. A mask that did not come in time is not
+   waited for again while other sequences can go on.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ log = logging.getLogger("engine")
 SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep the interpreter from this one
 STEP_S = 0.08  # length of a step with prefill chunks beside decoding: no stream shall pause for 0.1 s
 MASK_WAIT_S = 0.005  # a step waits so long for masks; most come within 1 ms
-MAX_STEP_S = 30  # close() waits as long as the slowest model's step takes
+MAX_STEP_S = 30  # the longest that close() waits for the step that runs
 MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
 
 CLOSING = "The server is shutting down."
@@ -142,7 +142,7 @@ class Engine:
     async def generate(self, sequence: Sequence, feed: Feed) -> None:
         """Feed the tokens of one sequence to its reader, step by step, and return after the last.
 
-        Removes the sequence if it is cancelled, and if feed() wants no more or raises, which this raises too.
+        Whatever ends it, the sequence is removed. What feed() raises is raised here.
         """
         self._event_loop = asyncio.get_running_loop()
         ended = self._event_loop.create_future()

@@ -11,8 +11,8 @@ Rules of this file:
 2. An event is encoded when it is appended, together with the response object in it; background.py encodes
    those that must be in the store before that. Readers, the store and GET share those bytes, and nothing
    can change them.
-3. Readers see an event that is to be stored only after it is written, so a restart does not take back what
-   they saw. One write takes all events that came during the last one: tokens do not wait for the disk. If a
+3. Readers see an event that is to be stored only after a write of it, so a restart does not take back what
+   they saw. One write takes all events that came during the last one: tokens do not wait for the disk. If the
    write fails, readers see its events all the same, and the next write takes them too.
 """
 

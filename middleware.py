@@ -7,13 +7,13 @@ Authority: https://platform.openai.com/docs/guides/error-codes; for pages of oth
 https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7.4.
 
 Rules of this file:
-1. Every reply has an x-request-id, every log record of its request the same; every error has the same body.
-2. A key is kept as its digest alone, and compared with all of them each time: the time taken says nothing.
+1. Every reply has an x-request-id, all log records of its request too; errors of endpoints have one body.
+2. `Keys` holds digests alone, and compares with all of them each time: the time taken says nothing.
 3. An endpoint is given a Visit, which holds what the request takes: a stream, bytes. A poll or a cancel takes
    no stream, so it gets in while all of them are taken.
-4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
-   for a page (a CORS preflight), but sends other types at once, and opens WebSockets: so from such a page
-   they are refused.
+4. A page of another site can do nothing unless --cors-origin allows it. Before it sends JSON for a page a
+   browser asks (a CORS preflight); other content types and WebSockets it sends at once, so they are refused
+   from such a page.
 5. Without keys a request must name this server by its address, or by a name that the command line knows: a
    page can have the name of its own site point to our address, and be of the same site (DNS rebinding).
 """

@@ -1,22 +1,23 @@
-"""Deltas to the events of the Responses API: one state machine, one place where events are made.
+"""Deltas to the events of the Responses API: one state machine, one table of what may follow what.
 
     [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the response object
 
-A new kind of item is a row of KINDS (and of GRAMMAR, for each of its events); any other new event is a row of
-GRAMMAR, and feed() makes it with _event(). Its members are a row of OBJECTS in audit/schema.py. One that adds
-to the response is a row of FOLD in service/page.html, which a test demands. `python tests/pictures.py` draws
-the picture of GRAMMAR again.
+To add a kind of item that grows: a row of KINDS, and one of GRAMMAR for each of its events. To add another
+event: a row of GRAMMAR, and feed() makes it with _event(). The members of both are rows of OBJECTS in
+audit/schema.py. What adds to the response is a row of FOLD in service/page.html, which a test demands.
+`python tests/pictures.py` draws the picture of GRAMMAR again.
 
 Authority: https://platform.openai.com/docs/api-reference/responses-streaming and the event types of the
 `openai` package.
 
 Rules of this file:
-1. A response is the fold of its events: what the items and deltas add up to is the `response` of the last
-   event, bit for bit (tests/helpers/laws.py checks it), so fold() need only return that one.
-2. Every event is made by `Builder._event`, and GRAMMAR decides there whether it may come now.
-3. The ids and the index of an output item are drawn once, when it is announced.
-4. `Builder._close` alone closes an item: for the next one, the end, a length stop, a failure, a cancel.
-5. An item is never changed, only replaced: what happens later cannot change an event that holds it.
+1. A response is the fold of its events: whoever applies all of them has the `response` of the last event,
+   bit for bit (tests/helpers/laws.py checks it), so fold() need only return that one.
+2. Every event is made by `Builder._event`, where GRAMMAR decides whether it may come now; but for the last of
+   a response that a bug kept from ending (background.py), and `response.steer.failed` (websocket.py).
+3. The ids and the index of an output item are fixed when it is announced.
+4. `Builder._close` alone closes an item that grows: at the next, the end, a length stop, a failure, a cancel.
+5. The dict of an item that stands in an event is never changed, only replaced by a new one.
 6. No event has its `sequence_number` yet: it is given when the event enters the log (event_log.py).
 7. Logprobs, which several events repeat, are encoded once (sse.Encoded). So the events that close an item
    cost the copying of their bytes.
@@ -323,7 +324,7 @@ class Builder:
         return [*closing, self._envelope(ending.event, ending.status, **members)]
 
     def _event(self, type_: str, fields: Mapping[str, Any]) -> Event:
-        """Make an event, here and nowhere else; raises IllegalEvent (rule 2)."""
+        """Make an event; raises IllegalEvent (rule 2)."""
         event = {"type": type_, **fields}
         next_state = GRAMMAR.get((self.state, label(event)))
         if next_state is None:

@@ -36,7 +36,7 @@ from model import PAGE, Span
 from pages import OutOfPages, PagePool, PrefixHash, prefix_hash, root_hash
 from sampling import NO_TOKEN, Choice, Context, Sampling
 
-MAX_CHUNKS = 2  # prefill chunks a step, at most
+MAX_CHUNKS = 2  # chunks whose rows a step may have for prompts: one prompt alone may take all
 MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on however slow the machine is
 
 # --- Theory of operation ------------------------------------------------------------------------------------
@@ -51,10 +51,10 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 #                   that makes room.
 # 3. Prefix cache.  Automatic prefix caching: pages of its prompt that its owner has computed before go into
 #                   its page table and are not computed again. If another sequence is computing the page that
-#                   it needs next, it sits the step out and finds the page later.
+#                   it needs next, it skips this step and finds the page later.
 # 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
-#                   MAX_CHUNKS a step, and fewer rows while others decode. The last row of the last chunk
-#                   gives the first token of the output.
+#                   the rows of MAX_CHUNKS chunks a step, and fewer while others decode. The last row of the
+#                   last chunk gives the first token of the output.
 # 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token from it.
 #                   The engine may launch a step before it has read the one before. Then only the device
 #                   knows the newest token, and the span is chained to it (Span.token_ids is None).
@@ -79,8 +79,8 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 #   younger than those that run.
 # - A sequence has a slot and pages while it runs, and at no other time. A result for a sequence without a
 #   slot comes too late and is dropped.
-# - n_computed counts the steps in flight too. Places after it may hold rejected drafts, or tokens past the
-#   end of the output. No row reads such a place before it is written again.
+# - n_computed counts the steps in flight too. Places of the KV cache after it may hold
+#   rejected drafts, or tokens past the end of the output: each is written again before a row reads it.
 # - Steps run in the order of their launch. So a page may be given to another sequence while a step in flight
 #   still writes to it: the step of the other sequence comes later.
 # - A sequence is preempted only while nothing is in flight: n_unread is 0.
@@ -117,7 +117,7 @@ class Constraint(Protocol):
 
 @dataclass(eq=False)
 class Sequence:
-    """A request while it waits and runs."""
+    """One choice of a request, while it waits and runs."""
 
     prompt: list[int]  # token ids
     max_tokens: int
@@ -239,8 +239,8 @@ class Scheduler:
     ) -> list[Scheduled]:
         """Choose what the next step computes. What is returned counts as launched.
 
-        `in_flight`: steps that earlier calls returned and postprocess() has not seen yet. Returns [] if no
-        sequence can go on before the oldest step in flight is read. `max_rows`: about the most rows of
+        `in_flight`: steps that earlier calls returned and postprocess() has not seen yet. Returns [] if the
+        oldest step in flight is to be read first. `max_rows`: about the most rows of
         the step while any sequence decodes; prompts get MIN_ROWS of them all the same.
         """
         self._admit()

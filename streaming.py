@@ -48,7 +48,7 @@ SSE_HEADERS = [
 class JsonAnswer(Response):
     """Answers with JSON text, in pieces, each when the client has read most of those before.
 
-    Returns when the rest of the answer has been handed to the operating system.
+    Returns when at most 64 KiB of the answer wait in the transport.
     """
 
     media_type = "application/json"
@@ -61,7 +61,7 @@ class JsonAnswer(Response):
         await send({"type": start, "status": self.status_code, "headers": self.raw_headers})
         for i in range(0, len(self.body), PIECE_BYTES):
             await send({"type": body, "body": self.body[i : i + PIECE_BYTES], "more_body": True})
-        await send({"type": body, "body": b""})  # waits until the last piece has left
+        await send({"type": body, "body": b""})  # waits until at most 64 KiB wait in the transport
 
 
 def json_response(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
@@ -118,7 +118,7 @@ class EventStream(Response):
 async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     """Work for a client, for example send an answer; raises ClientDisconnect if it leaves before the end.
 
-    Then the work is cancelled, and the task that it waits for.
+    Then `work` is cancelled, and with it a task that it awaits.
     """
 
     async def watch() -> None:

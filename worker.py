@@ -6,17 +6,17 @@ The engine in this process and an upstream server (gateway/remote.py) both keep 
 background runs, resuming, chains and calls work with either, and readers of the outputs see no difference.
 
 Rules of this file:
-1. prepare() refuses with BadInput, before a byte of the answer has left. It makes every check, and waits for
-   the turn of its grammar. run() may refuse too, before its Accepted.
+1. prepare() refuses with BadInput, before a byte of the answer has left. It makes every check that this
+   machine can make, and waits until its grammar has been compiled. run() may refuse too, before its Accepted.
 2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns. After
-   Accepted it raises what an upstream refuses late, or a bug: then the caller says how the answer
-   ends. To stop it, cancel it: the engine drops the sequence, and run() emits Finish("cancelled"), which
-   api.py only counts, before it lets the CancelledError out.
-3. emit() never waits: what a step brought to all sequences becomes events in one turn of the event loop.
+   Accepted only a bug or an upstream's late refusal raises: then the caller says how the answer ends. To stop
+   a run, cancel it: the engine drops the sequence, and run() emits Finish("cancelled"), which api.py only
+   counts, and raises CancelledError.
+3. emit() is synchronous: what a step brought to all sequences becomes events in one turn of the event loop.
 4. Usage counts the tokens that were read from the engine, with a stop token, but nothing after a stop string.
-   Finish("cancelled") has the count at that time.
-5. An answer ends with "length" after max_output_tokens, and after MAX_LOGPROBS logprobs: there may be 21 of
-   them for a token, and the events that end an item repeat them.
+   Finish("cancelled") has the count at that time, if there was a token.
+5. An answer ends with "length" after max_output_tokens, and after MAX_LOGPROBS logprobs, which all choices
+   share: there may be 21 of them for a token, and the events that end an item repeat them.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ CHARACTERS_PER_TOKEN = 8
 
 
 class Prompt(Protocol):
-    """A checked request, made ready for the worker that it carries."""
+    """A checked request, ready to be run by the worker that prepared it."""
 
     @property
     def request(self) -> Request: ...
