@@ -163,8 +163,6 @@ class Api:
         loaded. A large body gives its place back before the slow part, prepare().
         """
         async with parsing as body:
-            if self.image_texts:
-                body = items.with_image_texts(body)
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": ALIAS} | body  # the SDK allows a body without a model
             if recall:
@@ -175,6 +173,9 @@ class Api:
                 values |= {"store": False, "background": False, "stream": False}
             if values["background"] and (recall or not (values["store"] or self.temporary)):
                 raise unsupported("background", "Send it in a POST; under --no-temporary with store=true.")
+
+            if self.image_texts:
+                values["input"] = items.with_image_texts(values["input"])
 
             async def find(id: str) -> Row | None:
                 visit.is_small = False  # a chain may be large, also one that a WebSocket remembers
@@ -275,13 +276,12 @@ class Api:
         return row
 
     def _warning(self, request: params.Request) -> dict[str, str]:
-        """Return the header of rule 3, and log the same: once a minute for each key."""
+        """Return the header of rule 3, and log the same: each name once a minute for each key."""
         if not request.not_run:
             return {}
-        warning = "accepted, and without any effect here: " + ", ".join(request.not_run)
-        if is_news((request.owner, warning), self._told):
-            log.warning(warning)
-        return {"Warning": f'299 - "{warning}"'}
+        if names := [name for name in request.not_run if is_news((request.owner, name), self._told)]:
+            log.warning("accepted, and without any effect here: %s", ", ".join(names))
+        return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
     # --- chat completions -----------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class Api:
         await while_connected(self._run_completion(prompt, chunks.extend), http.receive)
         completion = await asyncio.to_thread(completions.fold, chunks)
         self._refuse_failed(completion.get("error"))
-        return json_response(200, completion, headers)
+        return await asyncio.to_thread(json_response, 200, completion, headers)
 
     async def _begin_completion(self, parsing: Parsing, visit: Visit) -> Response | Prompt:
         """Refuse a body, or make its prompt; an upstream's answer is relayed. Raises BadInput."""
@@ -311,7 +311,7 @@ class Api:
                 visit.enter(relayed.n_choices)
                 return relayed
             if self.image_texts:
-                body = items.with_image_texts(body)
+                body["messages"] = items.with_image_texts(body.get("messages"))
             request = await visit.call(params.from_chat, body, worker.defaults, visit.owner)
             visit.enter(request.n)
         return await worker.prepare(request)

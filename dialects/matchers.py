@@ -154,7 +154,7 @@ class Grammars:
 
         It has more time than the check: what has passed that does not fail here, on a busy machine either.
         """
-        return Constraint(self, grammar, MAX_MASK_S)
+        return Constraint(self, AnswerGrammar(grammar.lark), MAX_MASK_S)
 
     def start(self) -> Connection:
         """Start a process that follows a grammar; raises OSError. It ends when its connection is closed."""

@@ -329,7 +329,8 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
     if len({*names}) < len(names):
         raise wrong_value("tools", "every name once", names)
     entries = [*values["tools"], *brought]
-    tools = {tool.qualified_name: tool for entry in entries for tool in entry.tools}
+    own = {tool.qualified_name: tool for entry in values["tools"] for tool in entry.tools}
+    tools = own | {tool.qualified_name: tool for entry in brought for tool in entry.tools} | own
     choice = tool_choice(tools, values["tool_choice"])
     must = structured_output(
         tools, choice, values["response_format"], schema_path, values["parallel_tool_calls"]

@@ -75,6 +75,7 @@ KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it be
 # itself: with a round trip of 100 ms a client sends 2 MB/s.
 SEND_BUFFER_BYTES = 128 * 1024
 RECEIVE_BUFFER_BYTES = 256 * 1024
+MAX_CLOSE_S = 60  # of what runs, after its grace: no step of the engine takes as long
 STALLED_S = 2  # what clients get at a stop to read their last event, and to leave
 
 BACKLOG = 4096  # connections that the system holds until we accept them; a client beyond them tries again
@@ -310,6 +311,9 @@ class Protocol(Limited, HttpToolsProtocol):
         kept = [header for header in self.headers if not header[0].endswith(b"connection")]
         method = self.parser.get_method()
         if dict(kept)[b"upgrade"].lower() == b"websocket":
+            if not all(value.isascii() for _, value in self.headers):  # else `websockets` raises
+                self.refuse(HttpParserError("a header of the handshake is not ASCII"))
+                return
             self.become_busy()
             self.scope["method"] = method.decode()
             self.handle_websocket_upgrade()
@@ -331,6 +335,9 @@ class Protocol(Limited, HttpToolsProtocol):
         log.info("400: %s: %s", request_id, error)
         if self.state == "whole":
             self.shutdown()
+            return
+        if self.state == "started" and self.cycle.response_started:  # nothing may stand amid that answer
+            self.transport.abort()
             return
         body = sse.dumps(error_body(400, f"Invalid HTTP request received: {error}.", code="invalid_http"))
         self.transport.write((BAD_HTTP_ANSWER % (len(body), request_id, body)).encode())
@@ -414,5 +421,5 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         timeout_keep_alive=NEVER_S,  # become_idle() has a timer that ends when the next request starts
-        timeout_graceful_shutdown=int(args.shutdown_grace) + 2 * STALLED_S,  # later than drop_clients()
+        timeout_graceful_shutdown=int(args.shutdown_grace) + MAX_CLOSE_S,  # later than drop_clients()
     )

@@ -131,7 +131,7 @@ class Connection:
             case "response.processed":
                 pass  # Codex has read an answer
             case other:
-                raise wrong_value("type", "'response.create'", other)
+                await self._refuse(wrong_value("type", "'response.create'", other), lane.name)
 
     async def _steer(self, lane: Lane, message: dict[str, Any]) -> None:
         """Say why a response is not steered: in its lane, or if it has none, in the lane of the message."""

@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
+from request import params
 from request.items import with_image_texts
 from request.messages import ITEM_TYPES, from_responses
 from request.refusals import BadInput
@@ -55,6 +56,19 @@ def test_told_as_calls_of_functions(items: list[Json], function: str, arguments:
     assert said["function"] == {"name": function, "arguments": arguments}
     told = {"role": "tool", "tool_call_id": said["id"], "name": function, "content": json.dumps(result)}
     assert outcome == ([told] if result else [])
+
+
+def test_the_tools_of_a_request_win() -> None:
+    """Bug: what an old search had found replaced the tool of that name, and its strict schema."""
+
+    def tool(name: str, about: str) -> Json:
+        return {"type": "function", "name": name, "description": about}
+
+    brought = {"tools": [tool("f", "old"), tool("g", "old")]}
+    items = [{"type": "additional_tools", "role": "developer"} | brought, {"role": "user", "content": "hi"}]
+    body = {"model": "m", "input": items, "tools": [tool("f", "new")]}
+    told = [one["function"] for one in params.from_responses(body, {}).tools]
+    assert [(one["name"], one["description"]) for one in told] == [("f", "new"), ("g", "old")]
 
 
 def test_all_types_are_those_of_the_sdk() -> None:

@@ -154,6 +154,37 @@ async def test_a_request_starts_when_it_is_whole() -> None:
     assert list(protocol.idle) == [protocol]
 
 
+@pytest.mark.parametrize("name", ["Connection", "Sec-WebSocket-Key", "Sec-WebSocket-Version", "X-Odd"])
+async def test_a_handshake_that_is_not_ascii_is_refused(name: str) -> None:
+    """Bug: `websockets` raised amid it, and the connection was counted for ever."""
+    protocol, wire, state = connected(application([]))
+    protocol.ws_protocol_class = connections.WebSocketProtocol
+    head = "GET /v1/responses HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    protocol.data_received(f"{head}{name}: Upgrade, \u00e9\r\n\r\n".encode())
+    protocol.connection_lost(None)
+    assert wire.written.startswith(b"HTTP/1.1 400")
+    assert not state.connections
+
+
+async def test_nothing_is_written_amid_an_answer() -> None:
+    """Bug: an answer that had begun before its request was whole got a 400 among its bytes."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: one", "more_body": True})
+        await asyncio.sleep(PATIENCE_S)
+
+    protocol, wire, state = connected(app)
+    protocol.data_received(CHUNKED + b"8000\r\n%b\r\n" % bytes(2**15))
+    await asyncio.sleep(0.01)
+    protocol.data_received(b"nonsense\r\n")
+    assert b"data: one" in wire.written
+    assert b"400" not in wire.written
+    assert wire.is_closed
+    for task in state.tasks:
+        task.cancel()
+
+
 # --- what is bounded ----------------------------------------------------------------------------------------
 
 FRAMING = {
