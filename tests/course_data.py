@@ -44,14 +44,12 @@ def tokens() -> Lines:
     tokenizer = Tokenizer(TINY / "tokenizer.json")
     token_ids = tokenizer.encode("Well done 🙂!")
     yield f"tokenizer.Tokenizer.encode('Well done 🙂!') -> {token_ids}"
-    yield ""
-    yield "  id  its bytes          Decoder.feed()"
+    yield "\n  id  its bytes          Decoder.feed()"
     decoder = Decoder(tokenizer)
     for token_id in token_ids:
         data = tokenizer.token_bytes(token_id)
         yield f"{token_id:4}  {data!s:18} {listed(decoder.feed(token_id))}"
-    yield ""
-    yield "the same, cut before its last two tokens"
+    yield "\nthe same, cut before its last two tokens"
     decoder = Decoder(tokenizer)
     for token_id in token_ids[:-2]:
         decoder.feed(token_id)
@@ -86,8 +84,7 @@ def forward_pass() -> Lines:
     n_heads = c.n_heads + 2 * c.n_kv_heads
     shapes = {"qkv": (c.dim, n_heads * c.head_dim), "out": (c.n_heads * c.head_dim, c.dim)}
     shapes |= {"gate_up": (c.dim, 2 * c.hidden_dim), "down": (c.hidden_dim, c.dim)}
-    yield ""
-    yield "the matrices of one layer, and the multiplications of one row"
+    yield "\nthe matrices of one layer, and the multiplications of one row"
     n_products = 0
     for name, (n_in, n_out) in shapes.items():
         yield f"    {name:8} {n_in:4} x {n_out:4} {n_in * n_out:8,}"
@@ -110,8 +107,7 @@ def pages() -> Lines:
     yield "prefix_hash() of                its first bytes"
     for page_hash, name in names.items():
         yield f"    {name:27} {page_hash.hex()[:12]}"
-    yield ""
-    yield "what happens                    n_free  in the prefix cache"
+    yield "\nwhat happens                    n_free  in the prefix cache"
 
     def state(what: str) -> str:
         cached = {page: name for found, name in names.items() if (page := pool.find(found)) is not None}
@@ -147,8 +143,7 @@ def batching() -> Lines:
     arrivals = {1: "A", 2: "B", 4: "C"}
     prompts = ", ".join(f"{name} {n}" for name, n in lengths.items())
     yield f"Tokens of the prompts: {prompts}. Each has 8 tokens of output. There are 4 pages of {PAGE}."
-    yield ""
-    yield f"step  {'A':18}{'B':18}{'C':18}n_free  waiting"
+    yield f"\nstep  {'A':18}{'B':18}{'C':18}n_free  waiting"
     for number in range(1, 17):
         if number in arrivals:
             scheduler.add(sequences[arrivals[number]])
@@ -198,8 +193,7 @@ def channels() -> Lines:
     """Chapter 6: the pieces of an answer, and what the parser makes of each."""
     hermes = DIALECTS["hermes"]._replace(tokens=frozenset(["<think>", "</think>"]))
     yield "<think> is a token of this vocabulary; <tool_call> is text, and comes in two pieces"
-    yield ""
-    yield f"{'piece':36} Parser.feed()"
+    yield f"\n{'piece':36} Parser.feed()"
     parser = Parser(hermes, stop=["END"])
     texts = ["<think>", "\nI call.", "\n", "</think>", "One <th", "ink> E", "ach.", "\n<tool_"]
     texts += ['call>\n{"name": "f', '", "arguments": {"x": "</tool_call>', '"}}\n</tool_call>']
@@ -229,8 +223,7 @@ def events() -> Lines:
     finish = Finish("length")
     yield from rows(shown(finish), builder.finish(finish, now=1))
     response = fold(made)
-    yield ""
-    yield f"fold() -> status {response['status']!r}, {response['incomplete_details']}, and the output:"
+    yield f"\nfold() -> status {response['status']!r}, {response['incomplete_details']}, and the output:"
     for item in response["output"]:
         content = item.get("arguments", item.get("content"))
         yield f"    {item['id']:6} {item['type']:14} {item['status']:11} {sse.dumps(content)}"
@@ -250,8 +243,7 @@ def frames() -> Lines:
         parser.close()
     except sse.Truncated as error:
         yield f"Parser.close() raises Truncated: {error}"
-    yield ""
-    yield f"sse.encode('one\\ntwo', 'note') -> {sse.encode('one' + chr(10) + 'two', 'note')!r}"
+    yield f"\nsse.encode('one\\ntwo', 'note') -> {sse.encode('one' + chr(10) + 'two', 'note')!r}"
 
 
 async def log_lines() -> list[str]:
@@ -271,8 +263,7 @@ async def log_lines() -> list[str]:
         for _ in range(9):
             await asyncio.sleep(0)  # every reader has its turn
         read = (f"{numbers[0]} to {numbers[-1]}" if numbers else "-" for numbers in seen.values())
-        columns = "".join(f"{span:22}" for span in read)
-        lines.append(f"{what:24}{log.status:14}{columns}".rstrip())
+        lines.append(f"{what:24}{log.status:14}{''.join(f'{span:22}' for span in read)}".rstrip())
 
     readers = [asyncio.create_task(follow("from the start", -1))]
     await happens("nothing yet")

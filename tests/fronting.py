@@ -34,9 +34,8 @@ def asking(text: str, **more: Any) -> Body:
     return {"messages": [{"role": "user", "content": text}]} | more
 
 
-def schema_of(**properties: Any) -> Body:
-    required = {"required": [*properties], "additionalProperties": False}
-    return {"type": "object", "properties": properties} | required
+def schema_of(**members: Any) -> Body:
+    return {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
 
 
 def function(name: str) -> Body:
@@ -70,7 +69,6 @@ CASES = {
 
 
 def as_responses(chat: Body) -> Body:
-    """Return a chat request as one for the Responses API."""
     body: Body = {"input": chat["messages"][0]["content"], "stream": chat.get("stream", False)}
     if "tools" in chat:
         body |= {"tools": [*map(flat, chat["tools"])], "tool_choice": flat(chat["tool_choice"])}
@@ -132,8 +130,7 @@ def over_responses(client: OpenAI, model: str, case: Case) -> Answer:
         assert "".join(deltas) == response.output_text
     while response.status in ("queued", "in_progress"):
         response = client.responses.retrieve(response.id)
-    items = [item for item in response.output if item.type == "function_call"]
-    calls = [[item.name, loaded(item.arguments)] for item in items]
+    calls = [[item.name, loaded(item.arguments)] for item in response.output if item.type == "function_call"]
     parts = [part for item in response.output if item.type == "message" for part in item.content]
     logprobs = [[entry.token, len(entry.top_logprobs)] for part in parts for entry in part.logprobs or ()]
     end = [["length" if response.status == "incomplete" else "stop"], response.usage.output_tokens]

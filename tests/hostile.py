@@ -40,8 +40,6 @@ POLL_S = 0.05
 FREE_S = 5  # after the client has left
 MAX_MEMORY_MB = 3000  # a server that takes more is killed, for the sake of this machine
 
-# --- who watches --------------------------------------------------------------------------------------------
-
 
 class Watcher:
     """Waits for one thing after another of a server, in a thread, and knows how long for each."""
@@ -218,10 +216,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server and the attacker end too
     git = ["git", "-C", str(args.server), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
-    _, _, how, goals = (__doc__ or "").strip().split("\n\n")
-    print(
-        f"# Hostile clients\n\n{date.today()}, {commit}, {os.cpu_count()} processors.\n\n{how}\n\n{goals}\n"
-    )
+    _, _, how = (__doc__ or "").strip().split("\n\n", 2)
+    print(f"# Hostile clients\n\n{date.today()}, {commit}, {os.cpu_count()} processors.\n\n{how}\n")
     rows: list[Json] = []
     n_failed = 0
     chosen = ("calm", *(args.only or names))

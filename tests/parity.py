@@ -70,16 +70,13 @@ YARN_ALL = YARN | {"attention_factor": 1.4, "beta_fast": 6.0, "beta_slow": 0.5, 
 NO_SCALING: dict[str, Any] = {"rope_scaling": None}
 OWN = {"rope_theta": 50_000.0}
 THETA = {"rope_theta": 1_000_000.0}
-PARAMETERS_3 = {"rope_parameters": LLAMA3 | OWN}  # as transformers 5 writes it
-YARN_PARAMETERS = {"rope_parameters": YARN | OWN}
+YARN_PARAMETERS = {"rope_parameters": YARN | OWN}  # as transformers 5 writes it
 NO_PARAMETERS = {"rope_parameters": {"rope_type": "default"} | OWN}
 ALL_ROTARY = {"no_rope_layers": [1] * 4}
 NOPE = {"no_rope_layers": [1, 1, 1, 0]}  # as an interval of 4 has it
 HEADS = {"head_dim": 20}  # not hidden_size / num_attention_heads, which is 12
-ALL_HEADS = {"num_key_value_heads": 4}  # no grouping
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
-UNTIED = {"tie_word_embeddings": False}
 WINDOW = {"sliding_window": 9}
 NO_WINDOW: dict[str, Any] = {"sliding_window": None}
 SLIDE = WINDOW | {"use_sliding_window": True}
@@ -103,10 +100,10 @@ MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 CASES = {
     # name                         model_type config.json                       otherwise         files
-    "llama-2":                Case("llama",   ALL_HEADS,                        THETA),
+    "llama-2":                Case("llama",   {"num_key_value_heads": 4},       THETA),  # no grouping
     "llama-3":                Case("llama",   OWN,                              THETA,            "BF16", 2),
     "llama-3.1-rope-scaling": Case("llama",   {"rope_scaling": LLAMA3},         NO_SCALING,       "BF16"),
-    "llama-3.2-rope-parameters":Case("llama",   TIED | PARAMETERS_3,              NO_PARAMETERS),
+    "llama-3.2-rope-parameters":Case("llama",   TIED | {"rope_parameters": LLAMA3 | OWN}, NO_PARAMETERS),
     "llama-linear":           Case("llama",   {"rope_scaling": LINEAR},         NO_SCALING),
     "llama-yarn":             Case("llama",   {"rope_scaling": YARN},           NO_SCALING),
     "llama-biases":           Case("llama",   BIASES,                           THETA),
@@ -125,7 +122,7 @@ CASES = {
     "qwen3-yarn-parameters":  Case("qwen3",   HEADS | YARN_PARAMETERS,          NO_PARAMETERS),
     "qwen3-layer-types":      Case("qwen3",   HEADS | SLIDE | ODD,              NO_WINDOW),
     "smollm3":                Case("smollm3", OWN | NOPE,                       ALL_ROTARY,       "BF16"),
-    "smollm3-untied-biases":  Case("smollm3", BIASES | UNTIED | NOPE,           ALL_ROTARY),
+    "smollm3-untied-biases":  Case("smollm3", BIASES | {"tie_word_embeddings": False} | NOPE, ALL_ROTARY),
     "smollm3-no-rope-layers": Case("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, ALL_ROTARY),
     "smollm3-window":         Case("smollm3", SLIDE | LAST | NOPE,              NO_WINDOW),
     "smollm3-yarn":           Case("smollm3", YARN_PARAMETERS | NOPE,           NO_PARAMETERS),
@@ -138,9 +135,6 @@ CASES = {
     "gpt-oss-unpacked":       Case("gpt_oss", GPT_OSS,                          ONE_LESS),
 }
 # fmt: on
-
-
-# ---- Checkpoints -------------------------------------------------------------------------------------------
 
 
 def config_json(case: Case) -> dict[str, Any]:
@@ -199,9 +193,6 @@ def random_tensor(name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     return (mean + deviation * rng.standard_normal(shape)).astype(np.float32)
 
 
-# ---- This repository's model -------------------------------------------------------------------------------
-
-
 class Ours:
     """Logits from the engine's forward pass."""
 
@@ -235,19 +226,13 @@ def prefill(token_ids: Sequence[int], start: int, pages: Sequence[int] = range(N
     return Span(0, pages, token_ids, start, n_wanted=1)
 
 
-# ---- Golden files ------------------------------------------------------------------------------------------
-
-
 class Golden(NamedTuple):
     prompt: list[int]
     greedy: list[int]  # the 64 tokens that follow
     rows: list[dict[str, Any]]  # position; ids and logits: all, or the largest; mean and max_abs of all
 
     def max_difference(self, logits: NDArray[Any]) -> float:
-        """Compare the kept logits, and the mean and the largest absolute value of all.
-
-        logits (len(rows), vocab_size)
-        """
+        """Compare the kept logits, and mean and largest absolute value of all, (len(rows), vocab_size)."""
         differences: list[float] = []
         for row, mine in zip(self.rows, logits, strict=True):
             found = golden_row(row["position"], mine)
@@ -269,9 +254,6 @@ def golden_row(position: int, logits: Array) -> dict[str, Any]:
     ids = np.arange(len(logits)) if len(logits) <= 128 else np.argsort(-logits, kind="stable")[:N_TOP]
     kept = {"position": position, "ids": ids.tolist(), "logits": [round(float(v), 5) for v in logits[ids]]}
     return kept | {"mean": float(logits.mean(dtype=np.float64)), "max_abs": float(np.abs(logits).max())}
-
-
-# ---- MXFP4 -------------------------------------------------------------------------------------------------
 
 
 def every_mxfp4() -> Mxfp4:
@@ -299,9 +281,6 @@ def mxfp4_is_theirs() -> bool:
     return golden == digest(decoded_mxfp4(packed))
 
 
-# ---- Transformers ------------------------------------------------------------------------------------------
-
-
 def theirs(directory: Path, prompt: list[int]) -> tuple[list[int], Array]:
     """Return N_GREEDY tokens after the prompt, and the logits of all positions but the last token's."""
     import torch
@@ -322,17 +301,14 @@ def theirs(directory: Path, prompt: list[int]) -> tuple[list[int], Array]:
 
 
 def compare(name: str, directory: Path, prompt: list[int], positions: Sequence[int]) -> bool:
-    """Write the golden file and compare all positions' logits, ours one by one, and a whole greedy answer.
-
-    The margin is that between the two likeliest tokens of a step: near 0 a greedy text is luck.
-    """
+    """Write the golden file and compare all positions' logits, ours one by one, and a whole greedy answer."""
     greedy, logits = theirs(directory, prompt)
     golden = Golden(prompt, greedy, [golden_row(position, logits[position]) for position in positions])
     (GOLDEN / f"{name}.json").write_text(json.dumps(golden._asdict()) + "\n")
     ours = Ours(directory)
     difference = np.abs(ours.logits(prompt + greedy[:-1], range(len(logits))) - logits).max()
-    best = np.partition(logits[-N_GREEDY:], -2)[:, -2:]
-    margin = float((best[:, 1] - best[:, 0]).min())
+    best = np.partition(logits[-N_GREEDY:], -2)[:, -2:]  # the two likeliest tokens of each step
+    margin = float((best[:, 1] - best[:, 0]).min())  # near 0 a greedy text is luck
     same = ours.greedy(prompt, N_GREEDY) == greedy
     print(f"{name:26} {difference=:.1e}, greedy text equal: {same}, {margin=:.3f}")
     return same and bool(difference < TOLERANCE < margin)

@@ -146,8 +146,7 @@ ACTIONS = [stream, leave, leave, whole, background, background, resume, cancel, 
 
 def used(server: Server) -> tuple[float, float]:
     """Return resident memory in MB and open files, when nothing runs."""
-    running = ("running", "waiting", "background")
-    until(lambda: not any(map(server.health().get, running)), "nothing runs")
+    until(lambda: not any(map(server.health().get, ("running", "waiting", "background"))), "nothing runs")
     lines = server.get("/metrics").body.decode().splitlines()
     metrics = dict(line.split() for line in lines if line.startswith("process_"))
     return float(metrics["process_resident_memory_bytes"]) / 1e6, float(metrics["process_open_fds"])

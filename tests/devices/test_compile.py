@@ -44,9 +44,7 @@ def compiler() -> Any:
     return compiler if kernels.include_paths() else None
 
 
-needs_compiler = pytest.mark.skipif(
-    compiler() is None, reason="needs CuPy, NVRTC and CUDA's headers: .[cuda]"
-)
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs CuPy, NVRTC, CUDA's headers: .[cuda]")
 
 CUPY_FLAGS = ("-ftz=true", "--device-as-default-execution-space")  # beside our options: cupy/cuda/compiler.py
 SHARED_BYTES = 48 * 1024  # what a block has without asking

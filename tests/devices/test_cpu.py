@@ -233,8 +233,7 @@ def test_blocks_of_256(name: str, n_bytes: int, begin: int, n: int, kept: str, l
     """Bug: a file in Q4_K_M took 22 s at every start, and grew by a third: it became Q8_0 by float32."""
     rng = np.random.default_rng(n_bytes)
     data = rng.integers(0, 256, (70, 3, n_bytes), np.uint8)  # every pattern of bits stands for a number
-    scales = rng.uniform(1e-4, 2e-3, (70, 3, n)).astype(np.float16)
-    data[:, :, begin : begin + 2 * n] = scales.view(np.uint8)
+    data[:, :, begin : begin + 2 * n] = rng.uniform(1e-4, 2e-3, (70, 3, n)).astype(np.float16).view(np.uint8)
     packed, expected = pack([Blocks(name, data)]), decoded(Blocks(name, data))
     assert packed.format == kept
     assert np.abs(packed.take(np.arange(70)) - expected).max() < limit * np.abs(expected).max()

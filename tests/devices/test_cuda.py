@@ -35,10 +35,8 @@ def test_logprobs_are_those_of_numpy(name: str) -> None:
     n_wanted = 32 if model.config.experts else 1
     first = rows(token_ids[:33], n_wanted=n_wanted)
     spans = [first, rows(token_ids[33:34], 33), rows(token_ids[34:], 34, n_wanted=3)]
-    right, wrong = (
-        by_steps(NumpyOps(c, model.weights, *SIZES), spans, device_models.BITS_OF_ALL)
-        for c in (model.config, other)
-    )
+    specs = [NumpyOps(c, model.weights, *SIZES) for c in (model.config, other)]
+    right, wrong = (by_steps(spec, spans, device_models.BITS_OF_ALL) for spec in specs)
     answers = by_steps(ops_of(name), spans), wrong
     by_row = np.array([[apart([a], [b]) for a, b in zip(some, right, strict=True)] for some in answers])
     if model.config.experts:  # rounding may turn a near tie of the router, and that row says something else
@@ -185,10 +183,8 @@ def test_nothing_is_allocated_once_it_is_made() -> None:
 def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
     """Drafts, company, preemption, a known beginning: 36 tokens, with the bits of 20 logits each."""
     model = model_of(VARIED[1])
-    jobs = [
-        Sequence(tokens(n, n), 12, frozenset(), replace(BITS, temperature=t, seed=n))
-        for n, t in ((70, 0), (3, 1), (66, 0))
-    ]
+    samplings = [(n, replace(BITS, temperature=t, seed=n)) for n, t in ((70, 0), (3, 1), (66, 0))]
+    jobs = [Sequence(tokens(n, n), 12, frozenset(), sampling) for n, sampling in samplings]
 
     async def together(engine: Any) -> list[Any]:
         answers = await asyncio.gather(*[steps_of(engine, job) for job in jobs])
@@ -198,10 +194,7 @@ def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
     for n_pages, speculate, is_alone in ((24, 0, True), (24, 4, True), (24, 0, False), (4, 3, False)):
         ops = CudaOps(model.config, model.weights, SIZES[0], n_pages, SIZES[2], cp=Emulator())
         with device_models.engine_of(ops, speculate) as engine:
-            if is_alone:
-                runs.append([alone(engine, job).tokens for job in jobs])
-            else:
-                runs.append(play(together(engine)))
+            runs.append([alone(engine, job).tokens for job in jobs] if is_alone else play(together(engine)))
     assert runs == [runs[0]] * 4
 
 

@@ -128,9 +128,7 @@ def test_kernels_that_are_right(order: int, check: bool) -> None:
 
 
 @pytest.mark.parametrize("order", sweep([0, 1], [0]))
-@pytest.mark.parametrize(
-    ("kernel", "name", "line", "becomes", "says"), PLANTED, ids=[row[1] for row in PLANTED]
-)
+@pytest.mark.parametrize(("kernel", "name", "line", "becomes", "says"), PLANTED, ids=[p[1] for p in PLANTED])
 def test_planted(kernel: str, name: str, line: str, becomes: str, says: str, order: int) -> None:
     run: Any = total if kernel is TOTAL else rounds
     with pytest.raises(RuntimeError, match=says) as caught:

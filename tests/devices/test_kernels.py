@@ -202,8 +202,7 @@ def test_the_first_of_equals_is_the_likeliest() -> None:
     raw = np.zeros((1, 1001), np.float32)
     raw[0, [40, 700]] = 1
     raw[0, :30] = -0.0
-    greedy = Sampling(temperature=0, n_top_logprobs=3)
-    [choice] = both("grouped", 0).pick(raw, [Context(greedy, [], [])])
+    [choice] = both("grouped", 0).pick(raw, [Context(Sampling(temperature=0, n_top_logprobs=3), [], [])])
     assert choice.token_id == 40
     assert [token_id for token_id, _ in choice.top] == [40, 700, 0]
 

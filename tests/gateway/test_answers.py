@@ -99,8 +99,8 @@ def outputs_of(data: bytes, **options: Any) -> tuple[list[Output | Finish], Any]
     return [output for each in made for output in restorer.feed(each)], reader.meter.usage
 
 
-def response_of(events: list[Json]) -> Answer:
-    answer = Answer()
+def response_of(events: list[Json], end: str, usage: Any) -> Answer:
+    answer = Answer(end=end, usage=usage)
     for item in responses.fold(events)["output"]:
         if item["type"] == "function_call":
             answer.calls.append([item["name"], item["arguments"]])
@@ -120,16 +120,14 @@ def check_law(data: bytes, **options: Any) -> None:
     streamed, whole_ = (chat(data, stream, **options) for stream in (True, False))
     outputs, usage = outputs_of(data, **options)
     events = [json.loads(sse.dumps(event)) for event in events_of(outputs)]  # as a client has them
-    response = response_of(events)
+    assert isinstance(outputs[-1], Finish)
+    response = response_of(events, outputs[-1].reason, usage)
     added = dict.fromkeys(("reasoning_text", "output_text", "refusal", "function_call_arguments"), "")
     for each in events:
         if "delta" in each:
             added[each["type"].removeprefix("response.").removesuffix(".delta")] += each["delta"]
     arguments = "".join(call[1] for call in response.calls)
     assert [*added.values()] == [response.reasoning, response.text, response.refusal, arguments]
-    assert isinstance(outputs[-1], Finish)
-    response.end = outputs[-1].reason
-    response.usage = usage
     if streamed.reasoning or streamed.calls:  # a response has logprobs of its text alone
         kept = iter(streamed.logprobs)
         assert all(p in kept for p in response.logprobs)
@@ -167,10 +165,8 @@ def some(**members: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
 
 texts = st.sampled_from(["", " ", "\n\n", "a", "b c", "4"])
 contents = texts | st.none() | st.just([{"type": "text", "text": "p"}])
-functions = some(
-    name=st.sampled_from([None, "", "f", "g", "fg"]),
-    arguments=st.sampled_from([None, "", "{}", '{"x":', '"}"}', "7"]),
-)
+names = st.sampled_from([None, "", "f", "g", "fg"])
+functions = some(name=names, arguments=st.sampled_from([None, "", "{}", '{"x":', '"}"}', "7"]))
 indices = st.sampled_from([0, 1, 2, None, "1"])
 calls = st.lists(some(index=indices, id=st.sampled_from([None, "a", "b"]), function=functions), max_size=2)
 deltas = some(content=contents, reasoning_content=texts, reasoning=texts, tool_calls=calls)
@@ -184,24 +180,20 @@ def test_whatever_an_upstream_streams_four_ways_say_the_same(
     check_law(b"".join(delta(**each) for each in said) + finish(reason) + DONE, one_call=one_call)
 
 
-junk: st.SearchStrategy[Any] = st.sampled_from(
-    [None, True, 0, 7, -1, 1e9, "", "x", [], {}, [[]], [7], [{}], {"x": 7}, [{"text": 7}]]
-)
+JUNK: list[Any] = [None, True, 0, 7, -1, 1e9, "", "x", [], {}, [[]], [7], [{}], {"x": 7}, [{"text": 7}]]
 MEMBERS = [
     *("choices", "error", "message", "detail", "usage", "index", "delta", "finish_reason", "logprobs", "id"),
     *("content", "reasoning", "refusal", "tool_calls", "function", "custom", "name", "arguments", "text"),
     *("type", "thinking", "token", "logprob", "bytes", "top_logprobs", "object"),
 ]
 documents = st.recursive(
-    junk,
+    st.sampled_from(JUNK),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(MEMBERS), inner, max_size=4),
     max_leaves=20,
 )
 junk_objects = st.dictionaries(st.sampled_from(MEMBERS), documents, max_size=4)
-junk_choices = st.fixed_dictionaries(
-    {"delta": junk_objects},
-    optional=dict.fromkeys(("index", "finish_reason", "logprobs", "message"), documents),
-)
+others = dict.fromkeys(("index", "finish_reason", "logprobs", "message"), documents)
+junk_choices = st.fixed_dictionaries({"delta": junk_objects}, optional=others)
 
 
 @example([{"choices": [None]}])  # Bug: fold() took any list of this name for one of choices

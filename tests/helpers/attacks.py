@@ -32,8 +32,6 @@ FLOOD_S = 5
 LATE_S = 2  # another's answer of one token, under a schema, comes sooner
 MANY = 500  # sockets of a flood
 
-# --- a client that attacks ----------------------------------------------------------------------------------
-
 
 NO_REPLY = Reply(0, {}, b"")
 
@@ -71,7 +69,6 @@ class Client:
             self.n_sent += len(piece)
 
     def ask(self, request: bytes, wait_s: float = 20) -> Reply:
-        """Send bytes, read one reply."""
         try:
             with self.connect(wait_s=wait_s) as connection:
                 with contextlib.suppress(ConnectionError):  # the refusal may come before all is sent
@@ -104,7 +101,6 @@ class Client:
         return self.each([post(body_of(n_bytes)) for n_bytes in BODIES])
 
     def ask_upstream(self, frames: bytes) -> Reply:
-        """Ask for an answer of an upstream that says this."""
         with upstream(says(head() + frames + DONE), port=self.upstream_port):
             deadline = time.monotonic() + 12
             while b'"m"' not in self.ask(get("/v1/models")).body and time.monotonic() < deadline:
@@ -164,7 +160,6 @@ REFERRING_TOOL = {"type": "function", "name": "f", "parameters": {"properties": 
 ENUM = schema({"enum": [f"{i:050}" for i in range(10_000)]})
 ATOMS = {"type": "grammar", "syntax": "regex", "definition": "Tell me a story about a fox and an owl. " * 150}
 REGEX = post(with_tool({"type": "custom", "name": "t", "format": ATOMS}))
-SEARCH: Json = {"type": "web_search"}
 LONG_PROMPTS = [post(ask(f"{i} " + "fox owl " * 300)) for i in range(24)]
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": json.dumps({"x": [{}] * 450_000})}
 ARGUMENTS = post(ask([CALL, {"type": "function_call_output", "call_id": "c", "output": ""}]))
@@ -192,8 +187,7 @@ def item_references(client: Client) -> Reply:
 def unknown_in_a_chain(client: Client) -> Reply:
     id_ = None
     for _ in range(8):
-        body = ask([USER | {"zz": "ZZ"}], previous_response_id=id_, truncation="auto")
-        reply = client.ask(packed(body))
+        reply = client.ask(packed(ask([USER | {"zz": "ZZ"}], previous_response_id=id_, truncation="auto")))
         if reply.status != 200:
             return reply
         id_ = reply.json["id"]
@@ -298,8 +292,6 @@ BYTES = chunk({"content": "a"}, logprobs={"content": [{"token": "a", "logprob": 
 FIRST_PIECES = b"".join(call(i, '{"x": "' + "a" * 4 * MB, name="f") for i in (0, 1))
 GROWING = FIRST_PIECES + (call(0, "a") + call(1, "a")) * 30
 
-# --- the table ----------------------------------------------------------------------------------------------
-
 
 class Attack(NamedTuple):
     name: str
@@ -335,7 +327,7 @@ ATTACKS = [
            lambda c: c.large(lambda n: ask(logit_bias={str(i): 1 for i in range(n // 14)}))),
     Attack("many-parts", "of messages", NO, lambda c: c.large(lambda n: ask([MANY_PARTS] * (n // 3120)))),
     Attack("hosted-tool", "a large one, which three events repeat", EITHER,
-           lambda c: c.large(lambda n: with_tool(SEARCH | {"filters": [0] * (n // 3)}))),
+           lambda c: c.large(lambda n: with_tool({"type": "web_search", "filters": [0] * (n // 3)}))),
     Attack("wrong-type", "for a number", NO, lambda c: c.large(lambda n: ask(temperature=[{}] * (n // 4)))),
     Attack("small-chunks", "millions of chunks of one byte, with a key and without", NO_KEY,
            lambda c: c.each([post(None, **CHUNKED) + CHUNKS * 12, *[KEYLESS_CHUNKS] * 6])),
