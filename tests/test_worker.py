@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import jsonschema
@@ -22,7 +23,7 @@ from model import NumpyOps
 from request.refusals import BadInput
 from request.template import ChatTemplate
 from tokenizer import Tokenizer
-from worker import CHARACTERS_PER_TOKEN, LocalPrompt, LocalWorker
+from worker import CHARACTERS_PER_TOKEN, LocalWorker
 
 STRING = {"type": "string", "maxLength": 9}
 SCHEMA = {"type": "object", "properties": {"s": STRING}, "required": ["s"], "additionalProperties": False}
@@ -124,9 +125,9 @@ GREEDY = {"tools": [], "temperature": 0, "reasoning": {"effort": "none"}}
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     config = read_config(TINY)
-    engine = Engine(NumpyOps(config, read_weights(TINY, config), 512, n_pages=64, max_batch=4))
-    yield engine
-    engine.close()
+    ops = NumpyOps(config, read_weights(TINY, config), 512, n_pages=64, max_batch=4)
+    with closing(Engine(ops)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -150,13 +151,11 @@ def test_a_bad_grammar_is_refused_with_its_place(local: LocalWorker, syntax: str
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_tool_choice_none_changes_nothing_before_the_answer(engine: Engine, name: str) -> None:
+async def test_tool_choice_none_changes_nothing_before_the_answer(engine: Engine, name: str) -> None:
     """Tools vanished from the prompt, and with them the prefix cache, at the last step of every agent."""
-
-    def prepared(**more: Any) -> LocalPrompt:
-        return asyncio.run(worker_in(engine, name).prepare(request({"tools": [TOOL]} | more)))
-
-    auto, none = prepared(), prepared(tool_choice="none")
+    worker = worker_in(engine, name)
+    auto = await worker.prepare(request({"tools": [TOOL]}))
+    none = await worker.prepare(request({"tools": [TOOL], "tool_choice": "none"}))
     assert none.token_ids == auto.token_ids
     assert (none.grammar is None) == (name != "harmony")  # all others are free, and as fast as without tools
 
@@ -207,22 +206,19 @@ def test_what_is_demanded_ends_though_the_end_is_ignored(local: LocalWorker) -> 
     jsonschema.validate(json.loads(items[-1][1]), SCHEMA)
 
 
-def test_a_run_that_is_cancelled_finishes(local: LocalWorker) -> None:
+async def test_a_run_that_is_cancelled_finishes(local: LocalWorker) -> None:
     """Once, with the tokens that were counted until then."""
     outputs: list[Accepted | Output | Finish] = []
 
-    async def cancel_after_three() -> None:
-        def emit(output: Accepted | Output | Finish) -> None:
-            outputs.append(output)
-            if len(outputs) == 3:
-                running.cancel()
+    def cancel_after_three(output: Accepted | Output | Finish) -> None:
+        outputs.append(output)
+        if len(outputs) == 3:
+            running.cancel()
 
-        prompt = await local.prepare(request({"ignore_eos": True}))
-        running = asyncio.create_task(prompt.run(emit))
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(cancel_after_three())
+    prompt = await local.prepare(request({"ignore_eos": True}))
+    running = asyncio.create_task(prompt.run(cancel_after_three))
+    with pytest.raises(asyncio.CancelledError):
+        await running
     (finish,) = (output for output in outputs if isinstance(output, Finish))
     assert (finish, finish.reason) == (outputs[-1], "cancelled")
     assert finish.usage

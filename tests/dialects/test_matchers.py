@@ -33,17 +33,12 @@ def costly(multiple: int = 99_999_989) -> Json:
 
 @pytest.fixture
 def grammars() -> Iterator[Grammars]:
-    grammars = Grammars(TINY / "tokenizer.json", 2048, (2041,))
-    yield grammars
-    grammars.close()
+    with closing(Grammars(TINY / "tokenizer.json", 2048, (2041,))) as grammars:
+        yield grammars
 
 
 def of(schema: Json) -> AnswerGrammar:
     return answer_grammar(StructuredOutput("none", schema=schema), DIALECTS["hermes"], {}, "over")
-
-
-def check(grammars: Grammars, schema: Json) -> None:
-    asyncio.run(grammars.check(of(schema), "me"))
 
 
 def wait_for_mask(constraint: Constraint, output: list[int]) -> Mask:
@@ -66,11 +61,11 @@ def forks(grammars: Grammars) -> list[int]:
     return children(grammars._root.process.pid)
 
 
-def test_what_is_too_costly_is_computed_once(grammars: Grammars) -> None:
+async def test_what_is_too_costly_is_computed_once(grammars: Grammars) -> None:
     """Bug: each request with the same schema took a second of a processor again, and memory likewise."""
     for _ in range(2):
         with pytest.raises(BadGrammar, match=r"takes more than 0\.25 s of computing or 128 MB"):
-            check(grammars, costly())
+            await grammars.check(of(costly()), "me")
         grammars._root.close()  # nothing can be computed any more
 
 
@@ -102,14 +97,14 @@ def test_a_process_ends_with_its_connection(grammars: Grammars) -> None:
         until(lambda: forks(grammars) == [], "the process has ended")
 
 
-def test_a_root_that_was_killed_is_not_held_against_the_grammar(grammars: Grammars) -> None:
+async def test_a_root_that_was_killed_is_not_held_against_the_grammar(grammars: Grammars) -> None:
     """The grammar was refused as too costly for ever after."""
     root = grammars._root.process
     root.send_signal(signal.SIGSTOP)  # the order waits
     threading.Timer(0.1, root.kill).start()
     with pytest.raises(RuntimeError, match="has ended"):
-        check(grammars, {"type": "integer"})
-    check(grammars, {"type": "integer"})
+        await grammars.check(of({"type": "integer"}), "me")
+    await grammars.check(of({"type": "integer"}), "me")
 
 
 def test_a_stopped_process_holds_no_place(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +130,7 @@ def test_a_mask_may_be_asked_for_again(grammars: Grammars) -> None:
         assert wait_for_mask(constraint, first.nonzero()[0].tolist()) is not first
 
 
-def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
+async def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
     """An agent sends its tools with every turn: they do not wait for a slot again, nor fail again slowly."""
     ended: list[str] = []
 
@@ -144,28 +139,23 @@ def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
             await grammars.check(of(schema), "me")
         ended.append(name)
 
-    async def main() -> None:
-        occupying = [checked(costly(1_000_003 + i), "costly") for i in range(N_CHECKS)]
-        others = checked({"type": "boolean"}, "new"), checked({"type": "integer"}, "known")
-        await asyncio.gather(*occupying, *others)
-
-    check(grammars, {"type": "integer"})
-    asyncio.run(main())
+    await grammars.check(of({"type": "integer"}), "me")
+    occupying = [checked(costly(1_000_003 + i), "costly") for i in range(N_CHECKS)]
+    others = checked({"type": "boolean"}, "new"), checked({"type": "integer"}, "known")
+    await asyncio.gather(*occupying, *others)
     assert ended == ["known", *["costly"] * N_CHECKS, "new"]
 
 
-def test_one_check_is_enough_for_all_that_wait(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_check_is_enough_for_all_that_wait(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 64 requests at once with the same tools, each compiled them again, and half were refused."""
     compiled: list[AnswerGrammar] = []
     monkeypatch.setattr(grammars, "_compile", compiled.append)
-
-    async def main() -> None:
-        checks = [asyncio.create_task(grammars.check(of({"type": "integer"}), "me")) for _ in range(64)]
-        await asyncio.sleep(0)
-        checks.pop(0).cancel()  # the one that began it
-        await asyncio.gather(*checks)
-
-    asyncio.run(main())
+    checks = [asyncio.create_task(grammars.check(of({"type": "integer"}), "me")) for _ in range(64)]
+    await asyncio.sleep(0)
+    checks.pop(0).cancel()  # the one that began it
+    await asyncio.gather(*checks)
     assert len(compiled) == 1
 
 

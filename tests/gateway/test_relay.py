@@ -9,8 +9,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -110,9 +110,8 @@ def test_upstream_dies_at_every_byte() -> None:
         end: Any = outputs.close(None)[-1]
         assert (end.reason == "failed") == (n < finished)
         assert chunks[: len(complete)] == all_said[: len(complete)]
-        assert [chunk["error"]["code"] for chunk in chunks[len(complete) :]] == ["server_error"] * (
-            n < finished
-        )
+        errors = [chunk["error"]["code"] for chunk in chunks[len(complete) :]]
+        assert errors == ["server_error"] * (n < finished)
         assert n < finished or complete == all_said
 
 
@@ -171,43 +170,37 @@ def test_retry_after_is_seconds() -> None:
         assert refused.read_refusal(429, {"retry-after": theirs}, b"").retry_after == ours
 
 
-def test_an_upstream_names_what_the_client_has_sent() -> None:
+async def test_an_upstream_names_what_the_client_has_sent() -> None:
     """Bug: a parameter of the other API was named, which no client had sent."""
-
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
+    theirs = "response_format.json_schema.schema.type"
+    answer = says(json_answer({"error": NO | {"param": theirs}}, "400 Bad Request"))
+    async with over(answer) as (worker, _):
         for asked, param in ((said(worker), "text.format"), (passed(worker, ASK), theirs)):
             with pytest.raises(Refused) as caught:
                 await asked
             assert caught.value.param == param
 
-    theirs = "response_format.json_schema.schema.type"
-    over(check, says(json_answer({"error": NO | {"param": theirs}}, "400 Bad Request")))
-
 
 # --- one request, in this process ---------------------------------------------------------------------------
 
 
-Check = Callable[..., Awaitable[None]]  # (worker over some upstreams, these upstreams)
-
-
-def over(check: Check, *answers: Answer, timeouts: Timeouts = QUICK) -> list[Upstream]:
-    """Check a worker over upstreams that answer so; return them."""
-
-    async def run(running: list[Upstream]) -> None:
+@asynccontextmanager
+async def over(
+    *answers: Answer, timeouts: Timeouts = QUICK
+) -> AsyncIterator[tuple[RemoteWorker, list[Upstream]]]:
+    """A worker over upstreams that answer so, and these upstreams."""
+    with ExitStack() as stack:
+        running = [stack.enter_context(upstream(answer)) for answer in answers]
         urls = [each.url for each in running]
         worker = RemoteWorker(Upstreams(urls, dict.fromkeys(urls, "key"), timeouts), 2)
         try:
             await worker.upstreams.probe()
-            await asyncio.wait_for(check(worker, *running), 20)
+            async with asyncio.timeout(20):
+                yield worker, running
             await asyncio.sleep(0)
             assert worker.counts()["running"] == 0
         finally:
             await worker.close()
-
-    with ExitStack() as stack:
-        running = [stack.enter_context(upstream(answer)) for answer in answers]
-        asyncio.run(run(running))
-        return running
 
 
 class Client:
@@ -331,30 +324,24 @@ TIMEOUTS = {
 
 
 @pytest.mark.parametrize("name", CHAOS)
-def test_chaos(name: str) -> None:
+async def test_chaos(name: str) -> None:
     """Whatever comes: an answer or an error, in time, and the books are kept."""
     expected, answer = CHAOS[name]
-
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
+    async with over(answer, timeouts=TIMEOUTS.get(name, QUICK)) as (worker, _):
         assert await outcomes(worker) == expected
         totals = worker.totals
         assert totals["relayed_done"] + totals["relayed_error"] == 3
         assert totals["relayed_disconnect"] == 0
 
-    over(check, answer, timeouts=TIMEOUTS.get(name, QUICK))
-
 
 @pytest.mark.bug("M06")
 @pytest.mark.parametrize("name", sorted(CHAOS.keys() - TIMEOUTS.keys()))
-def test_until_something_is_said_another_is_asked(name: str) -> None:
+async def test_until_something_is_said_another_is_asked(name: str) -> None:
     """Elsewhere the first byte, or the role, was the end of all failover."""
     expected, answer = CHAOS[name]
     is_asked = expected == REFUSED and name != "400"  # that is the request's fault
-
-    async def check(worker: RemoteWorker, *_: Upstream) -> None:
+    async with over(answer, says(head() + STREAM)) as (worker, (_, other)):
         assert await outcomes(worker) == (WHOLE if is_asked else expected)
-
-    _, other = over(check, answer, says(head() + STREAM))
     assert len(other.exchanges) == 3 * is_asked
 
 
@@ -389,7 +376,7 @@ LEFT: dict[str, tuple[Answer, list[Any]]] = {
 
 @pytest.mark.bug("M01", "M02", "M03")
 @pytest.mark.parametrize("name", LEFT)
-def test_who_has_no_more_to_say_is_left_within_seconds(name: str) -> None:
+async def test_who_has_no_more_to_say_is_left_within_seconds(name: str) -> None:
     """Elsewhere the client waited for [DONE], or the rest of a refusal, for as long as the upstream liked."""
     answer, expected = LEFT[name]
     n_left = threading.Semaphore(0)
@@ -401,14 +388,12 @@ def test_who_has_no_more_to_say_is_left_within_seconds(name: str) -> None:
                 return
         n_left.release()
 
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
+    async with over(held) as (worker, _):
         chat = passed(worker, STREAMED | {"stream_options": {"include_usage": True}})
         found = await asyncio.gather(chat, said(worker), return_exceptions=True)
         assert [told(each) for each in found] == [expected] * 2
         for _each in found:
             assert await asyncio.to_thread(n_left.acquire, timeout=FOR_EVER_S), "the upstream was not left"
-
-    over(check, held)
 
 
 def told(found: Any) -> list[Any]:
@@ -420,7 +405,7 @@ def told(found: Any) -> list[Any]:
     return [found[-1].message, found[-1].usage is not None]
 
 
-def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The beginning of a stream does not wait for a long prompt: an error is told in band. Bug: a client that
     wants no stream got 200 without Retry-After too.
     """
@@ -432,8 +417,7 @@ def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
         heard.wait(0.2 if is_plain else 20)
         exchange.send(json_answer({"error": NO}, "429 Too Many", "Retry-After: 7"))
 
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
-        nonlocal is_plain
+    async with over(answer) as (worker, _):
         for asked in (passed(worker, ASK), said(worker)):
             with pytest.raises(Refused) as caught:
                 await asked
@@ -446,11 +430,9 @@ def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Refused, match="No"):
             await said(worker, stream=True, on_output=heard.set)  # refused after its Accepted
 
-    over(check, answer)
-
 
 @pytest.mark.bug("I06")
-def test_a_slow_client_slows_its_upstream_down() -> None:
+async def test_a_slow_client_slows_its_upstream_down() -> None:
     """Nothing is read ahead: what the upstream has sent is bounded by the sockets' buffers."""
     n_sent = 0
     frame = delta(content="x" * 60_000)
@@ -466,7 +448,7 @@ def test_a_slow_client_slows_its_upstream_down() -> None:
         if message is None or message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
+    async with over(answer) as (worker, _):
         working = asyncio.create_task(worker.pass_through(STREAMED)({}, never, never))
         before = -1
         while before != n_sent or n_sent == 0:  # until it stands still
@@ -476,12 +458,10 @@ def test_a_slow_client_slows_its_upstream_down() -> None:
         working.cancel()
         await asyncio.wait({working})
 
-    over(check, answer)
-
 
 @pytest.mark.bug("B12", "I03")
 @pytest.mark.parametrize("how", ["done", "error", "disconnect"])
-def test_usage_is_settled_once_on_every_path(how: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_usage_is_settled_once_on_every_path(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """Elsewhere before the stream ran, so as zero: https://github.com/api7/aisix/issues/108"""
     used = event({"choices": [{"index": 0, "delta": {"content": "hi"}}], "usage": USAGE})
     ended = threading.Event()
@@ -494,19 +474,17 @@ def test_usage_is_settled_once_on_every_path(how: str, caplog: pytest.LogCapture
         if how != "disconnect" or exchange.wait_closed():
             ended.set()
 
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
+    caplog.set_level(logging.INFO, "remote")
+    async with over(answer) as (worker, _):
         await passed(worker, STREAMED, leave if how == "disconnect" else nothing)
         assert [worker.totals[f"relayed_{name}"] for name in (how, "cost", "usage_unknown")] == [1, 42, 0]
         assert await asyncio.to_thread(ended.wait, 20), "the upstream runs on for no one"
-
-    caplog.set_level(logging.INFO, "remote")
-    over(check, answer)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "remote"]
     assert line.endswith(f": {how}, usage: prompt=11 cached=3 completion=7 reasoning=0 total=21 cost=42")
 
 
-def test_the_least_busy_is_asked() -> None:
-    async def check(worker: RemoteWorker, a: Upstream, b: Upstream) -> None:
+async def test_the_least_busy_is_asked() -> None:
+    async with over(hangs, says(head() + STREAM)) as (worker, (a, b)):
         first = asyncio.create_task(said(worker))
         while not a.exchanges:
             await asyncio.sleep(0.01)
@@ -516,13 +494,11 @@ def test_the_least_busy_is_asked() -> None:
         first.cancel()
         await asyncio.wait({first})
 
-    over(check, hangs, says(head() + STREAM))
 
-
-def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Requests that fail do not count. Bug: after three of one client nobody was served for a while."""
-
-    async def check(worker: RemoteWorker, a: Upstream, b: Upstream) -> None:
+    caplog.set_level(logging.WARNING, "upstreams")
+    async with over(says(b""), says(head() + STREAM)) as (worker, (a, _)):
         for _ in range(upstreams.MAX_FAILURES):
             await said(worker)
         assert worker.counts()["upstreams_down"] == 0
@@ -536,9 +512,6 @@ def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.LogCaptu
         await worker.upstreams.probe()
         await said(worker)
         assert len(a.exchanges) == upstreams.MAX_FAILURES + 1
-
-    caplog.set_level(logging.WARNING, "upstreams")
-    over(check, says(b""), says(head() + STREAM))
     expected = "failed 3 times: ValueError: expected a list of models; most servers have it under /v1"
     assert expected in caplog.text
 
@@ -619,9 +592,7 @@ PASSED: list[tuple[Json, Json]] = [
 
 
 @pytest.mark.parametrize(("more", "put_right"), PASSED)
-def test_what_only_an_upstream_has_passes(more: Json, put_right: Json) -> None:
-    async def check(worker: RemoteWorker, _: Upstream) -> None:
+async def test_what_only_an_upstream_has_passes(more: Json, put_right: Json) -> None:
+    async with over(says(json_answer({"choices": []}))) as (worker, (asked,)):
         await passed(worker, ASK | more)
-
-    (asked,) = over(check, says(json_answer({"choices": []})))
     assert asked.exchanges[0].body == ASK | more | put_right

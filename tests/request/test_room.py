@@ -111,10 +111,9 @@ def round_robin(owners: Sequence[str]) -> list[str]:
     return [owner for _, _, owner in by_round]
 
 
-def served(owners: Sequence[str], n_places: int = 1, leave: Sequence[int] = ()) -> list[str]:
+async def served(owners: Sequence[str], n_places: int = 1, leave: Sequence[int] = ()) -> list[str]:
     """Whose turn it was, in order, if all have asked while others held all places; some leave meanwhile."""
-
-    async def main() -> list[str]:
+    async with asyncio.timeout(10):
         turns = Turns(n_places)
         order: list[str] = []
 
@@ -138,57 +137,46 @@ def served(owners: Sequence[str], n_places: int = 1, leave: Sequence[int] = ()) 
             await turns.turn("last").__aenter__()
         return order
 
-    return asyncio.run(asyncio.wait_for(main(), 10))
 
-
-def test_a_turn_is_given_back() -> None:
-    async def main() -> None:
-        turns = Turns(1)
-        for _ in range(2):
-            async with turns.turn("a"):
-                pass
-
-    asyncio.run(asyncio.wait_for(main(), 1))
+async def test_a_turn_is_given_back() -> None:
+    turns = Turns(1)
+    for _ in range(2):
+        async with asyncio.timeout(1), turns.turn("a"):
+            pass
 
 
 @given(st.lists(OWNERS, max_size=12))
 def test_owners_take_turns(owners: list[str]) -> None:
     """One who asks a hundred times kept all others out until all hundred were done."""
-    assert served(owners) == round_robin(owners)
+    assert asyncio.run(served(owners)) == round_robin(owners)
 
 
 @given(st.lists(OWNERS, max_size=12), st.integers(1, 3), st.data())
 def test_who_leaves_loses_nobodys_turn(owners: list[str], n_places: int, data: st.DataObject) -> None:
-    leave: set[int] = set()
-    if owners:
-        leave = data.draw(st.sets(st.integers(0, len(owners) - 1)))
+    leave = data.draw(st.sets(st.integers(0, len(owners) - 1))) if owners else set[int]()
     stay = [owner for i, owner in enumerate(owners) if i not in leave]
-    assert Counter(served(owners, n_places, sorted(leave))) == Counter(stay)
+    assert Counter(asyncio.run(served(owners, n_places, sorted(leave)))) == Counter(stay)
 
 
 # --- threads ------------------------------------------------------------------------------------------------
 
 
-def test_threads_work_by_turns_of_the_owners() -> None:
+async def test_threads_work_by_turns_of_the_owners() -> None:
     """Bug: what a hundred requests of one key had asked a thread for came before another's."""
     begin = threading.Event()
     done: list[object] = []
-
-    async def main() -> None:
-        with ThreadPoolExecutor(1) as executor:
-            threads = Threads(1, executor)
-            work: list[asyncio.Task[object]] = [asyncio.create_task(threads.call("first", begin.wait))]
-            for owner in "aaabcb":
-                work.append(asyncio.create_task(threads.call(owner, done.append, owner)))
-            await asyncio.sleep(0)
-            work[1].cancel()
-            await asyncio.sleep(0)
-            begin.set()
-            await asyncio.gather(*work, return_exceptions=True)
-            with pytest.raises(ZeroDivisionError):
-                await threads.call("a", divmod, 1, 0)
-
-    asyncio.run(main())
+    with ThreadPoolExecutor(1) as executor:
+        threads = Threads(1, executor)
+        work: list[asyncio.Task[object]] = [asyncio.create_task(threads.call("first", begin.wait))]
+        for owner in "aaabcb":
+            work.append(asyncio.create_task(threads.call(owner, done.append, owner)))
+        await asyncio.sleep(0)
+        work[1].cancel()
+        await asyncio.sleep(0)
+        begin.set()
+        await asyncio.gather(*work, return_exceptions=True)
+        with pytest.raises(ZeroDivisionError):
+            await threads.call("a", divmod, 1, 0)
     assert done == ["b", "c", "a", "b", "a"]
 
 

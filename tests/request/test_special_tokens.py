@@ -58,8 +58,6 @@ HARD = {
 }
 ALL_TEMPLATES = TEMPLATES | {name: ChatTemplate(source, {}) for name, source in HARD.items()}
 MARKER = re.compile(r"<｜[^｜]+｜>|</?\|?\w+\|?>|\[/?[A-Z_]+\]")
-
-
 OURS = Tokenizer(TINY / "tokenizer.json")
 Vocabularies = tuple[ChatTemplate, Tokenizer, tokenizers.Tokenizer]
 
@@ -131,10 +129,9 @@ def test_a_harmless_chat_has_the_ids_that_it_ever_had(vocabularies: Vocabularies
         strings = random.Random(seed).sample(HARMLESS, len(HARMLESS))
         body = chat(iter(strings))
         request = params.from_chat({"model": "m"} | body, {})
+        now = datetime.now()
         try:
-            rendered = template.render(
-                request.messages, request.tools, datetime.now(), **request.template_kwargs
-            )
+            rendered = template.render(request.messages, request.tools, now, **request.template_kwargs)
         except BadInput:
             continue
         prompt = prepared(template, tokenizer, body)
@@ -191,11 +188,8 @@ GLUED = {
 @pytest.mark.bug("K02")
 @pytest.mark.parametrize(("said", "source"), GLUED.values(), ids=GLUED)
 def test_a_token_is_not_put_together_from_pieces(said: str, source: str) -> None:
-    body = {
-        "messages": [user(said)],
-        "tools": [{"type": "function", "function": {"name": "tool_call"}}],
-        "chat_template_kwargs": {"note": "call>"},
-    }
+    tools = [{"type": "function", "function": {"name": "tool_call"}}]
+    body = {"messages": [user(said)], "tools": tools, "chat_template_kwargs": {"note": "call>"}}
     names = "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
     template = ChatTemplate(names + "{% set said = messages[0].content %}" + source, {})
     assert special_tokens(prepared(template, OURS, body), OURS) == []
@@ -206,10 +200,8 @@ def test_roles_may_be_part_of_a_token() -> None:
     names = "{'user': 'start', 'system': 'end'}"
     source = "{% for m in messages %}<|im_{{ " + names + "[m.role] }}|>{{ m.content }}{% endfor %}"
     body = {"messages": [{"role": "system", "content": "s"}, user("u")]}
-    assert special_tokens(prepared(ChatTemplate(source, {}), OURS, body), OURS) == [
-        "<|im_end|>",
-        "<|im_start|>",
-    ]
+    prompt = prepared(ChatTemplate(source, {}), OURS, body)
+    assert special_tokens(prompt, OURS) == ["<|im_end|>", "<|im_start|>"]
 
 
 def test_what_a_template_raises_is_told_without_marks() -> None:
