@@ -56,8 +56,6 @@ def builder_of(row: Row) -> Builder:
 
 
 def run_of(says: Says) -> Run:
-    """A run that says what the test wants."""
-
     async def run(emit: Callable[[Said], None]) -> None:
         emit(Accepted())
         async for said in says():
@@ -246,7 +244,6 @@ STATUSES = ("queued", "in_progress", *TERMINAL)
 N_RUNNING = 2  # at a time, of those in the background
 NOT_UTF_8 = Delta("final", "x", (TokenLogprob("\ud800", -1, b"x"),))  # half a surrogate pair
 
-# fmt: off
 #   how a run ends            what it says or raises last        status        of the error message
 ENDS: dict[str, tuple[Said | Exception | None, str, str | None]] = {
     "completes":              (DONE,                             "completed",  None),
@@ -255,8 +252,7 @@ ENDS: dict[str, tuple[Said | Exception | None, str, str | None]] = {
     "raises":                 (ZeroDivisionError("a bug"),       "failed",     UNFINISHED),
     "returns":                (None,                             "failed",     UNFINISHED),
     "says what UTF-8 cannot": (NOT_UTF_8,                        "failed",     UNFINISHED),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -504,8 +500,7 @@ class RegistryMachine(machine.RuleBasedStateMachine):
 def test_whatever_happens_in_whatever_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs of others: runs without an end, cancels that are lost, readers that wait for ever (BUGS.md)."""
     monkeypatch.setattr(background, "MAX_RUNNING", N_RUNNING)
-    phases = [Phase.generate]  # a few steps need no shrinking
-    limits = settings(max_examples=40, stateful_step_count=20, phases=phases)
+    limits = settings(max_examples=40, stateful_step_count=20, phases=[Phase.generate])  # no shrinking
     machine.run_state_machine_as_test(RegistryMachine, settings=limits)
 
 
@@ -588,6 +583,7 @@ async def test_no_owner_fills_the_queue(
 # --- a store that does not take it --------------------------------------------------------------------------
 
 FULL = "PRAGMA max_page_count = 1"  # SQLite's own limit: as much as there is, and no more
+DAMAGE = ["UPDATE responses SET request = '{' WHERE id = ?", "DELETE FROM events WHERE response_id = ?"]
 TOO_MUCH = json.dumps({"instructions": "long" * 20_000})
 
 
@@ -630,9 +626,7 @@ async def test_what_met_a_full_disk_is_written_once_there_is_room(
         assert not registry._store.live()
 
 
-@pytest.mark.parametrize(
-    "damage", ["UPDATE responses SET request = '{' WHERE id = ?", "DELETE FROM events WHERE response_id = ?"]
-)
+@pytest.mark.parametrize("damage", DAMAGE)
 async def test_what_is_damaged_stops_nothing_else(damage: str) -> None:
     """A live row that cannot be read, or whose events cannot, is logged and deleted at the next start."""
     async with registry_of() as registry:

@@ -28,7 +28,6 @@ from request import items, params
 from store import TERMINAL
 
 RAISES = 666  # a seed that faulty_server.py takes for a fault
-N_SLOTS = MAX_RUNNING
 LONG: Json = HI | NO_END | {"max_output_tokens": 1900}  # seconds
 BACKGROUND: Json = {"background": True}
 STREAM: Json = {"stream": True}
@@ -63,20 +62,13 @@ def path(id: str, *rest: str) -> str:
 def created(server: Server, body: Json) -> Json:
     reply = server.post(RESPONSES, body)
     assert reply.status == 200, reply.body
-    made: Json = reply.json
-    return made
+    return dict(reply.json)
 
 
 def ended(server: Server, id: str) -> Json:
     """A response when it is terminal."""
-    found: Json = {}
-
-    def is_terminal() -> bool:
-        found.update(server.get(path(id)).json)
-        return found["status"] in TERMINAL
-
-    until(is_terminal, f"{id} is terminal")
-    return found
+    until(lambda: server.get(path(id)).json["status"] in TERMINAL, f"{id} is terminal")
+    return dict(server.get(path(id)).json)
 
 
 def is_idle(server: Server) -> bool:
@@ -97,17 +89,25 @@ def frames_of(body: bytes) -> list[bytes]:
 
 
 def parsed(frame: bytes) -> Json:
-    found: Json = json.loads(sse.data(frame))
-    return found
+    return dict(json.loads(sse.data(frame)))
 
 
-def error(message: str, param: str | None = None, code: str = "invalid_value") -> Json:
-    """The whole body of a refusal."""
-    return {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}}
+def check_refusal(reply: Reply, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+    """Its status, and the whole body of it."""
+    status = 404 if code == "response_not_found" else 400
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    assert (reply.status, reply.json) == (status, {"error": error})
 
 
-def not_found(id: str) -> tuple[int, Json]:
-    return 404, error(f"Response with id '{id}' not found.", None, "response_not_found")
+# Every use of a response by its id.
+USES = [("GET", ""), ("GET", "?stream=true"), ("GET", "?stream=true&starting_after=0")]
+USES += [("POST", "/cancel"), ("DELETE", ""), ("GET", "/input_items")]
+
+
+def check_not_found(server: Server, id: str) -> None:
+    for method, use in USES:
+        reply = server.request(method, path(id) + use, None)
+        check_refusal(reply, f"Response with id '{id}' not found.", None, "response_not_found")
 
 
 @contextmanager
@@ -159,11 +159,9 @@ def test_background_stream_unexpected_type(server: Server, background: bool, str
     if not (background and stream):
         lacks = "stream" if background else "background"
         why = f"This response cannot be streamed because it was not created with {lacks}=true."
-        refused = replay(server, first["id"])
-        assert (refused.status, refused.json) == (400, error(why, "stream"))
-    refused = server.post(path(first["id"], "cancel"), {})
+        check_refusal(replay(server, first["id"]), why, "stream")
     why = CANNOT_CANCEL["completed"] if background else "Cannot cancel a synchronous response."
-    assert (refused.status, refused.json) == (400, error(why))
+    check_refusal(server.post(path(first["id"], "cancel"), {}), why)
 
 
 @pytest.mark.bug("I05")
@@ -196,21 +194,19 @@ def test_starting_after_is_a_number(server: Server) -> None:
 
 # --- by status ----------------------------------------------------------------------------------------------
 
-# fmt: off
 #   status          how to make a response of it
 BODIES: dict[str, Json] = {
     "in_progress":  LONG,
     "completed":    HI,
     "incomplete":   HI | {"max_output_tokens": 5},
     "failed":       LONG | {"seed": RAISES},
-}
+}  # fmt: skip
 
 CANNOT_CANCEL = {
     "completed":    "Cannot cancel a completed response.",
     "failed":       "Cannot cancel a failed response.",
     "incomplete":   "Cannot cancel a response in terminal state.",
-}
-# fmt: on
+}  # fmt: skip
 
 
 @contextmanager
@@ -234,12 +230,12 @@ def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
     with response_of(server, status) as id_:
         if status not in TERMINAL:
             refused = server.request("DELETE", path(id_), None)
-            assert (refused.status, refused.json) == (400, error("Cannot delete an in-flight response."))
+            check_refusal(refused, "Cannot delete an in-flight response.")
         before = server.get(path(id_)).json
         for _ in range(2):
             reply = server.post(path(id_, "cancel"), {})
             if status in CANNOT_CANCEL:
-                assert (reply.status, reply.json) == (400, error(CANNOT_CANCEL[status]))
+                check_refusal(reply, CANNOT_CANCEL[status])
                 assert server.get(path(id_)).json == before
             else:
                 assert (reply.status, reply.json["status"]) == (200, "cancelled")
@@ -247,28 +243,12 @@ def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
                 laws.check_body(reply.json)
         deleted = server.request("DELETE", path(id_), None)
         assert (deleted.status, deleted.json) == (200, {"id": id_, "object": "response", "deleted": True})
-        for method, target in every_use(id_):
-            gone = server.request(method, target, None)
-            assert (gone.status, gone.json) == not_found(id_)
-
-
-def every_use(id: str) -> list[tuple[str, str]]:
-    """Of a response, by its id."""
-    return [
-        ("GET", path(id)),
-        ("GET", path(id) + "?stream=true"),
-        ("GET", path(id) + "?stream=true&starting_after=0"),
-        ("POST", path(id, "cancel")),
-        ("DELETE", path(id)),
-        ("GET", path(id, "input_items")),
-    ]
+        check_not_found(server, id_)
 
 
 def test_foreground_response_that_runs_is_its_clients_alone(server: Server) -> None:
     with streaming(server, LONG) as (id_, _):
-        for method, target in every_use(id_):
-            reply = server.request(method, target, None)
-            assert (reply.status, reply.json) == not_found(id_)
+        check_not_found(server, id_)
         reply = server.post(RESPONSES, HI | {"previous_response_id": id_})
         assert reply.json["error"]["code"] == "previous_response_not_found"
     until(lambda: is_idle(server), "the engine is idle")
@@ -365,8 +345,7 @@ def test_sdk_compacts(sdk: openai.OpenAI) -> None:
 def listed(server: Server, id: str) -> list[Json]:
     page: Json = server.get(path(id, "input_items") + "?order=asc&limit=100").json
     assert not page["has_more"]
-    items: list[Json] = page["data"]
-    return items
+    return list(page["data"])
 
 
 @pytest.mark.bug("F14")
@@ -392,19 +371,17 @@ def test_previous_response(server: Server) -> None:
     # The same as if all had been sent at once: without the instructions, which are those of one turn.
     said = [{"role": "user", "content": TOKYO}, thought, call, result]
     at_once = created(server, HI | tools | {"input": said})
-    assert at_once["usage"] == second["usage"] | {
-        "input_tokens_details": at_once["usage"]["input_tokens_details"]
-    }
+    details = {"input_tokens_details": at_once["usage"]["input_tokens_details"]}
+    assert at_once["usage"] == second["usage"] | details
     assert [item["content"] for item in at_once["output"]] == [item["content"] for item in second["output"]]
     continued = HI | {"previous_response_id": second["id"]}
     assert server.request("DELETE", path(first["id"]), None).status == 200
     third = created(server, continued)  # a child stands for itself: its parent may go
     assert server.request("DELETE", path(second["id"]), None).status == 200
     assert listed(server, third["id"])[:-1] == [*items, *second["output"]]
-    reply = server.post(RESPONSES, continued)
     message = f"Previous response with id '{second['id']}' not found."
-    expected = error(message, "previous_response_id", "previous_response_not_found")
-    assert (reply.status, reply.json) == (400, expected)
+    reply = server.post(RESPONSES, continued)
+    check_refusal(reply, message, "previous_response_id", "previous_response_not_found")
 
 
 # --- what is kept -------------------------------------------------------------------------------------------
@@ -417,11 +394,9 @@ def test_streamed_response_not_stored(server: Server) -> None:
     """
     for _ in range(10):
         with streaming(server, HI) as (id_, frames):
-            for frame in frames:
-                if b"response.completed" in frame:
-                    reply = server.get(path(id_))
-                    assert (reply.status, reply.json) == (200, parsed(frame)["response"])
-                    break
+            last = next(frame for frame in frames if b"response.completed" in frame)
+            reply = server.get(path(id_))
+            assert (reply.status, reply.json) == (200, parsed(last)["response"])
 
 
 AS_IT_IS = '{ "output": [ ] }'
@@ -445,9 +420,8 @@ def test_what_is_stored_is_sent_as_it_is(tmp_path: Path) -> None:
     with serve("--store", str(file), "--no-temporary", script=FAULTY) as server:
         assert server.get(path(kept)).body == AS_IT_IS.encode()
         assert server.get(path(kept, "input_items")).json["data"] == [{"id": "msg_1"}]
-        gone = error("This response can no longer be streamed: its events have expired.", "stream")
-        refused = replay(server, kept)
-        assert (refused.status, refused.json) == (400, gone)
+        why = "This response can no longer be streamed: its events have expired."
+        check_refusal(replay(server, kept), why, "stream")
         assert server.get(path(forgotten)).status == 404
         strict = server.post(RESPONSES, HI | temporary).json["error"]  # as OpenAI answered at first
         assert (strict["code"], strict["param"]) == ("unsupported_parameter", "background")
@@ -485,7 +459,7 @@ def test_stop_with_background_work(tmp_path: Path) -> None:
     with serve(*flags, script=FAULTY) as server, ExitStack() as stack:
         short = created(server, HI | NO_END | BACKGROUND | {"max_output_tokens": 20})["id"]
         reader = stack.enter_context(streaming(server, LONG | BACKGROUND))
-        running = [created(server, LONG | BACKGROUND)["id"] for _ in range(N_SLOTS - 1)]
+        running = [created(server, LONG | BACKGROUND)["id"] for _ in range(MAX_RUNNING - 1)]
         queued = [created(server, HI | BACKGROUND)["id"] for _ in range(2)]
         trigger = {"input": [{"role": "user", "content": "hi"}, {"type": "compaction_trigger"}]}
         compaction = created(server, HI | BACKGROUND | trigger)["id"]
@@ -533,9 +507,8 @@ def test_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
     """kill -9 amid the work: what got a 200 ends, what was seen stays seen, and the file is whole."""
     file = tmp_path / "store.db"
     with serve("--store", str(file), script=FAULTY) as server:
-        body = LONG | BACKGROUND
-        running = [created(server, body)["id"] for _ in range(N_SLOTS - 1)]
-        with streaming(server, body) as (id_, frames):
+        running = [created(server, LONG | BACKGROUND)["id"] for _ in range(MAX_RUNNING - 1)]
+        with streaming(server, LONG | BACKGROUND) as (id_, frames):
             seen = b"".join(itertools.islice(frames, 20))
             queued = [created(server, HI | BACKGROUND)["id"] for _ in range(2)]
             server.process.kill()

@@ -118,7 +118,6 @@ def test_a_key_stays_the_owner_over_a_restart(tmp_path: Path) -> None:
 
 # --- keys ---------------------------------------------------------------------------------------------------
 
-# fmt: off
 #  Authorization          Sec-WebSocket-Protocol                         whose key it is
 OWNERS = [
     ("Bearer mine",       None,                                          "mine"),
@@ -136,8 +135,7 @@ OWNERS = [
     ("Bearer",            None,                                          None),
     ("Bearer ",           None,                                          None),
     ("bearer  \t",        None,                                          None),
-]
-# fmt: on
+]  # fmt: skip
 
 
 def owner(keys: list[str], authorization: str | None, protocol: str | None = None) -> str | None:
@@ -164,8 +162,7 @@ def test_the_prefix_cache_says_nothing_of_the_prompts_of_another_key(server: Ser
     """`cached_tokens` told one key what another had sent, digit by digit."""
     secret = {"model": "tiny", "input": "The number is 4711. " * 30, "max_output_tokens": 1}
     replies = [server.post("/v1/responses", secret, **key) for key in (MINE, MINE, YOURS)]
-    details = [reply.json["usage"]["input_tokens_details"] for reply in replies]
-    n_cached = [detail["cached_tokens"] for detail in details]
+    n_cached = [reply.json["usage"]["input_tokens_details"]["cached_tokens"] for reply in replies]
     assert n_cached[1] > 0
     assert (n_cached[0], n_cached[2]) == (0, 0)
 
@@ -174,10 +171,8 @@ def test_the_prefix_cache_says_nothing_of_the_prompts_of_another_key(server: Ser
 
 
 def test_cors(server: Server) -> None:
-    asked = {
-        "Access_Control_Request_Method": "POST",
-        "Access_Control_Request_Headers": "authorization,content-type",
-    }
+    asked = {"Access_Control_Request_Method": "POST"}
+    asked["Access_Control_Request_Headers"] = "authorization,content-type"
     allowed = "access-control-allow-origin"
     reply = server.request("OPTIONS", RESPONSES, None, Origin=PAGE, **asked)  # browsers ask without the key
     assert (reply.status, reply.headers[allowed]) == (200, PAGE)
@@ -204,7 +199,7 @@ ELSEWHERE = "https://elsewhere.org"
 
 
 @pytest.mark.parametrize(
-    ("origin", "content_type", "status"),
+    ("origin", "body_type", "status"),
     [
         (None,      FORM, 200),  # curl's own
         (None,      None, 200),
@@ -218,11 +213,9 @@ ELSEWHERE = "https://elsewhere.org"
         ("itself",  TEXT, 200),
     ],
 )  # fmt: skip
-def test_pages_of_other_sites(
-    server: Server, origin: str | None, content_type: str | None, status: int
-) -> None:
+def test_pages_of_other_sites(server: Server, origin: str | None, body_type: str | None, status: int) -> None:
     """Bug: any page could have a server without keys compute, blindly: browsers send such bodies unasked."""
-    sent = {"Origin": server.url if origin == "itself" else origin, "Content_Type": content_type}
+    sent = {"Origin": server.url if origin == "itself" else origin, "Content_Type": body_type}
     headers = {name: value for name, value in sent.items() if value is not None}
     reply = server.request("POST", RESPONSES, json.dumps(HI).encode(), **headers, **MINE)
     assert reply.status == status, reply.body
@@ -231,7 +224,6 @@ def test_pages_of_other_sites(
 
 # --- other names --------------------------------------------------------------------------------------------
 
-# fmt: off
 #  Host                        without an option, and with --allowed-host example.org
 HOSTS = {
     "localhost":               (200, 200),
@@ -246,8 +238,7 @@ HOSTS = {
     "127.0.0.1.evil.com":      (421, 421),
     "[::1":                    (421, 421),
     "":                        (421, 421),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -278,7 +269,6 @@ LENGTH = b"Content-Length: 3\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 EMPTY = b"\r\n0\r\n\r\n"
 
-# fmt: off
 #  what is wrong                    what is sent                                          why, as it is told
 NOT_HTTP = {
     "a length of letters":  (POST + b"Content-Length: x\r\n\r\n",                  "Content-Length"),
@@ -298,8 +288,7 @@ NOT_HTTP = {
     "two keys":                    (POST + b"Authorization: Bearer yours\r\n\r\n",        "two author"),
     "a proxy's work":              (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",            "not a proxy"),
     "TLS":                         (b"\x16\x03\x01\x02" + bytes(range(64)) + b"\r\n\r\n", "method"),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "why"), NOT_HTTP.values(), ids=NOT_HTTP)
@@ -334,16 +323,14 @@ def test_a_websocket_is_told_to_use_http(server: Server, path: str) -> None:
 
 def hold(server: Server, held: ExitStack, **more: Any) -> str:
     """Open a stream and keep it open; returns the response's id."""
-    request = http_bytes(RESPONSES, ENDLESS | more, **MINE)
-    client = held.enter_context(server.connect(request))
-    id_: str = json.loads(next(http_frames(client)).split(b"data: ")[1])["response"]["id"]
-    return id_
+    client = held.enter_context(server.connect(http_bytes(RESPONSES, ENDLESS | more, **MINE)))
+    first = next(http_frames(client))
+    return str(json.loads(first.split(b"data: ")[1])["response"]["id"])
 
 
 @pytest.mark.bug("I06")
 def test_there_is_room_for_so_many_streams() -> None:
-    flags = ("--api-key", "mine", "--max-streams", "2")
-    with serve(*flags, script=FAULTY) as server, ExitStack() as held:
+    with serve("--api-key", "mine", "--max-streams", "2", script=FAULTY) as server, ExitStack() as held:
         first, _ = hold(server, held, background=True), hold(server, held)
         refused = server.post(RESPONSES, HI, **MINE)
         assert error(refused, 503)["code"] == "server_is_overloaded"

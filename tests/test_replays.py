@@ -248,8 +248,7 @@ def completions_deltas(
     made = [*itertools.chain(*read, said.read(answer.close()), said.close(None))]
     yield from laws.items(output for output in made if not isinstance(output, Finish))
     if logprobs:
-        deltas_ = [output for output in made if isinstance(output, Delta)]
-        yield ["logprobs", *(p.token for delta in deltas_ for p in delta.logprobs)]
+        yield ["logprobs", *(p.token for o in made if isinstance(o, Delta) for p in o.logprobs)]
     yield from (["finish", o.reason, o.message] for o in made if isinstance(o, Finish))
 
 
@@ -292,7 +291,6 @@ def sayable(value: Any) -> Any:
     return "null" if value is None else value
 
 
-# fmt: off
 ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
     # module              (chunk in the file -> chunk, run)
     "sse":                (str.encode, sse_parser),
@@ -313,8 +311,7 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
     "relay":              (str.encode, relayed),
     "relay-headers":      (list,       relay_headers),
     "background":         (list,       background_log),
-}
-# fmt: on
+}  # fmt: skip
 
 # --- Runner -------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,6 @@ THOUGHT, TEXT, CALL = "reasoning", "message", "function_call"
 STORY = "Tell me a story about a cat."
 LOGPROBS = {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}
 
-# fmt: off
 #  name                 text    more of the request                                   what comes
 ASKED: dict[str, tuple[str, Json, list[str]]] = {
     "thought, text":   ("hi",   {},                                                    [THOUGHT, TEXT]),
@@ -71,8 +70,7 @@ ASKED: dict[str, tuple[str, Json, list[str]]] = {
     "stopped":         ("hi",   {"stop": ["help"]},                                    [THOUGHT, TEXT]),
     "drawn":           ("hi",   {"temperature": 1.0, "seed": 7},                       [THOUGHT, TEXT]),
     "logprobs":        ("hi",   LOGPROBS,                                              [THOUGHT, TEXT]),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def says(path: str, text: str) -> Json:
@@ -166,9 +164,7 @@ def test_both_apis_say_the_same(server: Server, asked: str) -> None:
     assert parts.get(THOUGHT, {}).get("text") == message.get("reasoning") == message.get("reasoning_content")
     assert parts.get(TEXT, {}).get("text") == (message["content"] or None)
     assert parts.get(TEXT, {}).get("logprobs", []) == (choice["logprobs"] or {"content": []})["content"]
-    calls = [
-        {"name": item["name"], "arguments": item["arguments"]} for item in output if item["type"] == CALL
-    ]
+    calls = [{k: item[k] for k in ("name", "arguments")} for item in output if item["type"] == CALL]
     assert calls == [call["function"] for call in message.get("tool_calls", [])]
 
 
@@ -265,8 +261,6 @@ PREVIOUS = "previous_response_id"
 NAMED = {"type": "function", "name": "get_weather"}
 BACKGROUND_WINDOW = {"background": True, "background_options": {"window": "1h"}}
 
-
-# fmt: off
 # A row for each origin of a refusal: the parameters themselves are test_params.py's.
 REFUSED: list[tuple[str, str | None, str, Json]] = [
     # path      param               code                           change to a good request
@@ -282,14 +276,14 @@ REFUSED: list[tuple[str, str | None, str, Json]] = [
     # What would mean another answer:
     (RESPONSES, "tools[0].async",   "unsupported_parameter",       {"tools": [NAMED | {"async": True}]}),
     (RESPONSES, "background_options", "unsupported_parameter",     BACKGROUND_WINDOW),
-]
+]  # fmt: skip
 
 #  body                    code
 NO_JSON_OBJECTS = {
     "a list":              ("invalid_type",  b"[]"),
     "a long number":       ("invalid_json",  b'{"seed": %s}' % (b"9" * 641)),
     "half a surrogate":    ("invalid_json",  rb'{"model": "tiny", "input": "a\ud83d"}'),
-}
+}  # fmt: skip
 
 ELSEWHERE = [
     # method   path                    status  code                  Allow
@@ -297,8 +291,7 @@ ELSEWHERE = [
     ("GET",    "/v1/models/a/b",        404,   "model_not_found",     None),
     ("GET",    "/v1/responses/resp_1",  404,   "response_not_found",  None),
     ("POST",   "/v1/responses/resp_1",  405,   "method_not_allowed",  "DELETE, GET, HEAD"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 def check_refusal(reply: Reply, status: int, code: str, type_: str = "invalid_request_error") -> Json:
@@ -348,15 +341,13 @@ def test_elsewhere(server: Server, method: str, path: str, status: int, code: st
     assert code != "unknown_url" or "/v1/responses, " in error["message"]  # what there is
 
 
-# fmt: off
 NOT_RUN: list[tuple[str, Json, str]] = [
     # path        more of the request                                     what is named
     (RESPONSES, {"temprature": 1},                                        "temprature"),
     (RESPONSES, {"max_tool_calls": 2, "tools": [{"type": "web_search"}]}, "max_tool_calls, web_search"),
     (CHAT,      {"topp": 1, "mirostat": 2, "tools": None},                "topp, mirostat"),
     (RESPONSES, {"e\u0301\r\nX-Evil: 1": 1},                              "e???X-Evil: 1"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "more", "names"), NOT_RUN)
@@ -371,7 +362,6 @@ def test_what_is_not_run_is_named(server: Server, path: str, more: Json, names: 
 
 
 # --- flags --------------------------------------------------------------------------------------------------
-
 
 KEY = {"Authorization": "Bearer key"}
 
@@ -486,8 +476,7 @@ def test_engine_fails(server: Server) -> None:
     *chunks, last = events(server, CHAT, body)
     assert all("error" not in chunk for chunk in chunks)
     assert last["error"].keys() == ERROR_KEYS
-    refused = check_refusal(server.post(CHAT, body), 500, "server_error", "server_error")
-    assert last["error"] == refused
+    assert last["error"] == check_refusal(server.post(CHAT, body), 500, "server_error", "server_error")
     assert server.post(CHAT, chat_body("text")).json["choices"][0]["message"]["content"] == HELLO
 
 
@@ -558,7 +547,6 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
 
 
 # --- the command line ---------------------------------------------------------------------------------------
-
 
 # One of each origin: more of what options, the files of a model and its sizes may be is in service/.
 COMPLAINTS = [

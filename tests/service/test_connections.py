@@ -21,16 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.server import ServerState
 
+from helpers.asked import FAULTY, HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
-from helpers.serving import PATIENCE_S, TINY, Json, Server, http_bytes, http_frames, serve, until
+from helpers.serving import PATIENCE_S, Json, Server, http_bytes, http_frames, serve, until
 from helpers.wire import Wire
 from service import connections, options
 
-RESPONSES = "/v1/responses"
-FAULTY = ("-m", "tests.helpers.faulty_server")
-HI: Json = {"model": "tiny", "input": "hi"}
-EOS = json.loads((TINY / "generation_config.json").read_text())["eos_token_id"]
-ENDLESS: Json = HI | {"seed": SLOW, "logit_bias": {str(token_id): -100 for token_id in EOS}}
+ENDLESS: Json = HI | NO_END | {"seed": SLOW}
 CHUNKED = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -47,7 +44,6 @@ HEAD = b"Host: x\r\n"
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
 CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n"
 
-# fmt: off
 REQUESTS = {
     #  what an application is told: what has been sent
     ("/get", b"", "host"):
@@ -68,8 +64,7 @@ REQUESTS = {
     # Bug: an offer was renamed in a body, too.
     ("/offer", b"\r\nupgrade: h2c\r\n", "content-length host"):
         b"PUT /offer HTTP/1.1\r\n" + HEAD + b"Content-Length: 16\r\n\r\n\r\nupgrade: h2c\r\n",
-}
-# fmt: on
+}  # fmt: skip
 
 
 def application(told: list[Any]) -> Any:
@@ -89,7 +84,6 @@ def application(told: list[Any]) -> Any:
 
 
 def connected(app: Any) -> tuple[Any, Wire, ServerState]:
-    """A connection to an application."""
     config, state, wire = uvicorn.Config(app, log_config=None, lifespan="off"), ServerState(), Wire()
     config.load()
     limits: Json = {"max_connections": 9, "idle": {}, "reader_timeout": 60}

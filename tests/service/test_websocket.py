@@ -77,8 +77,7 @@ def answer(client: ClientConnection, body: Json) -> Json:
     """Return the response of a turn that succeeds."""
     *_, last = turn(client, body)
     assert last["type"] in ("response.completed", "response.incomplete"), last
-    response: Json = last["response"]
-    return response
+    return dict(last["response"])
 
 
 def refusal(client: ClientConnection, body: Json) -> tuple[int, str]:
@@ -126,7 +125,6 @@ async def test_async_sdk(server: Server) -> None:
 
 # --- the law: one stream of events --------------------------------------------------------------------------
 
-# What is drawn for each request.
 DRAWN = re.compile(r'"(resp|msg|rs|fc|ctc|call)_[0-9a-zA-Z]+"|"(created_at|completed_at)":\d+')
 
 
@@ -190,8 +188,7 @@ def test_a_fork_that_fails_leaves_its_parent(client: ClientConnection) -> None:
 
 
 def test_a_turn_that_fails_leaves_nothing_to_continue(client: ClientConnection) -> None:
-    first = answer(client, ASKED)
-    chained = ASKED | {"previous_response_id": first["id"]}
+    chained = ASKED | {"previous_response_id": answer(client, ASKED)["id"]}
     *_, last = turn(client, chained | NO_END | {"seed": RAISES, "temperature": 1})
     assert last["type"] == "response.failed"
     assert refusal(client, chained) == NOT_FOUND
@@ -267,8 +264,7 @@ def why_not(failed: Json, id: Any) -> str:
     assert failed["type"] == "response.steer.failed"
     assert failed["error"]["type"] == "invalid_request_error"
     assert failed["steer"] == {"input": "Stop now.", "previous_response_id": id}
-    code: str = failed["error"]["code"]
-    return code
+    return str(failed["error"]["code"])
 
 
 @pytest.mark.bug("M13")
