@@ -94,14 +94,15 @@ def first_text(target: Target, row: str, prompt: str) -> Figures:
     return {row: 1e3 * (answer.text_times[0] - answer.asked_at)}
 
 
-def rate(target: Target, row: str, prompt: str, n_streams: int, n_new: int) -> Figures:
-    """Return what all streams together say in a second, from when all have begun until one has ended.
+def rate(target: Target, row: str, prompt: str, n_streams: int, n_new: int, steady: bool = False) -> Figures:
+    """Return what all streams together say in a second.
 
-    It is 0 if one has ended before all have begun.
+    `steady`: from when all have begun until one has ended; 0 if there is no such time.
     """
-    times = [answer.text_times for answer in together(target, n_streams, prompt, n_new)]
-    start = max(one[0] for one in times)
-    end = min(one[-1] for one in times)
+    answers = together(target, n_streams, prompt, n_new)
+    times = [answer.text_times for answer in answers]
+    start = max(one[0] for one in times) if steady else answers[0].asked_at
+    end = (min if steady else max)(one[-1] for one in times)
     return {row: sum(start < time <= end for one in times for time in one) / max(end - start, 1e-6)}
 
 
@@ -117,7 +118,7 @@ def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s:
     for n in streams:
         yield targets, partial(rate, row=f"{n} streams, tokens/s", prompt=STORY, n_streams=n, n_new=n_new)
     row = "8 streams after long prompts, tokens/s"
-    yield targets, partial(rate, row=row, prompt=long, n_streams=8, n_new=2 * n_new)
+    yield targets, partial(rate, row=row, prompt=long, n_streams=8, n_new=2 * n_new, steady=True)
 
 
 def run(args: argparse.Namespace) -> None:
