@@ -103,7 +103,7 @@ def rate(target: Target, row: str, prompt: str, n_streams: int, n_new: int, stea
     times = [answer.text_times for answer in answers]
     start = max(one[0] for one in times) if steady else answers[0].asked_at
     end = (min if steady else max)(one[-1] for one in times)
-    return {row: sum(start < time <= end for one in times for time in one) / max(end - start, 1e-6)}
+    return {row: sum(start < time <= end for one in times for time in one) / (end - start or 1)}
 
 
 def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s: float = 0) -> Iterator[Case]:
@@ -118,7 +118,7 @@ def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s:
     for n in streams:
         yield targets, partial(rate, row=f"{n} streams, tokens/s", prompt=STORY, n_streams=n, n_new=n_new)
     row = "8 streams after long prompts, tokens/s"
-    yield targets, partial(rate, row=row, prompt=long, n_streams=8, n_new=2 * n_new, steady=True)
+    yield targets, partial(rate, row=row, prompt=long, n_streams=8, n_new=n_new, steady=True)
 
 
 def run(args: argparse.Namespace) -> None:
