@@ -172,8 +172,7 @@ class Api:
             if purpose != "respond":
                 values |= {"store": False, "background": False, "stream": False}
             if values["background"] and (recall or not (values["store"] or self.temporary)):
-                raise unsupported("background", "Send it in a POST; under --no-temporary with store=true.")
-
+                raise unsupported("background", "It needs a POST, and under --no-temporary also store=true.")
             if self.image_texts:
                 values["input"] = items.with_image_texts(values["input"])
 

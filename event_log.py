@@ -104,7 +104,7 @@ class EventLog:
     def close(self) -> None:
         """Nothing follows."""
         self._is_closed = True
-        self._show(self._n_shown if self._write else len(self.entries))
+        self._show(self._n_shown if self._write else len(self.entries))  # also if extend() has raised
 
     def _show(self, n_shown: int) -> None:
         """Show so many entries to readers, and wake those that wait."""

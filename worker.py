@@ -314,8 +314,9 @@ class Answer:
     def feed(self, step: StepOutput) -> bool:
         """Emit what a step has brought; return whether more is wanted."""
         end = step.finish
-        for token in step.tokens:  # one by one: a step may cross any number of channels
+        if step.tokens:  # a failure brings none, and no count either
             self._usage.cached_tokens = step.cached_tokens
+        for token in step.tokens:  # one by one: a step may cross any number of channels
             if self._n_logprobs_left < 0:
                 end = "length"
                 break

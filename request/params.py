@@ -330,6 +330,7 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
         raise wrong_value("tools", "every name once", names)
     entries = [*values["tools"], *brought]
     own = {tool.qualified_name: tool for entry in values["tools"] for tool in entry.tools}
+    # In this order; of one name the request's own, else the newest.
     tools = own | {tool.qualified_name: tool for entry in brought for tool in entry.tools} | own
     choice = tool_choice(tools, values["tool_choice"])
     must = structured_output(

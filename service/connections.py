@@ -417,6 +417,7 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         ws_per_message_deflate=False,  # a few bytes could unpack to megabytes
         backlog=ACCEPTED_A_TURN,
         log_config=None,
+        access_log=False,
         log_level="error",  # it warns about requests that we refuse, and log ourselves with their ids
         lifespan="off",
         server_header=False,
