@@ -153,15 +153,15 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           30_600,  # the root, bench.py too
-    "audit":      18_980,
+    "":           32_700,  # the root, bench.py too
+    "audit":      21_000,
     "benches":     8_000,
-    "checkpoint":  9_300,
-    "devices":    17_170,
-    "dialects":    8_170,
-    "gateway":     8_830,
-    "request":    13_510,
-    "service":     7_640,
+    "checkpoint": 10_400,
+    "devices":    17_500,
+    "dialects":    8_400,
+    "gateway":     9_300,
+    "request":    15_000,
+    "service":     8_100,
 }
 # fmt: on
 MAX_MODULE = 600  # lines of a module of the root, theory included
