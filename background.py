@@ -167,18 +167,21 @@ class Registry:
                     await self._launch(job)
                 else:
                     await self._end(job, INTERRUPTED)
-            except Exception:
-                log.exception("%s is damaged in the store, and deleted", id_)
-                await self._call("", self._store.delete, id_)
+            except Exception as error:
+                log.error("%s is damaged, and set aside in the store: %r", id_, error)
+                await self._call("", self._store.set_aside, id_, time.time())
 
     async def evict(self) -> None:
         """Delete what is over the store's limits, now and then, until the server stops."""
+        told = ""
         while True:
             try:
                 while await self._call("", self._store.evict, time.time()):
                     pass
             except Exception as error:
-                log.error("the store could not be cut to its limits: %s", error)
+                if told != str(error):
+                    told = str(error)
+                    log.error("the store has a fault: %s", told)
             await asyncio.sleep(EVICTION_INTERVAL_S)
 
     async def close(self, persistent: bool) -> None:

@@ -32,41 +32,115 @@ log = logging.getLogger("store")
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
 IN_MEMORY = ":memory:"
 
-VERSION = 3
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id          TEXT PRIMARY KEY,
-    owner       TEXT NOT NULL,              -- digest of the API key of the request
-    born_at     REAL NOT NULL,              -- Unix seconds, as all times here
-    ended_at    REAL,                       -- null while live
-    kept        INTEGER NOT NULL,           -- store: true
-    background  INTEGER NOT NULL,
-    streamed    INTEGER NOT NULL,           -- created with stream: true
-    request     TEXT NOT NULL,              -- the body, to run it again after a restart
-    items       TEXT NOT NULL,              -- those of the chain, then the input; each has an id
-    status      TEXT NOT NULL,              -- that of the response
-    response    TEXT NOT NULL,              -- the newest response object
-    event_bytes INTEGER NOT NULL,           -- size of the response's events, 0 when they have expired
-    row_bytes   INTEGER NOT NULL GENERATED ALWAYS AS (  -- size of the three texts
-        length(CAST(request AS BLOB)) + length(CAST(items AS BLOB)) + length(CAST(response AS BLOB))
-    ) STORED
+DAMAGED = "damaged"  # owner of what cannot be read: no key sees it
+
+# In the header of the file: https://www.sqlite.org/pragma.html#pragma_application_id
+APPLICATION_ID = 0x6C6C6D72  # "llmr"
+VERSION = 4
+SCHEMA = f"""
+CREATE TABLE responses (
+    id             TEXT PRIMARY KEY,
+    owner          TEXT NOT NULL,           -- digest of the API key of the request; or DAMAGED
+    born_at        REAL NOT NULL,           -- Unix seconds, as all times here
+    ended_at       REAL,                    -- null while live
+    kept           INTEGER NOT NULL,        -- store: true
+    background     INTEGER NOT NULL,
+    streamed       INTEGER NOT NULL,        -- created with stream: true
+    status         TEXT NOT NULL,           -- that of the response
+    request_bytes  INTEGER NOT NULL,        -- size of the request and the items
+    response_bytes INTEGER NOT NULL,
+    event_bytes    INTEGER NOT NULL,        -- size of the response's events, 0 when they have expired
+    size           INTEGER NOT NULL AS (request_bytes + response_bytes + event_bytes)
 );
-CREATE TABLE IF NOT EXISTS events (
-    response_id TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
-    number      INTEGER NOT NULL,
-    frame       BLOB NOT NULL,
+-- Apart, for they may be large: if event_bytes changes, SQLite writes the whole row again that it is in.
+CREATE TABLE texts (
+    id             TEXT PRIMARY KEY REFERENCES responses ON DELETE CASCADE,
+    request        TEXT NOT NULL,           -- the body, to run it again after a restart
+    items          TEXT NOT NULL,           -- those of the chain, then the input; each has an id
+    response       TEXT NOT NULL            -- the newest response object
+);
+CREATE TABLE IF NOT EXISTS events (         -- those of version 3 stay
+    response_id    TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
+    number         INTEGER NOT NULL,
+    frame          BLOB NOT NULL,
     PRIMARY KEY (response_id, number)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_end ON responses (ended_at);
-PRAGMA user_version = 3;
+
+-- Each question of evict() has its index: the answer costs the same however many responses there are.
+CREATE INDEX by_end ON responses (ended_at);
+CREATE INDEX by_owner ON responses (owner, ended_at, born_at);
+CREATE INDEX having_events ON responses (ended_at) WHERE event_bytes > 0;
+CREATE INDEX not_kept ON responses (ended_at) WHERE NOT kept;
+
+-- What each owner holds in terminal responses. Triggers count it, so no statement can forget to.
+CREATE TABLE owners (
+    owner          TEXT PRIMARY KEY,
+    n              INTEGER NOT NULL,
+    n_bytes        INTEGER NOT NULL
+) WITHOUT ROWID;
+INSERT INTO owners VALUES ('{DAMAGED}', 0, 0);
+CREATE TRIGGER comes BEFORE INSERT ON responses
+    BEGIN INSERT OR IGNORE INTO owners VALUES (new.owner, 0, 0); END;
+CREATE TRIGGER is_inserted AFTER INSERT ON responses WHEN new.ended_at IS NOT NULL
+    BEGIN UPDATE owners SET n = n + 1, n_bytes = n_bytes + new.size WHERE owner = new.owner; END;
+CREATE TRIGGER is_deleted AFTER DELETE ON responses WHEN old.ended_at IS NOT NULL
+    BEGIN UPDATE owners SET n = n - 1, n_bytes = n_bytes - old.size WHERE owner = old.owner; END;
+CREATE TRIGGER is_updated_from AFTER UPDATE ON responses WHEN old.ended_at IS NOT NULL
+    BEGIN UPDATE owners SET n = n - 1, n_bytes = n_bytes - old.size WHERE owner = old.owner; END;
+CREATE TRIGGER is_updated_to AFTER UPDATE ON responses WHEN new.ended_at IS NOT NULL
+    BEGIN UPDATE owners SET n = n + 1, n_bytes = n_bytes + new.size WHERE owner = new.owner; END;
+
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {VERSION};
 """
-SETTINGS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
+# Without legacy_alter_table the events would follow the table that they refer to, and go with it.
+FROM_VERSION_3 = f"""
+PRAGMA legacy_alter_table = ON;
+ALTER TABLE responses RENAME TO version_3;
+DROP INDEX by_end;
+{SCHEMA}
+INSERT INTO responses SELECT id, owner, born_at, ended_at, kept, background, streamed, status,
+    length(CAST(request AS BLOB)) + length(CAST(items AS BLOB)), length(CAST(response AS BLOB)), event_bytes
+    FROM version_3;
+INSERT INTO texts SELECT id, request, items, response FROM version_3;
+DROP TABLE version_3;
+"""
+SCRIPTS = {  # by what is in a file, what makes it a store of this version
+    # application_id, user_version, tables
+    (0, 0, ""): SCHEMA,
+    (0, 3, "events responses"): FROM_VERSION_3,
+    (APPLICATION_ID, VERSION, "events owners responses texts"): "",
+}
+CONTENTS = """
+SELECT application_id, user_version, (
+    SELECT ifnull(group_concat(name, ' '), '') FROM (
+        SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY name
+    )
+) FROM pragma_application_id, pragma_user_version
+"""
+
+SETTINGS = ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
 N_EVICTED = 8  # at a time
 LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
 
-COLUMNS = "id, owner, born_at, ended_at, kept, background, streamed, request, items, status, response"
+INSERT = """
+INSERT INTO responses VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?10,
+    length(CAST(?8 AS BLOB)) + length(CAST(?9 AS BLOB)), length(CAST(?11 AS BLOB)), ?12)
+"""
+INSERT_TEXTS = "INSERT INTO texts VALUES (?, ?, ?, ?)"
 
-INSERT = f"INSERT INTO responses ({COLUMNS}, event_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+# '' stands for a status and a response object that are as they were.
+UPDATE = """
+UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?, status = ifnull(nullif(?, ''), status),
+    response_bytes = ifnull(nullif(length(CAST(? AS BLOB)), 0), response_bytes)
+WHERE id = ? AND ended_at IS NULL
+"""
+UPDATE_TEXTS = "UPDATE texts SET response = ? WHERE id = ?"
+
+GET = """
+SELECT id, owner, born_at, ended_at, kept, background, streamed, request, items, status, response
+FROM responses JOIN texts USING (id) WHERE id = ?
+"""
 
 # What another response begins with: no model reads logprobs, and they may be a hundred times the text.
 CONTINUED = """
@@ -76,42 +150,31 @@ SELECT json_object('status', json_extract(:response, '$.status'), 'output', (
 ))
 """
 
-# '' stands for a status and a response object that are as they were.
-UPDATE = """
-UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?,
-    status = ifnull(nullif(?, ''), status), response = ifnull(nullif(?, ''), response)
-WHERE id = ? AND ended_at IS NULL
-"""
-
+SET_ASIDE = f"UPDATE responses SET owner = '{DAMAGED}', kept = true, ended_at = ? WHERE id = ?"
 DELETE = ("DELETE FROM responses WHERE id = ?",)
 DELETE_EVENTS = (
     "DELETE FROM events WHERE response_id = ?",
     "UPDATE responses SET event_bytes = 0 WHERE id = ?",
 )
 
-EXPIRED_EVENTS = "SELECT id FROM responses WHERE ended_at < ? AND event_bytes > 0"
-EXPIRED = "SELECT id FROM responses WHERE ended_at < ? OR (ended_at < ? AND NOT kept)"
-
-# `nth` and `held` count an owner's responses and their bytes, from its newest one on. Sorted by them, the
-# last ones are the oldest of the owners who hold most: `n` and `total` count over all, up to the limits.
-OVER_LIMIT = """
-WITH terminal AS (
-    SELECT id, ended_at, born_at, row_bytes + event_bytes AS size,
-        ROW_NUMBER() OVER newest AS nth,
-        SUM(row_bytes + event_bytes) OVER newest AS held
-    FROM responses WHERE ended_at IS NOT NULL AND (
-        -- Whether there are too many: to find out which ones takes a hundred times as long.
-        SELECT COUNT(*) > ?1 OR TOTAL(row_bytes + event_bytes) > ?2 FROM responses WHERE ended_at IS NOT NULL
-    )
-    WINDOW newest AS (PARTITION BY owner ORDER BY ended_at DESC, born_at DESC, id)
-)
-SELECT id FROM (
-    SELECT id,
-        ROW_NUMBER() OVER (ORDER BY nth, ended_at DESC, born_at DESC, id) AS n,
-        SUM(size) OVER (ORDER BY held, ended_at DESC, born_at DESC, id) AS total
-    FROM terminal
-) WHERE n > ?1 OR total > ?2
+# The next to go. The last two: if all owners together hold too many, or too much, the oldest of the one that
+# holds most; if two hold as much, the older one.
+EXPIRED_EVENTS = f"""
+SELECT id FROM responses WHERE ended_at < ? AND event_bytes > 0 AND owner <> '{DAMAGED}' LIMIT 1
 """
+EXPIRED_UNKEPT = "SELECT id FROM responses WHERE ended_at < ? AND NOT kept LIMIT 1"
+EXPIRED = "SELECT id FROM responses WHERE ended_at < ? LIMIT 1"
+TOO_MANY, TOO_MUCH = (
+    f"""
+SELECT oldest.id FROM owners JOIN responses AS oldest ON oldest.id = (
+    SELECT id FROM responses WHERE owner = owners.owner AND ended_at IS NOT NULL
+    ORDER BY owner, ended_at, born_at LIMIT 1
+)
+WHERE {held} = (SELECT MAX({held}) FROM owners) AND (SELECT SUM({held}) FROM owners) > ?
+ORDER BY oldest.ended_at, oldest.born_at LIMIT 1
+"""
+    for held in ("n", "n_bytes")
+)
 
 
 class Row(NamedTuple):
@@ -166,19 +229,24 @@ class Store:
     """Opens or creates the file; ":memory:" is a store that is lost with the process."""
 
     def __init__(self, path: str, retention: Retention) -> None:
+        """Raises OSError or sqlite3.Error for a file that is not ours, and then has not changed it."""
+        self._path = path
         self._retention = retention
         if path != IN_MEMORY:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # SQLite gives its other files the same mode
-            os.fchmod(file, 0o600)
-            os.close(file)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            if not os.path.isfile(path):
+                raise OSError(f"--store {path}: expected a file")
+            self._file = os.stat(path)
         self._db = sqlite3.connect(path, LOCK_TIMEOUT_S, check_same_thread=False)
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        contents = self._db.execute(CONTENTS).fetchone()
+        if contents not in SCRIPTS:
+            raise sqlite3.DatabaseError(f"expected an empty file, or a store of version {VERSION} or 3")
+        if path != IN_MEMORY:
+            os.chmod(path, 0o600)  # SQLite gives its other files the same mode
+        self._db.executescript(f"BEGIN; {SCRIPTS[contents]} COMMIT")
         for setting in SETTINGS:
             self._db.execute(f"PRAGMA {setting}")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
-            advice = "give another file, and this one to the release that made it"
-            raise sqlite3.DatabaseError(f"expected version {VERSION}, got version {version}: {advice}")
-        self._db.executescript(SCHEMA)
 
     def close(self) -> None:
         self._db.close()
@@ -197,26 +265,34 @@ class Store:
         with self._db:  # one transaction
             if first_number == 0:
                 self._db.execute(INSERT, (*row, n_bytes))
+                self._db.execute(INSERT_TEXTS, (row.id, row.request_json, row.items_json, row.response_json))
             else:
                 newer = (n_bytes, row.ended_at, row.status, row.response_json, row.id)
                 if not self._db.execute(UPDATE, newer).rowcount:
                     return
+                if row.response_json:
+                    self._db.execute(UPDATE_TEXTS, (row.response_json, row.id))
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
 
     def delete(self, id: str) -> None:
         with self._db:
             self._db.execute(*DELETE, (id,))
 
+    def set_aside(self, id: str, now: float) -> None:
+        """Take a response that cannot be read from its owner, and keep it as long as others."""
+        with self._db:
+            self._db.execute(SET_ASIDE, (now, id))
+
     # --- reading --------------------------------------------------------------------------------------------
 
     def get(self, id: str) -> Row | None:
         """Return a response; None if there is none."""
-        found = self._db.execute(f"SELECT {COLUMNS} FROM responses WHERE id = ?", (id,)).fetchone()
+        found = self._db.execute(GET, (id,)).fetchone()
         return Row(*found) if found else None
 
     def size(self, id: str, owner: str) -> int:
         """Return the bytes that get() and frames() load; 0 if there is no such response."""
-        select = "SELECT ifnull(SUM(row_bytes + event_bytes), 0) FROM responses WHERE id = ? AND owner = ?"
+        select = "SELECT ifnull(SUM(size), 0) FROM responses WHERE id = ? AND owner = ?"
         (size,) = self._db.execute(select, (id, owner)).fetchone()
         return int(size)
 
@@ -238,29 +314,40 @@ class Store:
 
     def live(self) -> list[str]:
         """Return the ids of what has not ended, oldest first: at the start, what a dead process left."""
-        return self._ids("SELECT id FROM responses WHERE ended_at IS NULL ORDER BY born_at")
+        select = "SELECT id FROM responses WHERE ended_at IS NULL ORDER BY born_at"
+        return [id_ for (id_,) in self._db.execute(select)]
 
     # --- limits ---------------------------------------------------------------------------------------------
 
     def evict(self, now: float) -> bool:
         """Delete a few of what is over the limits, so that writes get in between; False: there are none.
 
-        Events expire before their responses, and if no response is older than the retention, the oldest go
-        while there are too many.
+        Raises OSError if the file has been removed, replaced or cut: SQLite need not notice.
         """
-        limits = self._retention
-        delete: tuple[str, ...] = DELETE_EVENTS
-        ids = self._ids(EXPIRED_EVENTS, now - limits.events_age_s)
-        if not ids:
-            delete = DELETE
-            ids = self._ids(EXPIRED, now - limits.max_age_s, now - limits.events_age_s)
-        if not ids:
-            ids = self._ids(OVER_LIMIT, limits.max_responses, limits.max_bytes)
         with self._db:
-            for id_ in ids[:N_EVICTED]:
-                for statement in delete:
-                    self._db.execute(statement, (id_,))
-        return bool(ids)
+            is_more = all(self._evict_one(now) for _ in range(N_EVICTED))
+        if self._path != IN_MEMORY:
+            file = os.stat(self._path)
+            if file.st_ino != self._file.st_ino or file.st_size < self._file.st_size:
+                raise OSError(f"{self._path} has been replaced or cut")
+            self._file = file
+        return is_more
 
-    def _ids(self, select: str, *values: float) -> list[str]:
-        return [id_ for (id_,) in self._db.execute(select, values)]
+    def _evict_one(self, now: float) -> bool:
+        """Delete one response, or its events: they expire before it. If none has expired, the oldest go."""
+        limits = self._retention
+        events_end = now - limits.events_age_s
+        # fmt: off
+        for select, limit, deletes in (
+            (EXPIRED_EVENTS, events_end,             DELETE_EVENTS),
+            (EXPIRED_UNKEPT, events_end,             DELETE),
+            (EXPIRED,        now - limits.max_age_s, DELETE),
+            (TOO_MANY,       limits.max_responses,   DELETE),
+            (TOO_MUCH,       limits.max_bytes,       DELETE),
+        ):
+            # fmt: on
+            if found := self._db.execute(select, (limit,)).fetchone():
+                for delete in deletes:
+                    self._db.execute(delete, found)
+                return True
+        return False

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -583,7 +584,7 @@ async def test_no_owner_fills_the_queue(
 # --- a store that does not take it --------------------------------------------------------------------------
 
 FULL = "PRAGMA max_page_count = 1"  # SQLite's own limit: as much as there is, and no more
-DAMAGE = ["UPDATE responses SET request = '{' WHERE id = ?", "DELETE FROM events WHERE response_id = ?"]
+DAMAGE = ["UPDATE texts SET request = '{' WHERE id = ?", "DELETE FROM events WHERE response_id = ?"]
 TOO_MUCH = json.dumps({"instructions": "long" * 20_000})
 
 
@@ -627,8 +628,8 @@ async def test_what_met_a_full_disk_is_written_once_there_is_room(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-async def test_what_is_damaged_stops_nothing_else(damage: str) -> None:
-    """A live row that cannot be read, or whose events cannot, is logged and deleted at the next start."""
+async def test_what_is_damaged_stops_nothing_else(damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A live row that cannot be read, or whose events cannot, is set aside. Bug: deleted, and a traceback."""
     async with registry_of() as registry:
         damaged, whole = row(), row()
         for left in (damaged, whole):
@@ -638,6 +639,38 @@ async def test_what_is_damaged_stops_nothing_else(damage: str) -> None:
         await registry.recover(hello_again)
         assert await registry.get(damaged.id, "") is None
         assert (await ended(registry, whole)).status == "completed"
+        owners = await registry._call("", registry._store._db.execute, "SELECT owner FROM responses")
+        assert sorted(owners) == [("",), ("damaged",)]
+        [told] = [record for record in caplog.records if record.name == "background"]
+        assert told.getMessage().startswith(f"{damaged.id} is damaged, and set aside in the store: ")
+        assert not told.exc_info
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (Path.unlink, "No such file"),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "replaced or cut"),
+    ],
+)
+async def test_a_store_that_is_removed_or_cut_is_told_once(
+    harm: Callable[[Path], None],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """SQLite went on without a word, and the next start found nothing."""
+    monkeypatch.setattr(background, "EVICTION_INTERVAL_S", 0)
+    async with registry_of(path=str(tmp_path / "db")) as registry:
+        await registry._call("", registry._store.evict, 0)
+        harm(tmp_path / "db")
+        evicting = asyncio.create_task(registry.evict())
+        for _ in range(9):
+            await registry._call("", int)  # by turns with it
+        evicting.cancel()
+        [record] = caplog.records
+        assert told in record.getMessage()
 
 
 async def test_eviction_lets_writes_in_between() -> None:
@@ -654,7 +687,8 @@ async def test_eviction_lets_writes_in_between() -> None:
         async for frames in log.read():
             if b"Hel" in frames[-1]:
                 break
-        assert len(await registry._call("", store._ids, "SELECT id FROM responses")) > 20
+        left = await registry._call("", store._db.execute, "SELECT COUNT(*) FROM responses")
+        assert left.fetchone() > (20,)
         evicting.cancel()
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store import TERMINAL, Retention, Row, Store
+from store import EXPIRED, EXPIRED_EVENTS, EXPIRED_UNKEPT, TERMINAL, TOO_MANY, TOO_MUCH, Retention, Row, Store
 
 NOW = 1_000_000.0
 WEATHER = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": "{}"}
@@ -156,6 +156,9 @@ def test_limits(
                 left[f"r{i}"] = frames
         assert {name: db.frames(name) for name in ids(db, *(f"r{i}" for i in range(9)))} == left
         assert ids(db, "live") == ["live"]
+        counted = db._db.execute("SELECT n, n_bytes FROM owners WHERE owner = ''").fetchone()
+        sizes = [db.size(name, "") for name in left]
+        assert counted == (len(sizes), sum(sizes))
 
 
 BIG = {"request_json": dumped({"instructions": "big" * 1000})}
@@ -194,6 +197,23 @@ def test_events_expire_before_their_response() -> None:
         assert ids(db, "resp_1", "resp_2") == ["resp_2"]
 
 
+@pytest.mark.parametrize("select", [EXPIRED_EVENTS, EXPIRED_UNKEPT, EXPIRED, TOO_MANY, TOO_MUCH])
+def test_no_look_for_what_goes_reads_all_rows(db: Store, select: str) -> None:
+    """Bug: with its default 10,000 responses in the store a server was a sixth as fast for ever after."""
+    plan = [step for *_, step in db._db.execute(f"EXPLAIN QUERY PLAN {select}", (0,))]
+    assert not [step for step in plan if step.startswith("SCAN") and "owners" not in step]
+
+
+def test_events_do_not_write_the_request_again(tmp_path: Path) -> None:
+    """Bug: with a tool of 1.9 MB the 200 tokens of an answer were 49 MB on the disk."""
+    with closing(Store(str(tmp_path / "db"), Retention())) as db:
+        db.write(row(request_json=dumped("x" * 2**20)), 0, [b"0"])
+        size = (tmp_path / "db-wal").stat().st_size
+        for number in range(1, 50):
+            db.write(newer(), number, [b"0"])
+        assert (tmp_path / "db-wal").stat().st_size < size + 2**20
+
+
 # --- the file -----------------------------------------------------------------------------------------------
 
 
@@ -211,9 +231,53 @@ def test_file_is_found_again(tmp_path: Path) -> None:
         assert db.get("resp_1") == row().with_response(*state("in_progress"), NOW)
         assert db.frames("resp_1") == [b"0", b"1"]
         assert db.get("resp_2") == ended("resp_2")
-        db._db.execute("PRAGMA user_version = 2")
-    with pytest.raises(sqlite3.DatabaseError, match="expected version 3, got version 2"):
-        Store(path, Retention())
+        assert not (tmp_path / "a b.db-wal").stat().st_size  # nothing was written: the disk may be full
+
+
+COLUMNS = (
+    "id PRIMARY KEY, owner, born_at, ended_at, kept, background, streamed, request, items, status, response"
+)
+VERSION_3 = f"CREATE TABLE responses ({COLUMNS}, event_bytes, row_bytes); PRAGMA user_version = 3;"
+
+
+def test_a_store_of_version_3_is_taken_over(tmp_path: Path) -> None:
+    events = "response_id REFERENCES responses ON DELETE CASCADE, number, frame"
+    rows = [row(), ended("resp_2")]
+    with closing(sqlite3.connect(tmp_path / "db")) as old:
+        old.executescript(f"{VERSION_3} CREATE TABLE events ({events})")
+        old.execute("CREATE INDEX by_end ON responses (ended_at)")
+        for each in rows:
+            old.execute(f"INSERT INTO responses VALUES ({'?, ' * 12}0)", (*each, 4))
+            old.execute("INSERT INTO events VALUES (?, 0, x'30313233')", (each.id,))
+        old.commit()
+    for _ in range(2):
+        with closing(Store(str(tmp_path / "db"), Retention(max_responses=1))) as db:
+            assert [db.get(each.id) for each in rows] == rows
+            assert [db.frames(each.id) for each in rows] == [[b"0123"]] * 2
+            assert [db.size(each.id, "") for each in rows] == [size(each, b"0123") for each in rows]
+            assert not db.evict(NOW)
+
+
+# fmt: off
+FOREIGN = ["a text", "CREATE TABLE theirs (a)", "PRAGMA user_version = 5", "PRAGMA application_id = 7",
+           VERSION_3]
+# fmt: on
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_the_file_of_another_program_is_left_as_it_is(tmp_path: Path, content: str) -> None:
+    """Bug: it got another mode, and the tables of the store if it was SQLite's."""
+    path = tmp_path / "file"
+    if content == "a text":
+        path.write_text(content)
+    else:
+        with closing(sqlite3.connect(path)) as other:
+            other.executescript(content)
+    path.chmod(0o644)
+    held = path.read_bytes()
+    with pytest.raises(sqlite3.DatabaseError, match=r"expected an empty file|not a database"):
+        Store(str(path), Retention())
+    assert (path.stat().st_mode & 0o777, path.read_bytes(), [*tmp_path.iterdir()]) == (0o644, held, [path])
 
 
 @pytest.mark.parametrize("exists", [True, False])
