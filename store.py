@@ -93,7 +93,7 @@ CREATE TRIGGER is_updated_to AFTER UPDATE ON responses WHEN new.ended_at IS NOT 
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {VERSION};
 """
-# Without legacy_alter_table the events would follow the table that they refer to, and go with it.
+# Without legacy_alter_table the events would refer to version_3, and not to the new table.
 FROM_VERSION_3 = f"""
 PRAGMA legacy_alter_table = ON;
 ALTER TABLE responses RENAME TO version_3;
