@@ -1,0 +1,585 @@
+"""The world of a simulated run: time, chance, an event loop, a disk, a device and an upstream, from a seed.
+
+    seed --World--> Loop, SimStore, SimEngine over HashRunner, SimUpstream --> the real server.serve() on top
+
+What a process gets from outside comes from here, so the same seed is the same run, bit for bit. Time is a
+number: waiting costs nothing, and a run of ten virtual minutes takes a third of a second. A reader may expect
+mocks of our modules instead. There are none: what is replaced is what the operating system, the network and
+the GPU do, and everything above them runs as it is.
+
+Authority: FoundationDB's simulation (apple.github.io/foundationdb/testing.html) and TigerBeetle's VOPR.
+
+Rules of this file:
+1. Chance is asked from World.random alone. What one event of a run causes asks that event's own numbers, so a
+   run without some of its events is nearly the same run: that is what shortens a story.
+2. Whatever can be seen from outside goes into the hash of the trace.
+3. A moment is a point beside which windows are narrow: a write begins or ends, a step ends, an answer ends.
+   Processes die, and clients act, within a few turns of the loop after one.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import queue
+import random
+import secrets
+import sqlite3
+import time
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context, ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+
+import engine
+import model
+import scheduler
+from checkpoint.config import Config
+from engine import Feed
+from sampling import NO_TOKEN, Choice
+from sampling import Context as SamplingContext
+from store import Row, Store
+
+EPOCH = 1_800_000_000.0
+PAGE = 8  # instead of 64: page tables grow, run out, are shared and preempted in short runs
+MAX_TURNS = 500_000  # of the loop, in one run: then it is busy for ever
+TURN_S = (1e-6, 1e-6, 2e-5, 2e-4)  # what a turn of the loop may take
+CHANCE: ContextVar[random.Random] = ContextVar("CHANCE")  # of the event that a task works for: rule 1
+
+
+class Broken(Exception):
+    """A law does not hold."""
+
+
+class Killed(BaseException):
+    """kill -9: the process is gone, at whatever await it was."""
+
+
+class World:
+    """What outlives the processes of a run."""
+
+    def __init__(self, seed: int, n_kept: int = 0) -> None:
+        self.own = random.Random(f"{seed} world")
+        self.now = 0.0  # of the event loop
+        self.cpu = 0.0  # what time.perf_counter() adds: the steps of the device
+        self.skew = 0.0  # of the wall clock
+        self.n_ticks = self.n_turns = 0
+        self.hash = hashlib.sha256()
+        self.tail = deque[str](maxlen=n_kept)  # the last lines of the trace
+        self.story: list[str] = []  # what clients and the world have done
+        self.errors: list[str] = []  # laws broken where no one could raise
+        self.counts = Counter[str]()
+        self.graveyard: list[object] = []  # killed processes: nothing of them may be finalised during the run
+        self.open_bodies = set[int]()  # answers of upstreams whose connections are open
+        self.gone = set[str]()  # ids of requests that are over, and whose work must be over too
+        self.next_process()
+
+    def next_process(self) -> None:
+        """Heal everything, and forget what belongs to a process."""
+        self.kill_at, self.kill_turn = float("inf"), 1 << 60  # a time, a turn of the loop
+        self.kill_moment, self.n_moments = "", 0  # the n-th moment of this kind
+        self.disk_s, self.step_s = 0.0005, 0.01  # of a call, of a step
+        self.free_at = defaultdict[object, list[float]](
+            lambda: [0.0]
+        )  # when each thread of an executor is free
+        self.waiting = defaultdict[str, list[asyncio.Future[None]]](list)  # for a moment, by id of a response
+        self.writing = ""  # the id of the response that is being written
+        self.heal()
+
+    def heal(self) -> None:
+        self.disk_full = self.device_broken = self.device_nan = self.upstream_down = False
+        self.disk_slow_s, self.n_bad_writes = 0.0, 0
+
+    @property
+    def random(self) -> random.Random:
+        return CHANCE.get(self.own)
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p
+
+    def delay(self, mean: float) -> float:
+        """Draw a time: now and then none, now and then ten times as long."""
+        return self.random.choice((0, 1, 1, 1, 10)) * self.random.expovariate(1 / mean)
+
+    def trace(self, *what: object) -> None:
+        line = f"{self.now:.6f} " + " ".join(map(str, what))
+        self.hash.update(line.encode())
+        self.tail.append(line)
+
+    def tell(self, *what: object) -> None:
+        """Add to the story: what a reader needs to see how it came to a broken law."""
+        self.trace(*what)
+        self.story.append(f"{self.now:10.4f}  " + " ".join(map(str, what)))
+
+    def law(self, holds: object, *what: object) -> None:
+        if not holds:
+            self.tell("BROKEN:", *what)
+            self.errors.append(" ".join(map(str, what)))
+            raise Broken(self.errors[0])
+
+    def moment(self, what: str, id: str = "") -> None:
+        """Wake those who wait for it, and plan the death of the process if it shall die beside this one."""
+        if what == self.kill_moment:
+            self.n_moments -= 1
+            if self.n_moments == 0:
+                self.kill_turn = self.n_turns + self.own.choice((1, 1, 2, 3, 8))
+        for future in self.waiting.pop(id, ()) if self.waiting else ():
+            if not future.done():
+                future.set_result(None)
+
+    async def beside_a_moment(self, id: str, seconds: float) -> None:
+        """Return within a few turns of the loop after a response's next moment, or after these seconds."""
+        future = asyncio.get_running_loop().create_future()
+        self.waiting[id].append(future)
+        await asyncio.wait([future], timeout=seconds)
+        for _ in range(self.random.choice((0, 0, 1, 2, 5, 12))):
+            await asyncio.sleep(0)
+
+
+WORLD: World  # of this process: a run has a process of its own
+
+
+def enter(world: World) -> None:
+    """Make this the world of this process: what modules call through `time` and `secrets` comes from it."""
+    global WORLD
+    WORLD = world
+
+    def perf_counter() -> float:
+        world.n_ticks += 1
+        return world.now + world.cpu + world.n_ticks * 1e-9
+
+    time.time = lambda: EPOCH + world.now + world.skew
+    time.monotonic = time.thread_time = lambda: world.now
+    time.perf_counter = perf_counter
+    secrets.token_hex = lambda nbytes=None: world.random.randbytes(nbytes or 32).hex()
+    secrets.randbits = lambda k: world.random.getrandbits(k)
+
+
+# --- the event loop -----------------------------------------------------------------------------------------
+
+
+class SimTask(asyncio.Task[Any]):
+    """Its hash is its number, not its address: sets of tasks (asyncio.wait, TaskGroup) keep their order."""
+
+    n = 0
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SimTask":
+        task = super().__new__(cls)
+        SimTask.n += 1
+        task.number = SimTask.n
+        return task
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class Selector:
+    """In the place of select(): waiting takes no time. Each turn of the loop costs some, so that timers,
+    threads and clients come between any two turns."""
+
+    def select(self, timeout: float | None) -> Sequence[object]:
+        world = WORLD
+        if world.errors:
+            raise Broken(world.errors[0])
+        if timeout is None:
+            raise Broken("nothing will ever happen: a wake-up was lost")
+        world.now += timeout or TURN_S[int(world.own.random() * len(TURN_S))]
+        world.n_turns += 1
+        world.law(world.n_turns < MAX_TURNS, "the loop is busy for ever")
+        if world.now >= world.kill_at or world.n_turns >= world.kill_turn:
+            world.tell("kill -9")
+            raise Killed
+        return ()
+
+
+class Loop(asyncio.BaseEventLoop):
+    """asyncio's own loop over Selector. Its order of ready callbacks is kept: asyncio promises it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._selector = Selector()
+        self.signal_handlers: dict[int, Callable[..., object]] = {}
+        self.set_task_factory(lambda loop, coro, **kwargs: SimTask(coro, loop=loop, **kwargs))
+        self.set_exception_handler(self._on_error)
+
+    def _on_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, Broken):
+            WORLD.errors.append(f"the loop was told: {context['message']} {error!r}")
+
+    def time(self) -> float:
+        return WORLD.now
+
+    def _process_events(self, _: object) -> None:
+        pass
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
+        self.signal_handlers[sig] = callback
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Call in virtual threads, as many as the executor has: first come, first served."""
+        world, future = WORLD, self.create_future()
+        threads: ThreadPoolExecutor = executor or self._default_executor  # type: ignore[attr-defined]
+        is_store = threads._thread_name_prefix == "store"
+        free_at = world.free_at[threads]
+        while len(free_at) < threads._max_workers:
+            free_at.append(0.0)
+        begins = max(self.time(), min(free_at))
+        lasts = world.delay((world.disk_slow_s or world.disk_s) if is_store else 0.0005)
+        free_at[free_at.index(min(free_at))] = begins + lasts
+        outcome: list[tuple[Callable[[Any], None], Any]] = []
+
+        def begin() -> None:
+            if future.cancelled():  # one that is cancelled later is called all the same
+                return
+            try:
+                outcome.append((future.set_result, func(*args)))
+            except Exception as error:
+                outcome.append((future.set_exception, error))
+            self.call_later(lasts, end)
+
+        def end() -> None:
+            world.moment("called", world.writing if is_store else "")
+            if not future.cancelled():
+                set_outcome, value = outcome[0]
+                set_outcome(value)
+
+        self.call_at(begins, begin)
+        return future
+
+
+# --- the disk -----------------------------------------------------------------------------------------------
+
+
+class SimStore(Store):
+    """The real store, on a disk that may be full."""
+
+    def _disk(self, what: str, *about: object) -> None:
+        """Note a call of the disk; raise if it fails."""
+        WORLD.trace("disk", what, *about)
+        WORLD.moment(what, WORLD.writing)
+        if WORLD.disk_full or WORLD.n_bad_writes > 0:
+            WORLD.n_bad_writes -= 1
+            WORLD.counts["disk faults"] += 1
+            WORLD.tell("the disk is full:", what, *about)
+            raise sqlite3.OperationalError("database or disk is full")
+
+    def write(self, row: Row, first_number: int = 0, frames: Sequence[bytes] = ()) -> None:
+        WORLD.writing = row.id
+        self._disk("write", row.id, f"events {first_number}+{len(frames)}", row.status)
+        super().write(row, first_number, frames)
+
+    def delete(self, id: str) -> None:
+        WORLD.writing = id
+        self._disk("delete", id)
+        super().delete(id)
+
+    def evict(self, now: float) -> bool:
+        if WORLD.disk_full:
+            self._disk("evict")
+        live = self.live()
+        is_cut = super().evict(now)
+        WORLD.law(self.live() == live, "a live response was evicted")
+        return is_cut
+
+
+# --- the device ---------------------------------------------------------------------------------------------
+
+EOS, THINK, END_THINK = 2041, 2046, 2047  # of tests/models/tiny
+WORDS = (
+    501,
+    345,
+    348,
+    291,
+    17,
+    156,
+)  # few, so that drafts are right now and then; 156: one byte of a character
+
+
+def grow(value: int, token_id: int, position: int) -> int:
+    """Return what the KV cache holds of a token: it depends on all tokens before it."""
+    return zlib.crc32(b"%d %d %d" % (value, token_id, position))
+
+
+def token_of(seen: int, choice: int) -> int:
+    """Return the token that follows what has been seen."""
+    n = zlib.crc32(b"%d %d" % (seen, choice))
+    if n % 61 == 0:
+        return EOS
+    return {1: THINK, 2: END_THINK}.get(n % 31) or WORDS[n % 7 % len(WORDS)]
+
+
+def alone(sequence: scheduler.Sequence) -> Iterator[int]:
+    """Yield the answer as it is without company, pages, cache, drafts or preemption."""
+    value = seen = 0
+    for position, token_id in enumerate(sequence.prompt):
+        value = grow(value, token_id, position)
+        seen = zlib.crc32(np.int64(value).tobytes(), seen)
+    for n in range(sequence.max_tokens):
+        token_id = token_of(seen, sequence.sampling.choice)
+        yield token_id
+        if token_id in sequence.stop_token_ids:
+            return
+        value = grow(value, token_id, len(sequence.prompt) + n)
+        seen = zlib.crc32(np.int64(value).tobytes(), seen)
+
+
+class HashRunner:
+    """A device whose next token is a hash of all that the page table leads to: a page mixed up changes it."""
+
+    about = "a hash"
+    chunk = PAGE
+    max_seq_len = 400
+
+    def __init__(self, config: Config, n_pages: int, max_batch: int, n_ahead: int) -> None:
+        self.config, self.n_pages, self.max_batch, self.n_ahead = config, n_pages, max_batch, n_ahead
+        self.max_wanted = 2 * max_batch
+        self._kv = np.zeros((n_pages, PAGE), np.int64)
+        self._chosen = defaultdict[int, list[int]](list)  # by slot
+
+    def launch(self, spans: list[model.Span], contexts: list[SamplingContext]) -> Any:
+        WORLD.cpu += WORLD.own.choice((0.001, 0.02, 0.3))
+        if WORLD.device_broken and WORLD.own.random() < 0.3:
+            WORLD.tell("a step fails")
+            raise RuntimeError("the device is broken")
+        wanted, steps = iter(contexts), []
+        for span in spans:
+            token_ids = span.token_ids or self._chosen[span.slot][-1:]
+            pages = [*span.pages]
+            for position, token_id in enumerate(token_ids, span.start):
+                before = self._kv[pages[(position - 1) // PAGE], (position - 1) % PAGE] if position else 0
+                self._kv[pages[position // PAGE], position % PAGE] = grow(before, token_id, position)
+            choices = []
+            for end in range(span.end - span.n_wanted + 1, span.end + 1):
+                seen = zlib.crc32(self._kv[pages].ravel()[:end].tobytes())
+                choices.append(Choice(token_of(seen, next(wanted).sampling.choice)))
+            if choices and WORLD.device_nan and WORLD.own.random() < 0.02:
+                choices[-1] = Choice(NO_TOKEN)
+            self._chosen[span.slot] = [choice.token_id for choice in choices]
+            steps.append(choices)
+        return steps
+
+    def read(self, ticket: Any) -> list[list[Choice]]:
+        choices: list[list[Choice]] = ticket
+        return choices
+
+
+class Inbox(queue.SimpleQueue[Callable[[], object]]):
+    """The engine's inbox, which wakes a timer instead of a thread."""
+
+    on_put: Callable[[], None] = staticmethod(lambda: None)
+
+    def put(self, item: Callable[[], object], block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        self.on_put()
+
+
+class NoThread:
+    """The engine's thread: its work is done by timers of the event loop."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+
+engine.threading = SimpleNamespace(Thread=NoThread)  # type: ignore
+engine.queue = SimpleNamespace(SimpleQueue=Inbox)  # type: ignore
+for module in (model, scheduler, engine):
+    module.PAGE = PAGE  # type: ignore[attr-defined]
+
+
+class SimEngine(engine.Engine):
+    """The real engine; the loop of its thread, Engine._loop(), is here as timers of the event loop."""
+
+    _inbox: Inbox
+
+    def __init__(self, runner: HashRunner, speculate: int, loop: Loop) -> None:
+        super().__init__(runner, speculate)
+        self._event_loop: Loop = loop
+        self._inbox.on_put = self._wake
+        self._is_at_work = False
+        self._left: list[scheduler.Sequence] = []  # whose readers have left
+
+    def _wake(self) -> None:
+        if not self._is_at_work:
+            self._is_at_work = True
+            self._event_loop.call_later(WORLD.own.expovariate(10_000), self._begin, context=Context())
+
+    def _begin(self) -> None:
+        self._read_inbox(wait=False)
+        known = {*self._scheduler.running, *self._scheduler.waiting}
+        WORLD.law(known.isdisjoint(self._left), "the engine goes on for a client that has left")
+        self._left.clear()
+        WORLD.law(WORLD.gone.isdisjoint({one.request_id for one in known}), "a request that is over runs on")
+        self._event_loop.call_later(WORLD.delay(WORLD.step_s), self._end_step, context=Context())
+
+    def _end_step(self) -> None:
+        if not self._why_closed:
+            self._step()
+        scheduler = self._scheduler
+        WORLD.trace("step", len(scheduler.running), len(scheduler.waiting), scheduler.pool.n_free)
+        WORLD.moment("step")
+        self._is_at_work = False
+        if self._why_closed:
+            self.close()
+        elif self.busy() or self._in_flight:
+            self._wake()
+
+    def close(self) -> None:
+        self._why_closed = self._why_closed or engine.CLOSING
+        self._read_inbox(wait=False)
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._fail(sequence, self._why_closed)
+        self._flush_outbox()
+
+    async def generate(self, sequence: scheduler.Sequence, feed: Feed) -> None:
+        expected = alone(sequence)
+
+        def check_and_feed(step: engine.StepOutput) -> bool:
+            for token in step.tokens:
+                WORLD.law(token.token_id == next(expected, -1), "other tokens than alone")
+            return feed(step)
+
+        try:
+            await super().generate(sequence, check_and_feed)
+        finally:
+            self._left.append(sequence)
+            WORLD.counts["answers"] += sequence.finish in ("stop", "length")
+
+    def check_idle(self) -> None:
+        scheduler, runner = self._scheduler, self._runner
+        WORLD.law(not self.busy(), "the engine never rests")
+        WORLD.law(scheduler.pool.n_free == runner.n_pages, "pages are held:", self.counts())
+        WORLD.law(len(scheduler._free_slots) == runner.max_batch, "slots are held")
+
+
+# --- an upstream --------------------------------------------------------------------------------------------
+
+FAR = "far"  # the name of its model
+#  how an answer goes, and how often
+SCRIPTS = {"whole": 8, "json": 1, "no [DONE]": 1, "cut": 1, "an error": 1, "silent": 1,
+           "429": 1, "500": 1, "400": 1, "no connection": 1, "nothing": 1}  # fmt: skip
+
+
+def far_answer(text: str) -> str:
+    """Return what the upstream answers to a text: whoever asks again hears the same."""
+    rng = random.Random(text)
+    return " ".join(rng.choice(("far", "away", "\u2028", "水")) for _ in range(rng.choice((1, 4, 20))))
+
+
+def sse_frame(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+class SimBody(httpx.AsyncByteStream):
+    """The body of an answer, piece by piece. None: the upstream says nothing more, and stays connected."""
+
+    def __init__(self, pieces: Iterable[bytes | Exception | None], pause_s: float) -> None:
+        self._pieces = pieces
+        self._pause_s = pause_s
+        self._number = WORLD.own.getrandbits(64)
+        WORLD.open_bodies.add(self._number)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            await asyncio.sleep(WORLD.delay(self._pause_s))
+            if piece is None:
+                await asyncio.Future()
+            elif isinstance(piece, Exception):
+                raise piece
+            else:
+                yield piece
+
+    async def aclose(self) -> None:
+        WORLD.open_bodies.discard(self._number)
+
+
+class SimUpstream(httpx.AsyncBaseTransport):
+    """The network behind Upstreams, with an OpenAI-compatible server that fails as a script says."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(WORLD.delay(0.01))
+        if WORLD.upstream_down:
+            raise httpx.ConnectError("connection refused")
+        if request.url.path.endswith("/models"):
+            return httpx.Response(200, json={"data": [{"id": FAR, "object": "model"}]})
+        script = WORLD.random.choices([*SCRIPTS], [*SCRIPTS.values()])[0]
+        body = json.loads(request.content)
+        WORLD.tell("the upstream is asked, and answers:", script)
+        if script == "no connection":
+            raise httpx.ConnectError("connection refused")
+        if script == "nothing":
+            await asyncio.Future()
+        if script.isdigit():
+            return httpx.Response(int(script), json={"error": {"message": "no", "code": "no"}})
+        content = body["messages"][-1]["content"]
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        return self._answer(script, far_answer(text), body)
+
+    def _answer(self, script: str, text: str, body: Mapping[str, Any]) -> httpx.Response:
+        head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": FAR}
+        usage = {"prompt_tokens": 3, "completion_tokens": len(text), "total_tokens": 3 + len(text)}
+        n = body.get("n") or 1
+        if script == "json" or not body.get("stream"):
+            message = {"role": "assistant", "content": text}
+            choices: list[Any] = [{"index": i, "message": message, "finish_reason": "stop"} for i in range(n)]
+            whole = head | {"object": "chat.completion", "choices": choices, "usage": usage}
+            return httpx.Response(200, json=whole)
+        frames: list[bytes | Exception | None] = []
+        for i in range(n):
+            for start in range(0, len(text), 5):
+                delta = {"role": "assistant", "content": text[start : start + 5]}
+                chunk = {"choices": [{"index": i, "delta": delta, "finish_reason": None}]}
+                frames.append(sse_frame(head | chunk))
+        ends = [
+            sse_frame(head | {"choices": [{"index": i, "delta": {}, "finish_reason": "stop"}]})
+            for i in range(n)
+        ]
+        last = [sse_frame(head | {"choices": [], "usage": usage}), b"data: [DONE]\n\n"]
+        n_sent = WORLD.random.randrange(len(frames) + 1)
+        match script:
+            case "whole":
+                frames += [*ends, *last]
+            case "no [DONE]":
+                frames += [*ends, None]
+            case "cut":
+                frames = [*frames[:n_sent], httpx.ReadError("connection reset")]
+            case "an error":
+                failure = {"error": {"message": "out of memory", "code": 500}}
+                frames = [*frames[:n_sent], sse_frame(failure)]
+            case "silent":
+                frames = [*frames[:n_sent], None]
+        headers = {"content-type": "text/event-stream"}
+        return httpx.Response(200, headers=headers, stream=SimBody(frames, WORLD.random.choice((0.001, 0.1))))
+
+
+# --- the log ------------------------------------------------------------------------------------------------
+
+
+class Errors(logging.Handler):
+    """Puts the log into the trace. An error that no fault has caused is a broken law."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        WORLD.trace("log", record.name, record.levelname, message)
+        excused = record.levelno < logging.ERROR
+        excused |= WORLD.counts["disk faults"] > 0 and "could not be" in message  # stored, or cut
+        excused |= WORLD.counts["device faults"] > 0 and "a step failed" in message
+        if not excused:
+            error = record.exc_info[1] if record.exc_info else ""
+            WORLD.errors.append(f"logged: {message} {error!r}")

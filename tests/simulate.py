@@ -1,0 +1,1000 @@
+"""Deterministic simulation: one seed is one run of the whole server, with all that may go wrong around it.
+
+    python tests/simulate.py --seed 7                  one run: the same seed has the same hash
+    python tests/simulate.py --seeds 1000 -n 2         many, two at a time; one that fails prints its story
+    python tests/simulate.py --seed 7 --without 3,5    the same run without some of its events
+    python tests/simulate.py --seed 7 --tail 200       and the last lines of its trace
+    python tests/simulate.py --mutants cancel          plant bugs, those with this word, one at a time
+
+    seed --> processes, one after another on one file --> clients, faults --> laws of what they see
+
+What runs is the real server.serve(): the endpoints, the middleware, the registry, SQLite, the engine, the
+gateway. helpers/world.py is what surrounds it. A run is a list of events: what a client does, or what goes
+wrong. Each event has its own random numbers, so a run that breaks a law is run again without some of them,
+as long as it breaks the same law: what is left is its story.
+
+A reader may expect a state machine of Hypothesis. It shrinks what it has drawn, but it awaits each step: it
+cannot put one action between two turns of the loop in which another one is half done.
+
+Rules of this file:
+1. A law is checked wherever something is seen, not at the end: the story stops where the law is broken.
+2. What a fault excuses is said where the law is, and no wider.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
+
+import background
+import server
+from checkpoint.config import read_config
+from gateway.remote import RemoteWorker
+from gateway.upstreams import CLOSING, Timeouts, Upstreams
+from helpers import world as worlds
+from helpers.world import (
+    CHANCE,
+    FAR,
+    Broken,
+    HashRunner,
+    Killed,
+    Loop,
+    SimEngine,
+    SimStore,
+    World,
+    far_answer,
+)
+from middleware import Keys, make_app
+from mutants import ROOT, Mutant, copied, mutants
+from request.template import ChatTemplate
+from responses import fold
+from store import IN_MEMORY, TERMINAL, Retention
+from tokenizer import Tokenizer
+from worker import LocalWorker
+
+Json = dict[str, Any]
+
+TINY = ROOT / "tests/models/tiny"
+CONFIG, TEMPLATE, TOKENIZER = read_config(TINY), ChatTemplate.load(TINY), Tokenizer(TINY / "tokenizer.json")
+GRAMMARS: Any = SimpleNamespace(turns=SimpleNamespace(n_waiting=0), close=lambda: None)
+KEYS = ("alice", "bob")
+N_EVENTS = 60
+PATIENCE_S = 36_000  # virtual: a client that waits for longer waits for ever
+MAX_SILENCE_S = 16  # of a stream
+RANK = {"queued": 0, "in_progress": 1} | dict.fromkeys(TERMINAL, 2)
+WORDS = ("hi", "what", "is", "2+2", "水")
+
+OF_ONE = ("get", "resume", "cancel", "delete", "foreign", "items")  # what clients do with one response
+OTHERS = ("chat", "large", "socket", "other")  # and else, beside creating responses
+FAULTS = ("stop", "full", "bad write", "slow", "jump", "broken", "nan", "upstream")
+
+# Small, so that they are reached: what runs at once, and all background responses together.
+background.MAX_RUNNING = 3
+background.MAX_LIVE_BYTES = 12 * background.MIN_BYTES
+background.EVICTION_INTERVAL_S = 10
+
+
+# --- the process --------------------------------------------------------------------------------------------
+
+
+class Process:
+    """One process of the server, as clients and laws reach it."""
+
+    api: Any
+    rooms: Any
+    app: Any
+    registry: background.Registry
+
+    def __init__(self, is_persistent: bool) -> None:
+        self.is_persistent = is_persistent  # its store outlives it
+        self.is_up = asyncio.Event()
+        self.is_stopping = False
+        self.connections: dict[Connection, None] = {}  # in the order in which they came
+
+
+PROCESS: Process
+
+
+class HttpServer:
+    """uvicorn, as server.serve() uses it."""
+
+    should_exit = property(lambda self: self._stops.is_set(), lambda self, _: self._stops.set())
+
+    def __init__(self, app: Any) -> None:
+        PROCESS.app = app
+        self._stops = asyncio.Event()
+
+    async def serve(self, sockets: object) -> None:
+        PROCESS.is_up.set()
+        await self._stops.wait()
+        PROCESS.is_up.clear()
+        while PROCESS.connections:
+            await asyncio.sleep(0.1)
+
+    def drop_clients(self) -> None:
+        for connection in [*PROCESS.connections]:
+            connection.leave()
+
+
+def app_of(api: Any, keys: Any, rooms: Any, *more: Any) -> Any:
+    """Make the application, and keep what the laws look into."""
+    PROCESS.api, PROCESS.registry, PROCESS.rooms = api, api.registry, rooms
+    return make_app(api, keys, rooms, *more)
+
+
+server.HttpServer, server.http_config = HttpServer, lambda app, args: app  # type: ignore
+server.announce = server.tune_garbage_collector = lambda *_: None  # type: ignore
+server.make_app = app_of  # type: ignore
+
+
+# --- connections --------------------------------------------------------------------------------------------
+
+
+class Connection:
+    """One request or WebSocket, as uvicorn hands it to an application."""
+
+    def __init__(
+        self, world: World, key: str, method: str, path: str, body: Json | None = None, slow: float = 0.0
+    ) -> None:
+        """`slow`: how many seconds the client takes to read a message."""
+        self.world, self.slow = world, slow
+        self.kind = "http" if method else "websocket"
+        raw = b"" if body is None else json.dumps(body).encode()
+        n = world.random.choice((1, 1, 3)) if raw else 1
+        self.parts = [raw[i * len(raw) // n : (i + 1) * len(raw) // n] for i in range(n)]
+        self.part_s = world.random.choice((0.001,) * 19 + (20,))  # between the parts of its body
+        self.status: int | None = None
+        self.body = b""
+        self.chunks = asyncio.Queue[Any]()  # of the answer; None: it is over
+        self.messages = asyncio.Queue[Json]()  # of a WebSocket, to the server
+        self.is_whole = False
+        self.is_over = asyncio.Event()  # the answer is, or the client has left
+        path, _, query = path.partition("?")
+        headers = {"host": "localhost", "authorization": f"Bearer {key}", "content-type": "application/json"}
+        self.scope = {
+            "type": self.kind, "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
+            "path": path, "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()], "scheme": "http",
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "subprotocols": [],
+        }  # fmt: skip
+        self.label = f"{key}: {method or 'WebSocket'} {path}{query and '?'}{query}"
+        self.about = "" if body is None else json.dumps(body, ensure_ascii=False)[:200]
+        self.request_id = ""
+        self.is_outlived = bool(body and body.get("background"))
+        self.sent_at: float | None = None  # the last time, of a stream
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def start(self, leaves_after: float | None = None) -> bool:
+        """Connect; return whether the server listens. The client leaves after so many seconds."""
+        if not PROCESS.is_up.is_set():
+            return False
+        self.world.tell(self.label, self.about)
+        PROCESS.connections[self] = None
+        self.task = asyncio.create_task(self._run())
+        if leaves_after is not None:
+            asyncio.get_running_loop().call_later(leaves_after, self.leave)
+        return True
+
+    async def read(self, leaves_after: float | None = None) -> "Connection":
+        """Connect, and read to the end."""
+        if self.start(leaves_after):
+            while await self.chunks.get() is not None:
+                pass
+        return self
+
+    def leave(self) -> None:
+        if not self.is_over.is_set():
+            self.world.tell(self.label, "leaves")
+            self._end()
+
+    def _end(self) -> None:
+        self.is_over.set()
+        self.chunks.put_nowait(None)
+        self.messages.put_nowait({"type": "websocket.disconnect", "code": 1006})
+
+    async def _run(self) -> None:
+        try:
+            await PROCESS.app(self.scope, self.receive, self.send)
+            is_cut = self.kind == "http" and not self.is_over.is_set() and not PROCESS.is_stopping
+            self.world.law(not is_cut, self.label, "the server cut its own answer")
+        except sqlite3.Error:
+            pass  # uvicorn logs it, and drops the connection; Starlette raises it after a 500
+        except Exception as error:
+            self.world.errors.append(f"{self.label}: raised {error!r}")
+        finally:
+            self.world.tell(self.label, "->", self.status or "cut", "" if self.is_whole else "(not whole)")
+            self._end()
+            if self.request_id and not self.is_outlived:
+                self.world.gone.add(self.request_id)
+            PROCESS.connections.pop(self, None)
+
+    async def receive(self) -> Json:
+        if self.kind == "websocket":
+            return await self.messages.get()
+        if self.parts:
+            await self._until_over(self.world.delay(self.part_s))
+            if not self.is_over.is_set():
+                part = self.parts.pop(0)
+                return {"type": "http.request", "body": part, "more_body": bool(self.parts)}
+        await self.is_over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Json) -> None:
+        if self.is_over.is_set():
+            return
+        world, headers = self.world, dict(message.get("headers", ()))
+        self.request_id = headers.get(b"x-request-id", self.request_id.encode()).decode()
+        world.trace(self.label, message["type"], message.get("status", ""), message.get("body", ""))
+        if self.sent_at is not None and not self.slow:
+            world.law(world.now - self.sent_at < MAX_SILENCE_S, self.label, "was silent since", self.sent_at)
+        match message["type"]:
+            case "http.response.start":
+                self.status = message["status"]
+                if b"event-stream" in headers[b"content-type"]:
+                    self.sent_at = world.now
+                excused = world.counts["disk faults"] or world.counts["device faults"] or PROCESS.is_stopping
+                excused = excused or "/compact" in self.label  # the model wrote no summary
+                world.law(self.status != 500 or excused, self.label, "says 500")
+            case "http.response.body":
+                self.body += message["body"]
+                self.chunks.put_nowait(message["body"])
+                self.is_whole = not message.get("more_body")
+            case "websocket.send":
+                self.chunks.put_nowait(message["text"])
+            case "websocket.close":
+                self.is_whole = True
+        if self.is_whole:
+            self._end()
+        if self.slow:
+            await self._until_over(world.delay(self.slow))
+        if self.sent_at is not None:
+            self.sent_at = world.now
+
+    async def _until_over(self, seconds: float) -> None:
+        with suppress(TimeoutError):  # not wait_for(): before Python 3.12 it may swallow a cancellation
+            async with asyncio.timeout(seconds):
+                await self.is_over.wait()
+
+
+# --- what clients know, and laws ----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Known:
+    """What clients know of one response."""
+
+    owner: str
+    body: Json
+    faulted: bool = False  # the disk has failed while it lived: the next process may not know what was seen
+    id: str = ""
+    accepted: bool = False  # it must never be lost: a background one, or one whose last event has been seen
+    status: str = "queued"
+    final: bytes = b""  # its last object
+    frames: dict[int, bytes] = field(default_factory=dict)  # by number
+    deleted: bool = False
+    asked_to_delete: bool = False
+    cancelled: bool = False
+    was_queued: bool = False  # when the last process was killed
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # a pulse with each object that is seen
+
+    def forget(self) -> None:
+        """Know no more than that it was accepted."""
+        self.status, self.final, self.frames = "queued", b"", {}
+        self.deleted = self.cancelled = self.faulted = False
+
+    @property
+    def is_background(self) -> bool:
+        return bool(self.body.get("background"))
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+class Laws:
+    """What is checked of every answer."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.law = world, world.law
+        self.known: list[Known] = []
+        self.may_expire = False  # the clock has jumped, or few responses are kept
+
+    def may_be_gone(self, known: Known) -> bool:
+        return self.may_expire or known.asked_to_delete or known.body.get("store") is False
+
+    def saw(self, known: Known, response: Json, raw: bytes, rank: int = 0) -> None:
+        """Check a response object: a status only moves along, and a terminal one never changes."""
+        law, status = self.law, response["status"]
+        known.id = known.id or response["id"]
+        law(response["id"] == known.id, known.id, "became", response["id"])
+        law(RANK[status] >= rank, known.id, "was", known.status, "and is", status)
+        if RANK[status] > RANK[known.status]:
+            known.status = status
+        known.news.set()
+        known.news.clear()
+        if status not in TERMINAL:
+            return
+        if not known.final:
+            self.world.tell(known.id, "is", status)
+            self.world.moment("ended", known.id)
+        law(known.final in (b"", raw), known.id, "ended twice:", known.final, raw)
+        known.final, known.status = raw, status
+        known.accepted |= response["store"]
+        took_s = (response["completed_at"] or response["created_at"]) - response["created_at"]
+        law(took_s >= 0, known.id, "was over before it began:", took_s)
+        law(not known.cancelled or status == "cancelled", known.id, "was cancelled, and is", status)
+        is_cut = "interrupted" in ((response["error"] or {}).get("message") or "")
+        law(not is_cut or not known.was_queued, known.id, "was queued, and was not run again")
+        if status == "completed" and known.body["model"] == FAR:
+            said = "".join(item["content"][0]["text"] for item in response["output"])
+            law(said == far_answer(known.body["input"]), known.id, "is not what the upstream said:", said)
+
+    async def read_stream(
+        self, connection: Connection, known: Known, after: int = -1, n_wanted: int = 10**9
+    ) -> None:
+        """Read events until the end, or until so many have come; then leave."""
+        law, number, rest, has_ended = self.law, after, b"", False
+        while (chunk := await connection.chunks.get()) is not None:
+            if connection.status != 200:
+                continue
+            law(not chunk or chunk.endswith(b"\n\n"), connection.label, "sent a part of an event")
+            *frames, rest = (rest + chunk).split(b"\n\n")
+            for frame in frames:
+                if frame.startswith(b":"):
+                    continue
+                law(not has_ended or frame == b"data: [DONE]", known.id, "something after the end:", frame)
+                if frame == b"data: [DONE]":
+                    is_end = has_ended or (known.final and after >= max(known.frames))
+                    law(is_end, known.id, "is done without a last event")
+                    continue
+                number += 1
+                has_ended = self.saw_event(known, number, frame)
+            if number - after >= n_wanted:
+                connection.leave()
+        if connection.status == 200 and connection.is_whole:
+            waits = PROCESS.is_stopping and known.status == "queued" and PROCESS.is_persistent
+            is_end = has_ended or waits or after >= max(known.frames, default=-1)
+            law(is_end, known.id, "a stream without an end")
+
+    def saw_event(self, known: Known, number: int, frame: bytes) -> bool:
+        """Check an event; return whether it is the last one."""
+        event = json.loads(frame.partition(b"data: ")[2])
+        self.law(
+            event["sequence_number"] == number, known.id, "event", event["sequence_number"], "not", number
+        )
+        self.law(
+            known.frames.setdefault(number, frame) == frame, known.id, "event", number, "was another one"
+        )
+        if "response" not in event:
+            return False
+        _, _, rest = frame.partition(b'"response":')
+        self.saw(known, event["response"], rest[:-1])
+        known.accepted |= known.is_background
+        return event["response"]["status"] in TERMINAL
+
+    def got(self, known: Known, connection: Connection, rank: int, accepted: bool, deleted: bool) -> None:
+        """Check the answer to a GET; what was known is that from before it was sent."""
+        law, status = self.law, connection.status
+        if status in (None, 429, 503):
+            return
+        if deleted:
+            law(status == 404, known.id, "was deleted, and GET says", status)
+        elif status == 404:
+            law(not accepted or self.may_be_gone(known), known.id, "is lost")
+        else:
+            law(status == 200, known.id, "GET says", status, connection.body)
+            law(connection.is_whole or PROCESS.is_stopping, known.id, "GET was cut")
+            if connection.is_whole:
+                self.saw(known, connection.json, connection.body, rank)
+
+    def refused(self, connection: Connection, body: Json, parent: Known | None) -> None:
+        """Check why a response was not made."""
+        is_gone = parent and (self.may_be_gone(parent) or parent.faulted)
+        is_too_long = b"context_length_exceeded" in connection.body
+        is_fault = self.world.counts["disk faults"] or PROCESS.is_stopping
+        excused = body["model"] == FAR or {400: is_gone or is_too_long, 408: True, 500: is_fault}
+        expected = excused is True or excused.get(connection.status or 0)
+        self.law(expected, "create says", connection.status, connection.body)
+
+
+# --- what clients do ----------------------------------------------------------------------------------------
+
+
+class Clients:
+    """What clients do: one method is one kind of event."""
+
+    def __init__(self, world: World, laws: Laws) -> None:
+        self.world, self.laws, self.law = world, laws, world.law
+
+    @property
+    def random(self) -> random.Random:
+        return self.world.random
+
+    def connection(
+        self, key: str, method: str, path: str, body: Json | None = None, **more: Any
+    ) -> Connection:
+        return Connection(self.world, key, method, path, body, **more)
+
+    def leaving(self, p: float, rate: float) -> float | None:
+        """Draw after how many seconds a client leaves; None: it stays."""
+        return self.random.expovariate(rate) if self.world.chance(p) else None
+
+    async def act(self, kind: str) -> None:
+        with_id = [known for known in self.laws.known if known.id]
+        if kind in OF_ONE and with_id:
+            await getattr(self, kind)(self.random.choice(with_id[-12:]))
+        else:
+            await getattr(self, "create" if kind in OF_ONE else kind)()
+
+    def body(self) -> Json:
+        text = " ".join(self.random.choice(WORDS) for _ in range(self.random.choice((1, 3, 30))))
+        model = FAR if self.world.chance(0.2) else "tiny"
+        body: Json = {"model": model, "input": text, "max_output_tokens": self.random.choice((1, 5, 60))}
+        if self.world.chance(0.1):
+            parameters = {"type": "object", "description": "z" * self.random.choice((10, 3_000, 20_000))}
+            body["tools"] = [{"type": "function", "name": "f", "parameters": parameters}]
+        return body
+
+    async def create(self) -> None:
+        world, random, key = self.world, self.random, self.random.choice(KEYS)
+        body = self.body()
+        body |= {name: True for name in ("background", "stream") if world.chance(0.6)}
+        if world.chance(0.2):
+            body["store"] = False
+        parents = [one for one in self.laws.known if one.owner == key and one.status == "completed"]
+        parent = random.choice(parents) if parents and world.chance(0.3) else None
+        if parent:
+            body["previous_response_id"] = parent.id
+        known = Known(key, body, world.disk_full or world.n_bad_writes > 0)
+        self.laws.known.append(known)
+        slow = random.choice((0, 0, 0, 0.1, 5))
+        connection = self.connection(key, "POST", "/v1/responses", body, slow=slow)
+        if not connection.start(self.leaving(0.25, 2)):
+            return
+        racing = asyncio.create_task(self.race(known, connection)) if known.is_background else None
+        if known.is_streamed:
+            await self.laws.read_stream(connection, known)
+        else:
+            while await connection.chunks.get() is not None:
+                pass
+            if connection.status == 200 and connection.is_whole:
+                known.id = connection.json["id"]
+                known.accepted = known.is_background
+                self.laws.saw(known, connection.json, connection.body)
+        known.news.set()
+        if racing:
+            await racing
+        if connection.is_whole and connection.status not in (200, 429, 503):
+            self.laws.refused(connection, body, parent)
+
+    async def race(self, known: Known, connection: Connection) -> None:
+        """Do something beside a moment of a response, or when its end has just been seen."""
+        while not known.id and not connection.is_over.is_set():
+            await known.news.wait()
+        for _ in range(self.random.choice((0, 0, 1, 3)) if known.id else 0):
+            if known.is_streamed and self.world.chance(0.3):
+                while not (known.final or connection.is_over.is_set()):
+                    await known.news.wait()
+            await self.world.beside_a_moment(known.id, self.world.delay(20 * self.world.step_s))
+            if self.world.chance(0.2):
+                await asyncio.gather(self.cancel(known), self.delete(known), self.get(known))
+            else:
+                await getattr(self, self.random.choice(OF_ONE))(known)
+
+    async def chat(self) -> None:
+        n, stream, said = self.random.choice((1, 2, 3)), self.world.chance(0.5), self.body()
+        messages = [{"role": "user", "content": said["input"]}]
+        body = {"model": said["model"], "messages": messages, "n": n, "stream": stream}
+        connection = self.connection(self.random.choice(KEYS), "POST", "/v1/chat/completions", body)
+        got = await connection.read(self.leaving(0.3, 2))
+        if got.status != 200 or not got.is_whole:
+            return
+        if not stream:
+            self.law(len(got.json["choices"]) == n, "chat: choices", got.json)
+            return
+        *frames, done, _ = got.body.split(b"\n\n")
+        self.law(done == b"data: [DONE]", "chat: a stream without an end", got.body)
+        chunks = [json.loads(frame[6:]) for frame in frames if not frame.startswith(b":")]
+        ends = [one["index"] for chunk in chunks for one in chunk.get("choices", ()) if one["finish_reason"]]
+        self.law("error" in chunks[-1] or sorted(ends) == [*range(n)], "chat: choices that ended:", ends)
+
+    async def other(self) -> None:
+        path = self.random.choice(("responses/compact", "responses/input_tokens", "models"))
+        method, body = ("GET", None) if path == "models" else ("POST", self.body())
+        await self.connection(self.random.choice(KEYS), method, f"/v1/{path}", body).read(
+            self.leaving(0.3, 20)
+        )
+
+    async def large(self) -> None:
+        """Send a body that may be too large, and leave while it comes."""
+        body = self.body() | {"zz": "z" * self.random.choice((5_000, 20_000, 70_000)), "store": False}
+        connection = self.connection(self.random.choice(KEYS), "POST", "/v1/responses", body)
+        await connection.read(self.leaving(0.5, 50))
+
+    async def get(self, known: Known) -> Connection:
+        before = RANK[known.status], known.accepted, known.deleted
+        connection = await self.connection(known.owner, "GET", f"/v1/responses/{known.id}").read()
+        self.laws.got(known, connection, *before)
+        return connection
+
+    async def resume(self, known: Known) -> None:
+        """Read events from any number on, all of them or some, slowly or not."""
+        after = self.random.choice((-1, -1, *known.frames)) if known.frames else -1
+        path = f"/v1/responses/{known.id}?stream=true" + f"&starting_after={after}" * (after >= 0)
+        connection = self.connection(known.owner, "GET", path, slow=self.random.choice((0, 0, 0.1, 5)))
+        deleted, accepted = known.deleted, known.accepted
+        if not connection.start():
+            return
+        await self.laws.read_stream(connection, known, after, self.random.choice((1, 5, 10**9, 10**9)))
+        if connection.status == 200:
+            self.law(not deleted, known.id, "was deleted, and its events are there")
+        elif connection.status == 400 and known.is_background and known.is_streamed:
+            self.law(self.laws.may_expire, known.id, "cannot be resumed:", connection.body)
+        elif connection.status == 404:
+            self.law(not accepted or self.laws.may_be_gone(known), known.id, "is lost")
+
+    async def cancel(self, known: Known) -> None:
+        connection = await self.connection(known.owner, "POST", f"/v1/responses/{known.id}/cancel").read()
+        if connection.status == 200 and connection.is_whole:
+            self.law(connection.json["status"] == "cancelled", known.id, "cancel says", connection.body)
+            known.cancelled = True
+            self.laws.saw(known, connection.json, connection.body)
+
+    async def delete(self, known: Known) -> None:
+        known.asked_to_delete, final = True, known.final
+        connection = await self.connection(known.owner, "DELETE", f"/v1/responses/{known.id}").read()
+        known.deleted |= connection.status == 200 and connection.is_whole
+        self.law(connection.status != 400 or not final, known.id, "has ended, and cannot be deleted")
+
+    async def foreign(self, known: Known) -> None:
+        other = KEYS[known.owner == KEYS[0]]
+        for method, end in (("GET", ""), ("POST", "/cancel"), ("DELETE", ""), ("GET", "/input_items")):
+            got = await self.connection(other, method, f"/v1/responses/{known.id}{end}").read()
+            self.law(got.status in (404, 503, 429, None), known.id, "is seen by another key:", got.status)
+
+    async def items(self, known: Known) -> None:
+        await self.connection(known.owner, "GET", f"/v1/responses/{known.id}/input_items").read()
+
+    async def socket(self) -> None:
+        """Take turns in lanes of a WebSocket, one after another or at once, and steer; then leave."""
+        world, numbers, n_ended = self.world, dict[str, int](), 0
+        connection = self.connection(self.random.choice(KEYS), "", "/v1/responses")
+        connection.messages.put_nowait({"type": "websocket.connect"})
+
+        def say(type: str, **members: Any) -> None:
+            data = json.dumps({"type": type, **members}).encode()
+            connection.messages.put_nowait({"type": "websocket.receive", "bytes": data})
+
+        n_turns = self.random.choice((1, 3, 6))
+        for _ in range(n_turns):
+            more = {"store": world.chance(0.5), "stream_id": self.random.choice(("", "a", "b"))}
+            say("response.create", **self.body(), **more)
+        if not connection.start(self.leaving(0.4, 2)):
+            return
+        while n_ended < n_turns and (text := await connection.chunks.get()) is not None:
+            event = json.loads(text)
+            lane, type_, response = event.get("stream_id", ""), event["type"], event.get("response", {})
+            of_lane = {"stream_id": lane, "previous_response_id": response.get("id")}
+            n_ended += type_ == "error" or response.get("status") in TERMINAL
+            if type_ == "error":  # what it continues may be forgotten, or too long; "no": an upstream's
+                known = ("previous_response_not_found", "context_length_exceeded", "no")
+                expected = event["status"] in (429, 502, 503) or event["error"]["code"] in known
+                self.law(expected, "socket: error", event)
+            elif type_ == "response.completed" and world.chance(0.3):
+                n_turns += 1
+                say("response.create", **self.body(), **of_lane)
+            elif type_ == "response.in_progress" and world.chance(STEERED):
+                say("response.steer", input="more", **of_lane)
+            if type_ == "response.created":
+                numbers[lane] = -1
+            if "sequence_number" in event:
+                numbers[lane] += 1
+                self.law(event["sequence_number"] == numbers[lane], "socket: event", event, numbers)
+        connection.leave()
+
+
+STEERED = 0.0
+
+
+# --- a run --------------------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """One run: processes one after another on one file, clients, faults."""
+
+    loop: Loop
+    store: SimStore
+    life: random.Random  # of a process
+    retention: Retention
+    is_last: bool
+
+    def __init__(self, seed: int, n_events: int, without: frozenset[str], n_kept: int) -> None:
+        """`without`: the names of events that do not happen."""
+        self.world = World(seed, n_kept)
+        self.laws = Laws(self.world)
+        self.clients = Clients(self.world, self.laws)
+        self.seed, self.n_events, self.without = seed, n_events, without
+        self.n_begun = self.n_processes = 0
+        own = self.world.own
+        self.n_pages = own.choice((14, 18, 24, 60))  # the context follows from it: the same after a restart
+        weights = {kind: own.choice((0, 1, 1, 3)) for kind in (*OF_ONE, *OTHERS)} | {"create": 8}
+        self.kinds = [kind for kind, n in weights.items() for _ in range(n)]
+        self.path = IN_MEMORY if own.random() < 0.15 else ""
+        self.folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.exists("/dev/shm") else None)
+        self.had_slow_disk = False
+        self.ended_well = False  # the last process: what is in the store is as it should be
+
+    def run(self) -> None:
+        worlds.enter(self.world)
+        try:
+            while not self.run_process():
+                pass
+        finally:
+            shutil.rmtree(self.folder)
+
+    # --- a process ------------------------------------------------------------------------------------------
+
+    def run_process(self) -> bool:
+        """Run one process; return whether it was the last."""
+        global PROCESS
+        world, n = self.world, self.n_processes
+        world.tell("a process begins")
+        world.next_process()
+        PROCESS = Process(is_persistent=not self.path)
+        self.plan(n)
+        self.loop = Loop()
+        self.store = SimStore(self.path or f"{self.folder}/{n}.db", self.retention)
+        statuses = {*self.store._ids("SELECT status FROM responses WHERE ended_at IS NULL")}
+        world.law(not self.ended_well or statuses <= {"queued"}, "a stop has not ended", statuses)
+        self.note_faults()
+        was_killed = False
+        try:
+            self.loop.run_until_complete(self.main())
+        except Killed:
+            was_killed = True
+            world.counts["kills"] += 1
+            world.graveyard.append((vars(self.loop), self.store, asyncio.all_tasks(self.loop), PROCESS))
+        finally:
+            asyncio.set_event_loop(None)
+        self.n_processes += 1
+        self.ended_well = not was_killed and not world.counts["disk faults"]
+        self.leave_behind(n, was_killed)
+        return not was_killed and self.is_last
+
+    def plan(self, n: int) -> None:
+        """Draw what a process is like, and when it dies."""
+        world, life = self.world, random.Random(f"{self.seed} life{n}")
+        world.disk_s, world.step_s = life.choice((0.0005, 0.005, 0.05)), life.choice((0.001, 0.01, 0.05, 2))
+        self.retention = Retention(max_responses=life.choice((10_000, 10_000, 4)))
+        self.laws.may_expire |= self.retention.max_responses == 4
+        self.life, self.is_last = life, False
+        ends = life.choice(("", "", "time", "moment"))
+        if f"life{n}" in self.without or self.n_begun == self.n_events:
+            return
+        world.disk_full = n > 0 and life.random() < 0.3
+        if ends == "time":
+            world.kill_at = world.now + life.choice((0.01, 0.3, 3)) * life.expovariate(1)
+        elif ends == "moment":
+            world.kill_moment = life.choice(("write", "write", "called", "step", "ended", "delete"))
+            world.n_moments = life.randint(1, 20)
+
+    def leave_behind(self, n: int, was_killed: bool) -> None:
+        """Give the next process what is on the disk: after a power failure, not the newest of it."""
+        is_cut = was_killed and not self.path and self.life.random() < 0.15
+        queued: list[str] = []
+        with suppress(sqlite3.ProgrammingError):  # it was closed already
+            queued = self.store._ids("SELECT id FROM responses WHERE status = 'queued'")
+        for end in ("", "-wal"):  # what kill -9 leaves; its locks are on the old file
+            path = Path(f"{self.folder}/{n}.db{end}")
+            if path.exists():
+                data = path.read_bytes()
+                if end and is_cut:
+                    self.world.tell("the power has failed, too")
+                    data = data[: self.life.randrange(len(data) + 1)]
+                Path(f"{self.folder}/{n + 1}.db{end}").write_bytes(data)
+        if self.path:
+            self.laws.known.clear()  # it was in memory
+        for known in self.laws.known:
+            known.was_queued = known.id in queued and not is_cut
+            known.accepted &= not is_cut
+            if known.faulted or is_cut:
+                known.forget()
+
+    async def main(self) -> None:
+        world = self.world
+        self.loop.call_later(self.life.expovariate(0.2), world.heal)
+        grace = self.life.choice((0.0, 0.5, 5.0))
+        serving, is_up = asyncio.create_task(self.serve(grace)), asyncio.create_task(PROCESS.is_up.wait())
+        await asyncio.wait([serving, is_up], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            raise Broken(f"it did not start: {serving.exception()!r}")
+        is_stopped, tasks = False, list[asyncio.Task[None]]()
+        while self.n_begun < self.n_events and not is_stopped:
+            name, chance = str(self.n_begun), random.Random(f"{self.seed} {self.n_begun}")
+            self.n_begun += 1
+            await asyncio.sleep(chance.choice((0, 1, 1, 10)) * chance.expovariate(50))
+            if name not in self.without and chance.random() < 0.06:
+                is_stopped = self.fail(chance)
+            elif name not in self.without:
+                tasks.append(asyncio.create_task(self.event(chance)))
+        if not is_stopped:
+            await asyncio.gather(*tasks)
+            world.kill_at, world.kill_turn, world.kill_moment = float("inf"), 1 << 60, ""
+            world.heal()
+            await self.quiet()
+            await self.last_look()
+            self.is_last = True
+            self.stop()
+        stopped_at = world.now
+        await serving
+        is_slow = self.had_slow_disk or world.counts["disk faults"] or world.disk_s > 0.01 or world.step_s > 1
+        world.law(world.now - stopped_at < grace + 5 or is_slow, "the stop took", world.now - stopped_at, "s")
+        await asyncio.gather(*tasks)
+        await asyncio.sleep(0)
+        others: Any = asyncio.all_tasks() - {asyncio.current_task()}
+        names = {task.get_coro().__qualname__ for task in others}
+        excused = {"EventLog._write_all"} if world.counts["disk faults"] else set()
+        world.law(names <= excused, "tasks are left over:", names)
+
+    async def serve(self, grace: float) -> None:
+        choice = self.life.choice
+        runner = HashRunner(CONFIG, self.n_pages, choice((2, 5, 16)), choice((0, 0, 1, 2)))
+        self.engine = SimEngine(runner, choice((0, 3)), self.loop)
+        local = LocalWorker(self.engine, TOKENIZER, TEMPLATE, GRAMMARS, names=["tiny"], max_output_tokens=60)
+        upstreams = Upstreams(["http://far/v1", "http://farther/v1"], {}, Timeouts(5, 20, 10, 60, 5))
+        upstreams._client._transport = worlds.SimUpstream()
+        args: Any = SimpleNamespace(
+            secret=["secret"], debug_steps=False, no_done_line=False, no_temporary=False, images="refuse",
+            reasoning_events="openai", max_streams=choice((8, 30)), max_body=64 * 1024, host="127.0.0.1",
+            allowed_host=[], cors_origin=[], shutdown_grace=grace, store=self.path or "file",
+        )  # fmt: skip
+        listener: Any = None
+        await server.serve(args, Keys(KEYS), local, RemoteWorker(upstreams), self.store, listener)
+
+    async def event(self, chance: random.Random) -> None:
+        CHANCE.set(chance)
+        kind = chance.choice(self.kinds)
+        self.world.counts[kind] += 1
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self.clients.act(kind)
+        except TimeoutError:
+            self.world.law(False, "a client waits for ever")
+
+    # --- faults ---------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        self.world.tell("SIGTERM")
+        PROCESS.is_stopping = True
+        self.loop.signal_handlers[signal.SIGTERM]()
+        if self.life.random() < 0.3:
+            self.loop.call_later(self.life.expovariate(2), self.loop.signal_handlers[signal.SIGINT])
+
+    def fail(self, chance: random.Random) -> bool:
+        """Let something go wrong, for a while; return whether the process stops."""
+        world, kind = self.world, chance.choice(FAULTS)
+        world.tell("fault:", kind)
+        match kind:
+            case "stop":
+                self.stop()
+            case "full":
+                world.disk_full = True
+            case "bad write":
+                world.n_bad_writes = chance.choice((1, 1, 3))
+            case "slow":
+                world.disk_slow_s = 0.5
+                self.had_slow_disk = True
+            case "jump":
+                world.skew += chance.choice((-3600, -1, 1, 700, 3600))
+                self.laws.may_expire = True
+            case "broken" | "nan":
+                setattr(world, f"device_{kind}", True)
+                world.counts["device faults"] += 1
+            case "upstream":
+                world.upstream_down = True
+        self.loop.call_later(chance.choice((0, 1, 10)) * chance.expovariate(0.5), world.heal)
+        self.note_faults()
+        return kind == "stop"
+
+    def note_faults(self) -> None:
+        for known in self.laws.known if self.world.disk_full or self.world.n_bad_writes > 0 else ():
+            known.faulted = True
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    async def quiet(self) -> None:
+        """All have left: nothing is held, nothing runs."""
+        law, registry, rooms, remote = self.world.law, PROCESS.registry, PROCESS.rooms, PROCESS.api.remote
+        for _ in range(PATIENCE_S):
+            is_at_work = self.engine.busy() or remote.busy() or registry._threads.n_waiting
+            if not (registry.jobs or PROCESS.connections or is_at_work):
+                break
+            await asyncio.sleep(1)
+        await asyncio.sleep(10)  # what a full disk has refused is written by now
+        law(not registry.jobs, "jobs that never end:", [*registry.jobs])
+        law(not remote.busy(), "requests to upstreams never end")
+        law(not (self.world.open_bodies or CLOSING), "connections to upstreams stay open")
+        self.engine.check_idle()
+        held = [room.held for room in (rooms.streams, rooms.sockets, rooms.bytes, registry._room)]
+        law(not any(any(owners.values()) for owners in held), "room is held:", held)
+        law(not rooms.unanswered, "unanswered:", rooms.unanswered)
+        law(registry._turns._places._value == background.MAX_RUNNING, "turns are held")
+
+    async def last_look(self) -> None:
+        """Every response is what its events say, in the store too."""
+        law = self.world.law
+        for known in [known for known in self.laws.known if known.id]:
+            got = await self.clients.get(known)
+            if got.status != 200:
+                continue
+            law(got.json["status"] in TERMINAL, known.id, "never ended")
+            row, frames = self.store.get(known.id), self.store.frames(known.id)
+            law(row and row.response_json.encode() == got.body, known.id, "is not what is stored")
+            if known.is_background and known.is_streamed and frames:
+                events = [json.loads(frame.partition(b"data: ")[2]) for frame in frames]
+                numbers = [event["sequence_number"] for event in events]
+                law(fold(events) == got.json, known.id, "is not what its events say")
+                law(numbers == [*range(len(events))], known.id, "has gaps:", numbers)
+                law(len(frames) > max(known.frames, default=0), known.id, "lost events")
+
+
+# --- many runs ----------------------------------------------------------------------------------------------
+
+
+def run(seed: int, n_events: int = N_EVENTS, without: frozenset[str] = frozenset(), n_kept: int = 0) -> Json:
+    """Run one seed in this process, which must be a new one; return what came of it."""
+    simulation, error, began_at = Simulation(seed, n_events, without, n_kept), "", os.times()
+    world = simulation.world
+    try:
+        simulation.run()
+        gc.collect()  # tasks whose exceptions were never retrieved tell the loop
+    except Exception as exception:
+        error = f"{type(exception).__name__}: {exception}"
+    ended_at = os.times()
+    return {
+        "seed": seed,
+        "error": world.errors[0] if world.errors else error,
+        "hash": world.hash.hexdigest()[:16],
+        "virtual_s": world.now,
+        "cpu_s": ended_at.user + ended_at.system - began_at.user - began_at.system,
+        "names": [*map(str, range(simulation.n_begun)), *(f"life{i}" for i in range(simulation.n_processes))],
+        "counts": dict(world.counts),
+        "story": world.story,
+        "tail": [*world.tail],
+    }
+
+
+def outcomes(seeds: list[int], n_at_once: int = 1, *args: Any) -> Iterator[Json]:
+    """Run seeds, each in a process of its own: all begin from the same state."""
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(n_at_once, maxtasksperchild=1) as pool:
+        yield from pool.imap(partial(run_all, args), seeds, chunksize=1)
+
+
+def run_all(args: tuple[Any, ...], seed: int) -> Json:
+    return run(seed, *args)
+
+
+def law_of(error: str) -> str:
+    """Return what runs that break the same law have in common: its first words, without ids and numbers."""
+    return " ".join([word for word in error.split()[:12] if word.isalpha()][:4])
+
+
+def shortened(found: Json, n_events: int, without: frozenset[str]) -> tuple[Json, frozenset[str]]:
+    """Take events out of a run while it breaks the same law: a half of them, a quarter, in the end one."""
+    left = [name for name in found["names"] if name not in without]
+    n = len(left)
+    while n > 1:
+        n = (n + 1) // 2
+        for start in range(0, len(left), n):
+            tried = without | {*left[start : start + n]}
+            (again,) = outcomes([found["seed"]], 1, n_events, tried)
+            if again["error"] and law_of(again["error"]) == law_of(found["error"]):
+                found, without = again, tried
+        left = [name for name in left if name not in without]
+    return found, without
+
+
+def show(found: Json, n_events: int, without: frozenset[str]) -> None:
+    print(f"seed {found['seed']}: {found['error'][:1000]}")
+    short, without = shortened(found, n_events, without)
+    print(*(line[:300] for line in short["story"]), sep="\n")
+    again = f"--seed {found['seed']} --events {n_events} --without {','.join(sorted(without))}"
+    print(f"python tests/simulate.py {again}", flush=True)
+
+
+def plant(mutant: Mutant, n_seeds: int) -> str:
+    """Run seeds in a copy with a bug until one finds it; return which one, and its law."""
+    command = [sys.executable, "tests/simulate.py", "--seeds", str(n_seeds), "--first-only"]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copied(Path(folder))
+        path = copy / f"{mutant.module}.py"
+        text = path.read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            return "CANNOT BE MADE"
+        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        ended = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        return (ended.stdout or ended.stderr[-300:]).splitlines()[0][:200]
+
+
+def planted() -> Iterator[Mutant]:
+    """Yield bugs that a run should find: those of planted.toml, and those of the life of responses."""
+    rows = tomllib.loads((ROOT / "tests/planted.toml").read_text(encoding="utf-8"))
+    for module, changes in rows.items():
+        yield from (Mutant(module, **change, test="planted") for change in changes)
+    yield from (each for each in mutants() if each.module in ("background", "event_log"))
+
+
+def main() -> int:
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have one order
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("words", nargs="*", help="with --mutants: only those with one of these in them")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--first-only", action="store_true", help="end with the first seed that fails")
+    parser.add_argument("--brief", action="store_true", help="print no stories")
+    parser.add_argument("--mutants", action="store_true")
+    parser.add_argument("--events", type=int, default=N_EVENTS)
+    parser.add_argument("--without", type=lambda text: frozenset(text.split(",")), default=frozenset())
+    parser.add_argument("--tail", type=int, default=0)
+    parser.add_argument("-n", type=int, default=1, help="how many at a time")
+    args = parser.parse_args()
+    if args.mutants:
+        for mutant in planted():
+            if not args.words or any(word in str(mutant) for word in args.words):
+                print(f"{mutant.module}: {mutant.undoes}: {plant(mutant, args.seeds)}", flush=True)
+        return 0
+    logging.basicConfig(level=logging.INFO, handlers=[worlds.Errors()])
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    seeds = [*range(args.first, args.first + args.seeds)] if args.seed is None else [args.seed]
+    began_at, n, n_bad, virtual_s, cpu_s, n_kills = time.monotonic(), 0, 0, 0.0, 0.0, 0
+    for found in outcomes(seeds, args.n, args.events, args.without, args.tail):
+        print(*found["tail"], sep="\n", end="\n" * bool(args.tail))
+        n, virtual_s, cpu_s = n + 1, virtual_s + found["virtual_s"], cpu_s + found["cpu_s"]
+        n_kills += found["counts"].get("kills", 0)
+        if args.seed is not None:
+            print(found["hash"], found["counts"])
+        if found["error"]:
+            n_bad += 1
+            if args.brief or args.first_only:
+                print(f"seed {found['seed']}: {found['error'][:300]}", flush=True)
+            else:
+                show(found, args.events, args.without)
+            if args.first_only:
+                break
+    rate = n / (time.monotonic() - began_at) * 60
+    print(f"{n} seeds, {n_bad} with errors; {rate:.0f} seeds a minute, {cpu_s / n:.2f} s of a processor each")
+    print(f"{virtual_s / 3600:.1f} virtual hours, {n_kills} kills")
+    return bool(n_bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
