@@ -668,7 +668,7 @@ class Simulation:
         self.plan(n)
         self.loop = Loop()
         self.store = SimStore(self.path or f"{self.folder}/{n}.db", self.retention)
-        statuses = {*self.store._ids("SELECT status FROM responses WHERE ended_at IS NULL")}
+        statuses = {*self.store.live_statuses().values()}
         world.law(not self.ended_well or statuses <= {"queued"}, "a stop has not ended", statuses)
         self.note_faults()
         was_killed = False
@@ -705,9 +705,9 @@ class Simulation:
     def leave_behind(self, n: int, was_killed: bool) -> None:
         """Give the next process what is on the disk: after a power failure, not the newest of it."""
         is_cut = was_killed and not self.path and self.life.random() < 0.15
-        queued: list[str] = []
+        live: dict[str, str] = {}
         with suppress(sqlite3.ProgrammingError):  # it was closed already
-            queued = self.store._ids("SELECT id FROM responses WHERE status = 'queued'")
+            live = self.store.live_statuses()
         for end in ("", "-wal"):  # what kill -9 leaves; its locks are on the old file
             path = Path(f"{self.folder}/{n}.db{end}")
             if path.exists():
@@ -719,7 +719,7 @@ class Simulation:
         if self.path:
             self.laws.known.clear()  # it was in memory
         for known in self.laws.known:
-            known.was_queued = known.id in queued and not is_cut
+            known.was_queued = live.get(known.id) == "queued" and not is_cut
             known.accepted &= not is_cut
             if known.faulted or is_cut:
                 known.forget()

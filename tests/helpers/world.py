@@ -291,9 +291,13 @@ class SimStore(Store):
         if WORLD.disk_full:
             self._disk("evict")
         live = self.live()
-        is_cut = super().evict(now)
+        is_more = super().evict(now)
         WORLD.law(self.live() == live, "a live response was evicted")
-        return is_cut
+        return is_more
+
+    def live_statuses(self) -> dict[str, str]:
+        """Return the status of each response that has not ended, by id."""
+        return dict(self._db.execute("SELECT id, status FROM responses WHERE ended_at IS NULL"))
 
 
 # --- the device ---------------------------------------------------------------------------------------------
@@ -578,7 +582,7 @@ class Errors(logging.Handler):
         message = record.getMessage()
         WORLD.trace("log", record.name, record.levelname, message)
         excused = record.levelno < logging.ERROR
-        excused |= WORLD.counts["disk faults"] > 0 and "could not be" in message  # stored, or cut
+        excused |= WORLD.counts["disk faults"] > 0 and ("could not be" in message or "has a fault" in message)
         excused |= WORLD.counts["device faults"] > 0 and "a step failed" in message
         if not excused:
             error = record.exc_info[1] if record.exc_info else ""
