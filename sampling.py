@@ -1,7 +1,8 @@
 """Logits to a token: penalties, temperature, top-k, top-p, min-p, and the draw.
 
-    logits --apply_penalties()--> logits --apply_temperature()--> probabilities --apply_top_k_top_p_min_p()-->
-    probabilities --draw()--> token id          all together: logits, Context --pick_token()--> Choice
+    logits --apply_penalties()--> logits --candidates()--> token ids, and of these
+    logits --apply_temperature()--> probabilities --apply_top_p()--> probabilities --draw()--> one of them
+    all together: logits, Context --pick_token()--> Choice
 
 Authority: https://platform.openai.com/docs/api-reference/chat/create for penalties, logit_bias and logprobs;
 each other method names its paper.
@@ -11,19 +12,22 @@ Rules of this file:
    is), on the output so far and on the mask: never on the other sequences of the batch, nor on how the output
    was cut into steps.
 2. Logprobs are the model's own, before temperature, penalties and bias.
-3. Arithmetic on probabilities is float64, because it sums over the whole vocabulary.
+3. A choice costs as much as its passes over the vocabulary. So tokens that cannot come are left out first,
+   and probabilities are float32, but float64 where they are summed over the whole vocabulary.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
-Probs = NDArray[np.float64]  # (vocab_size,), not normalised
+
+NEGLIGIBLE = 1e-17  # as a probability, beside the likeliest token's: 10^5 such tokens have 10^-12 together
+RUN = 64  # tokens that are drawn as one, before one of them is
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,6 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     n_top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
-
-    @cached_property
-    def bias_arrays(self) -> tuple[NDArray[np.int64], Array]:
-        """logit_bias as token ids and biases, made once for all steps."""
-        token_ids = np.array(list(self.logit_bias), np.int64)
-        biases = np.array(list(self.logit_bias.values()), np.float32)
-        return token_ids, biases
 
 
 class Context(NamedTuple):
@@ -85,9 +82,11 @@ def pick_token(logits: Array, context: Context) -> Choice:
     if sampling.temperature == 0:
         token_id = int(penalised.argmax())
     else:
-        probs = apply_temperature(penalised, sampling.temperature)
-        probs = apply_top_k_top_p_min_p(probs, sampling)
-        token_id = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
+        token_ids = candidates(penalised, sampling)
+        probs = apply_temperature(penalised[token_ids], sampling.temperature)
+        probs = apply_top_p(probs, sampling.top_p)
+        drawn = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
+        token_id = int(token_ids[drawn])
     if sampling.n_top_logprobs is None:
         return Choice(token_id)
     logprobs = log_softmax(logits)  # the model's own: rule 2
@@ -117,50 +116,72 @@ def apply_penalties(logits: Array, context: Context) -> Array:
         token_ids, counts = np.unique(np.array(context.output, np.int64), return_counts=True)
         penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
         logits[token_ids] -= penalties.astype(np.float32)
-    if sampling.logit_bias:
-        token_ids, biases = sampling.bias_arrays
-        logits[token_ids] += biases
+    for token_id, bias in sampling.logit_bias.items():
+        logits[token_id] += bias
     if context.mask is not None:
         logits[~context.mask] = -np.inf
     return logits
 
 
-def apply_temperature(logits: Array, temperature: float) -> Probs:
-    """Return exp(logit / temperature), scaled so that the likeliest token has 1."""
-    with np.errstate(over="ignore"):  # near 0 only the likeliest token keeps a probability above 0
-        probs: Probs = np.exp((logits - logits.max()).astype(np.float64) / temperature)
-    return probs
+def candidates(logits: Array, sampling: Sampling) -> NDArray[np.int64]:
+    """Return the ids of the tokens that may come: top_k and min_p keep them, and they are likely enough.
 
-
-def apply_top_k_top_p_min_p(probs: Probs, sampling: Sampling) -> Probs:
-    """Return the probabilities, 0 for each token that top_k, top_p or min_p drops.
-
-    All three keep the likeliest tokens, so each is a threshold; the likeliest token has probability 1 here.
-    min_p: https://arxiv.org/abs/2407.01082. top_k: https://arxiv.org/abs/1805.04833, section 5.4. top_p,
-    nucleus sampling: https://arxiv.org/abs/1904.09751, section 3.1; as in vLLM it is the last of them.
+    Each keeps the likeliest tokens, so each is a threshold. min_p: https://arxiv.org/abs/2407.01082. top_k:
+    https://arxiv.org/abs/1805.04833, section 5.4.
     """
-    threshold = sampling.min_p
-    if 0 < sampling.top_k < len(probs):
-        k_th_largest = np.partition(probs, -sampling.top_k)[-sampling.top_k]
-        threshold = max(threshold, k_th_largest)
-    if sampling.top_p < 1:
-        total = probs[probs >= threshold].sum()
-        # All tokens below this threshold have less than 1 - top_p together: top_p drops them, unsorted.
-        negligible = (1 - sampling.top_p) * total / len(probs)
-        descending = np.sort(probs[probs >= max(threshold, negligible)])[::-1]
-        n_nucleus = int(np.searchsorted(np.cumsum(descending), sampling.top_p * total)) + 1
-        threshold = descending[:n_nucleus][-1]  # rounding may make n_nucleus one too many
+    log_min_p = math.log(max(sampling.min_p, NEGLIGIBLE))
+    least = logits.max() + np.float32(log_min_p * sampling.temperature)
+    if 0 < sampling.top_k < len(logits):
+        k_th_largest = np.partition(logits, -sampling.top_k)[-sampling.top_k]
+        least = max(least, k_th_largest)
+    return np.flatnonzero(logits >= least)
+
+
+def apply_temperature(logits: Array, temperature: float) -> Array:
+    """Return exp(logit / temperature), scaled so that the likeliest token has 1."""
+    probs: Array = logits - logits.max()
+    with np.errstate(over="ignore"):  # near 0 only the likeliest token keeps a probability above 0
+        probs /= max(temperature, 1e-30)  # which float32 holds
+    return np.exp(probs, out=probs)
+
+
+def apply_top_p(probs: Array, top_p: float) -> Array:
+    """Return the probabilities, 0 for each token that top_p drops.
+
+    Nucleus sampling, https://arxiv.org/abs/1904.09751, section 3.1: the fewest likely tokens that have top_p
+    of the whole, a threshold too. As in vLLM the whole is what min_p and top_k have left.
+    """
+    if top_p == 1:
+        return probs
+    total = probs.sum(dtype=np.float64)
+    # All tokens below this threshold have less than 1 - top_p together: top_p drops them, unsorted.
+    negligible = (1 - top_p) * total / len(probs)
+    descending = np.sort(probs[probs >= negligible])[::-1]
+    n_nucleus = int(np.searchsorted(np.cumsum(descending, dtype=np.float64), top_p * total)) + 1
+    threshold = descending[:n_nucleus][-1]  # rounding may make n_nucleus one too many
     return np.where(probs < threshold, 0, probs)
 
 
 # --- the draw -----------------------------------------------------------------------------------------------
 
 
-def draw(probs: Probs, u: float) -> int:
-    """Draw a token: the inverse of the cumulative distribution, in the order of token ids, at u in [0, 1)."""
-    ends = np.cumsum(probs)
-    position = min(u * ends[-1], np.nextafter(ends[-1], 0))  # rounding must not reach the end
-    return int(np.searchsorted(ends, position, side="right"))
+def draw(probs: Array, u: float) -> int:
+    """Draw a token: the inverse of the cumulative distribution, in the order of token ids, at u in [0, 1).
+
+    A run of tokens is drawn, then one of these: a cumulative sum is slow, one addition after another.
+    """
+    sums = np.add.reduceat(probs, np.arange(0, len(probs), RUN))
+    run, position = reached(sums, u * sums.sum(dtype=np.float64))
+    token, _ = reached(probs[run * RUN :][:RUN], position)
+    return run * RUN + token
+
+
+def reached(weights: Array, position: float) -> tuple[int, float]:
+    """Return the weight in which a position of the cumulative sum lies, and how far into it that is."""
+    ends = np.cumsum(weights, dtype=np.float64)
+    position = min(position, np.nextafter(ends[-1], 0))  # rounding must not reach the end
+    i = int(np.searchsorted(ends, position, side="right"))
+    return i, max(0.0, position - (ends[i] - weights[i]))
 
 
 def philox_uniform(seed: int, choice: int, number: int) -> float:
@@ -179,14 +200,14 @@ def philox_uniform(seed: int, choice: int, number: int) -> float:
 def log_softmax(logits: Array) -> Array:
     """log(exp(x) / sum(exp(x))), summed in float64."""
     logprobs: Array = logits - logits.max()
-    logprobs -= np.log(np.exp(logprobs, dtype=np.float64).sum())
+    logprobs -= np.log(np.exp(logprobs).sum(dtype=np.float64))
     return logprobs
 
 
 def top_logprobs(logprobs: Array, n: int) -> tuple[tuple[int, float], ...]:
-    """Return the n likeliest tokens as (token_id, logprob), likeliest first."""
+    """Return the n likeliest tokens as (token_id, logprob), likeliest first; of equals the smallest ids."""
     if n == 0:
         return ()
-    unordered = np.argpartition(logprobs, -n)[-n:]
-    token_ids = unordered[np.argsort(-logprobs[unordered], kind="stable")]
-    return tuple((int(token_id), float(logprobs[token_id])) for token_id in token_ids)
+    likely = np.flatnonzero(logprobs >= np.partition(logprobs, -n)[-n])
+    token_ids = likely[np.argsort(-logprobs[likely], kind="stable")][:n]
+    return tuple(zip(token_ids.tolist(), logprobs[token_ids].tolist(), strict=True))

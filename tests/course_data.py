@@ -28,8 +28,7 @@ from gateway.outputs import Outputs
 from model import PAGE, Batch, Span
 from pages import PagePool, prefix_hash, root_hash
 from responses import Builder, fold, label
-from sampling import Choice, Context, Sampling, apply_penalties, apply_temperature, draw
-from sampling import apply_top_k_top_p_min_p as apply_limits
+from sampling import Choice, Context, Sampling, apply_penalties, apply_temperature, apply_top_p, draw
 from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
 from tokenizer import Decoder, Tokenizer
 from walkthrough import ROOT, TINY, counted_ids, in_page, shown
@@ -176,8 +175,8 @@ def sampling() -> Lines:
     yield row("apply_temperature(1), the likeliest is 1", apply_temperature(logits, 1))
     probs = apply_temperature(logits, 2)
     yield row("apply_temperature(2)", probs)
-    kept = apply_limits(probs, hot)
-    yield row("apply_top_k_top_p_min_p(), top_p 0.8", kept)
+    kept = apply_top_p(probs, hot.top_p)
+    yield row("apply_top_p(0.8)", kept)
     yield row("where each ends, of a whole of 1", np.cumsum(kept) / kept.sum())
     for u in (0.1, 0.6, 0.99):
         yield f"draw(u = {u}) -> {words[draw(kept, u)]}"

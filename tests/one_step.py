@@ -24,8 +24,7 @@ from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from model import CHUNK, Array, Batch, NumpyOps, forward
 from request.template import ChatTemplate
-from sampling import Choice, Context, Probs, Sampling, apply_temperature, philox_uniform, pick_token
-from sampling import apply_top_k_top_p_min_p as apply_limits
+from sampling import Choice, Context, Sampling, apply_temperature, apply_top_p, philox_uniform, pick_token
 from scheduler import Scheduled, Scheduler, Sequence
 from tokenizer import Tokenizer
 from walkthrough import TINY, command, name, stages
@@ -124,14 +123,14 @@ def chosen(logits: Array, context: Context, token_id: int, token: str) -> Iterat
     sampling = context.sampling
     largest = np.argsort(-logits)[:3]
 
-    def listed(numbers: Array | Probs) -> str:
+    def listed(numbers: Array) -> str:
         return ", ".join(f"{token_id}: {numbers[token_id]:.2f}" for token_id in largest)
 
     yield f"the largest logits    {listed(logits)}"
     if sampling.temperature == 0:
         yield f"temperature 0         {token}, which has the largest"
         return
-    probs = apply_limits(apply_temperature(logits, sampling.temperature), sampling)
+    probs = apply_top_p(apply_temperature(logits, sampling.temperature), sampling.top_p)
     probs /= probs.sum()
     end = np.cumsum(probs)[token_id]
     u = philox_uniform(sampling.seed, sampling.choice, context.n_output)
