@@ -397,7 +397,7 @@ class Api:
     async def stream_steps(self, http: HttpRequest, visit: Visit) -> Response:
         assert self.steps
         visit.enter()
-        response = StreamingResponse(self.steps.read(visit.owner, self.registry.stopping))
+        response = StreamingResponse(self.steps.read(visit, self.registry.stopping))
         response.raw_headers = SSE_HEADERS
         return response
 

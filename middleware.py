@@ -135,7 +135,9 @@ async def visited(handler: Callable[..., Awaitable[Any]], http: HTTPConnection) 
 # --- who is let in ------------------------------------------------------------------------------------------
 
 
-BEARER = re.compile(r"(?i:bearer)\s+(\S.*?)\s*")
+# Matches the header without the blanks around it. One more pattern for blanks at its end would have each
+# character tried as their beginning: 31,000 blanks before the last character took 3 s.
+BEARER = re.compile(r"(?i:bearer)\s+(\S.*)")
 # A page cannot give a WebSocket a header: it offers the key as a subprotocol, as OpenAI's clients do.
 OFFERED_KEY = re.compile(r"\bopenai-insecure-api-key\.([^\s,]+)")
 
@@ -152,7 +154,7 @@ class Keys:
         if not self._digests:
             return ""
         offered = OFFERED_KEY.search(headers.get("sec-websocket-protocol", ""))
-        key = BEARER.fullmatch(headers.get("authorization", "")) or offered
+        key = BEARER.fullmatch(headers.get("authorization", "").strip()) or offered
         if not key:
             return None
         owner = digest(key[1])

@@ -45,7 +45,7 @@ from gateway.upstreams import Timeouts, Upstreams
 from middleware import Keys, make_app
 from request.room import N_THREADS, Rooms
 from service import loading, logs, options
-from service.connections import STALLED_S, EventLoop, HttpServer, bind, http_config
+from service.connections import EventLoop, HttpServer, bind, http_config, max_connections
 from service.steps import Steps
 from store import IN_MEMORY, Retention, Store
 from worker import LocalWorker
@@ -76,6 +76,7 @@ def main() -> int:
                 args.upstream, options.upstream_keys(args), Timeouts(**dict(args.upstream_timeout))
             )
             remote = RemoteWorker(upstreams, args.price)
+        max_connections(args.max_streams)  # raises if the system allows too few files
         listener = bind(args.host, args.port)
         store = Store(args.store, Retention(args.store_max_responses, args.store_max_bytes))
         if args.model or not args.upstream:
@@ -167,7 +168,7 @@ async def serve(
         await registry.close(args.store != IN_MEMORY)  # in a file what is queued waits for the next process
         for worker in api.workers:
             await worker.close()  # what still runs, in the foreground, fails
-        loop.call_later(STALLED_S, server.drop_clients)
+        server.drop_clients()
         evicting.cancel()
     await registry.close_store()
 

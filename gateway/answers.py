@@ -66,7 +66,8 @@ from request.tools import as_json
 # longest events have the whole arguments of a call, the longest objects the logprobs of a whole answer.
 MAX_EVENT_BYTES = 2**19
 MAX_OBJECT_BYTES = 2**22
-MAX_ANSWER_BYTES = 48 * 2**20  # 128k tokens are 32 MB
+MAX_ANSWER_BYTES = 48 * 2**20  # 128k tokens are 32 MB, and 16 for their chunks
+CHUNK_BYTES = 2**7  # what a chunk counts for by itself: an empty one takes more memory than its 8 bytes
 MAX_CALL_CHARACTERS = 2**21  # names, ids and arguments of all calls of a choice
 CALL_CHARACTERS = 2**10  # what a call counts for by itself
 MAX_BLANKS = 1024  # characters of blank text that are held until text follows
@@ -430,7 +431,9 @@ class Answer:
         self._n_bytes += len(data)
         if self._n_bytes > MAX_ANSWER_BYTES:
             return self.fail(f"The answer cannot be used: it is longer than {MAX_ANSWER_BYTES} bytes.")
-        return self._read(self._documents.read(data))
+        chunks = self._read(self._documents.read(data))
+        self._n_bytes += CHUNK_BYTES * len(chunks)
+        return chunks
 
     def close(self) -> list[Chunk]:
         """End the answer: return what it lacks. An error is the last chunk of all."""

@@ -80,9 +80,14 @@ FORWARDED = (b"openai-model", b"openai-processing-ms", b"openai-version", b"x-ra
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers that the client gets, their names in lower case.
 
-    Names have no case: https://github.com/timoklimmer/powerproxy-aoai/issues/53
+    Names have no case: https://github.com/timoklimmer/powerproxy-aoai/issues/53. A value with a control
+    character is dropped: uvicorn raises at it.
     """
-    return [(name.lower(), value) for name, value in headers if name.lower().startswith(FORWARDED)]
+    return [
+        (name.lower(), value)
+        for name, value in headers
+        if name.lower().startswith(FORWARDED) and value.decode("latin-1").isprintable()
+    ]
 
 
 def whole(chunks: Iterable[Chunk]) -> str:

@@ -44,6 +44,8 @@ log = logging.getLogger("upstreams")
 MAX_BODY_BYTES = 2**21  # a refusal, or a list of models
 MAX_FAILURES = 3  # probes in a row: then an upstream is down
 GRACE_S = 3  # for usage and [DONE], after the last finish_reason
+PIECE_BYTES = 2048  # of a read, in a turn of the event loop: 200 of the smallest events, which take 3 ms
+MAX_BEGINNING = 1000  # chunks that say nothing, held before the first that does
 BODY_S = 3  # for the body of a refusal, or of a list of models
 UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, TimeoutError)
 
@@ -112,7 +114,7 @@ class Reply:
         self._reads = self._read_all(response)
         async for chunks in self._reads:
             self._beginning += chunks
-            if answer.has_said or answer.is_over:
+            if answer.has_said or answer.is_over or len(self._beginning) >= MAX_BEGINNING:
                 break
         if answer.failed and not answer.has_said:
             raise refusal(200, self._beginning[-1]["error"])
@@ -138,15 +140,19 @@ class Reply:
     async def _read_all(self, response: httpx.Response) -> AsyncGenerator[list[Chunk]]:
         answer = self.answer
         async with aclosing(response.aiter_raw()) as body:
-            async for piece in body:
-                had_finished = answer.is_finished
-                chunks = answer.feed(piece)
-                if answer.is_finished and not had_finished:
-                    self._deadline = time.monotonic() + GRACE_S
-                yield chunks
+            async for data in body:
+                # One read may have thousands of frames: the event loop has a turn after each piece of it.
+                for start in range(0, len(data), PIECE_BYTES):
+                    had_finished = answer.is_finished
+                    chunks = answer.feed(data[start : start + PIECE_BYTES])
+                    if answer.is_finished and not had_finished:
+                        self._deadline = time.monotonic() + GRACE_S
+                    yield chunks
+                    if answer.is_over:
+                        break
+                    await asyncio.sleep(0)
                 if answer.is_over:
                     break
-                await asyncio.sleep(0)  # one read may have thousands of frames
         yield await asyncio.to_thread(answer.close)  # it may be all of the answer
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidHandshake
 from websockets.frames import Frame, Opcode
 from websockets.protocol import Event
 from websockets.server import ServerProtocol
@@ -82,6 +83,7 @@ BACKLOG = 4096  # connections that the system holds until we accept them; a clie
 ACCEPTED_A_TURN = 16  # connections in a turn of the event loop: the work for each takes half a millisecond
 READY_A_TURN = 16  # connections that are read or written, for the same reason
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
+MIN_CONNECTIONS = 16  # with fewer a server would only seem to answer
 OWN_FILES = 80  # the store, the model, pipes, logs, connections that are accepted to be dropped
 
 
@@ -116,12 +118,15 @@ def bind(host: str, port: int) -> Listener:
 def max_connections(max_streams: int) -> int:
     """Return how many connections there may be at once, and let this process have files for as many.
 
-    Upstreams take as many files as clients do.
+    Upstreams take as many files as clients do. Raises ValueError if the system allows too few.
     """
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     n_files = 2 * (max_streams + MAX_IDLE) + OWN_FILES
     if hard_limit != resource.RLIM_INFINITY:
         n_files = min(n_files, hard_limit)
+    n_needed = 2 * MIN_CONNECTIONS + OWN_FILES
+    if n_files < n_needed:
+        raise ValueError(f"the system allows {n_files} open files: expected {n_needed} or more (ulimit -n)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard_limit))
     return (n_files - OWN_FILES) // 2
 
@@ -160,10 +165,16 @@ class HttpServer(uvicorn.Server):
 
     capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
-    def drop_clients(self) -> None:
-        """Drop those that do not leave at a stop, before uvicorn cancels their requests, and logs that."""
+    def drop_clients(self, states: tuple[str, ...] = ("started",)) -> None:
+        """Drop those whose bodies have not come, and soon all that do not leave.
+
+        Later uvicorn would cancel their requests, and log that.
+        """
         for connection in self.server_state.connections:
-            connection.transport.abort()
+            if not states or getattr(connection, "state", "") in states:
+                connection.transport.abort()
+        if states:
+            asyncio.get_running_loop().call_later(STALLED_S, self.drop_clients, ())
 
 
 class Limited(asyncio.Protocol):
@@ -195,9 +206,12 @@ class Limited(asyncio.Protocol):
 
 
 BAD_HTTP_ANSWER = (
-    "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    "HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     "x-request-id: %s\r\nConnection: close\r\n\r\n%s"
 )
+BAD_REQUEST = "400 Bad Request"
+# RFC 6455, section 4.4, and RFC 9110, section 15.5.22
+BAD_VERSION = "426 Upgrade Required\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13"
 # Headers that say one thing: of two, a proxy could believe one and we the other (RFC 9110, section 5.3).
 SINGLE_HEADERS = (b"host", b"authorization", b"content-type", b"content-encoding", b"origin")
 
@@ -331,17 +345,24 @@ class Protocol(Limited, HttpToolsProtocol):
 
     def refuse(self, error: BaseException) -> None:
         """Answer what is not HTTP. If a whole request came before it, that has its answer, the last one."""
-        request_id = new_id("req")
-        log.info("400: %s: %s", request_id, error)
-        if self.state == "whole":
-            self.shutdown()
-            return
         if self.state == "started" and self.cycle.response_started:  # nothing may stand amid that answer
             self.transport.abort()
-            return
-        body = sse.dumps(error_body(400, f"Invalid HTTP request received: {error}.", code="invalid_http"))
-        self.transport.write((BAD_HTTP_ANSWER % (len(body), request_id, body)).encode())
-        self.transport.close()
+        refuse(self.transport, error, is_answered=self.state != "whole")
+        if self.state == "whole":
+            self.shutdown()
+
+
+def refuse(
+    transport: asyncio.Transport, error: BaseException, status: str = BAD_REQUEST, is_answered: bool = True
+) -> None:
+    """Log a refusal; send it, as the last answer on the connection, unless that is closing."""
+    request_id = new_id("req")
+    log.info("%.3s: %s: %s", status, request_id, error)
+    if is_answered and not transport.is_closing():
+        message = f"Invalid HTTP request received: {error}."
+        body = sse.dumps(error_body(int(status[:3]), message, code="invalid_http"))
+        transport.write((BAD_HTTP_ANSWER % (status, len(body), request_id, body)).encode())
+        transport.close()
 
 
 # --- WebSockets ---------------------------------------------------------------------------------------------
@@ -350,11 +371,17 @@ class Protocol(Limited, HttpToolsProtocol):
 class CountedFrames(ServerProtocol):
     """The package's side of a WebSocket. Counts frames, and gives each text as bytes.
 
-    uvicorn logs a traceback for a text that is not UTF-8.
+    uvicorn logs a traceback for a text that is not UTF-8. A handshake that is refused raises.
     """
 
     n_frames = 0  # since `counted_since`
     counted_since = 0.0
+
+    def accept(self, request: Any) -> Any:
+        response = super().accept(request)
+        if self.handshake_exc:  # uvicorn would send this response, which is plain text
+            raise self.handshake_exc
+        return response
 
     def events_received(self) -> list[Event]:
         events = super().events_received()
@@ -386,8 +413,12 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
         self.conn = CountedFrames(max_size=self.conn.max_size, logger=self.conn.logger)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.handshake_exc or self.conn.n_frames > MAX_FRAMES:
+        with contextlib.suppress(InvalidHandshake):
+            super().data_received(data)
+        if error := self.conn.handshake_exc:
+            is_version = getattr(error, "name", "") == "Sec-WebSocket-Version"
+            refuse(self.transport, error.__cause__ or error, BAD_VERSION if is_version else BAD_REQUEST)
+        elif self.conn.n_frames > MAX_FRAMES:
             self.transport.abort()
 
     def shutdown(self) -> None:

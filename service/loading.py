@@ -7,8 +7,7 @@ It chooses the ops (the kernels of a GPU, Numba or NumPy) and the size of the pa
 Rules of this file:
 1. What cannot work is said before the weights are read, and names the option to change.
 2. The fastest ops that are installed compute; the log says which, and what would be faster.
-3. The operator chose the model: a file of its own that never ends, or a chat template without an end, hangs
-   the start.
+3. The operator chose the model: a file of its own that never ends hangs the start.
 
 Not here: the options themselves (options.py), obtaining the files (checkpoint/hub.py), reading them
 (checkpoint/).
@@ -56,7 +55,7 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     vocabulary = directory / "tokenizer.json"
     try:
         template = ChatTemplate.load(directory)
-    except (TypeError, KeyError, RecursionError) as error:
+    except (TypeError, KeyError, RecursionError, MemoryError) as error:
         raise UnsupportedModel(f"the chat template in {directory} cannot be read: {error!r}") from error
     tokenizer = Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)

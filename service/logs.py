@@ -53,6 +53,7 @@ def start(level: str, log_format: str) -> None:
     handler.setFormatter(Lines(log_format))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request to an upstream
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has left
 
 
 def is_news(thing: Hashable, told: set[Hashable]) -> bool:

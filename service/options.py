@@ -232,8 +232,8 @@ def arguments() -> ArgumentParser:
 def secrets(args: Namespace, name: str) -> list[str]:
     """Return what an option, each line of its file, and each line of its variable hold.
 
-    Lines that begin with "#" are comments. Raises OSError for a file that cannot be read, and ValueError for
-    a file or a variable that holds nothing, or what cannot be a key.
+    Lines whose first character is "#" are comments, indented too. Raises OSError for a file that cannot be
+    read, and ValueError for a file or a variable that holds nothing, or what cannot be a key.
     """
     file = getattr(args, f"{name}_file")
     variable = f"LLMREF_{name.upper()}"
@@ -245,7 +245,8 @@ def secrets(args: Namespace, name: str) -> list[str]:
         texts[variable] = os.environ[variable]
     found = [*getattr(args, name)]
     for source, text in texts.items():
-        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        # Not splitlines(), for which the second byte of an "Å" in UTF-8 ends a line too.
+        lines = [line for line in text.split("\n") if line.strip()[:1] not in ("", "#")]
         try:
             found += map(key, lines or [""])
         except ArgumentTypeError as error:

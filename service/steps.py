@@ -24,11 +24,13 @@ from weakref import WeakKeyDictionary
 import sse
 from engine import Engine
 from model import PAGE
+from request.room import Visit
 from sampling import Choice
 from scheduler import Scheduled, Scheduler, Sequence
 
 MAX_STEPS = 2000
 POLL_S = 0.05  # a reader looks for new steps so often
+STEPS_A_TURN = 16  # that one reader gets in a turn of the event loop: 5 ms
 
 Members = dict[str, Any]  # a JSON object, as it is sent
 # The owner of a sequence, what a step did for it, and what of that the owner alone may read.
@@ -116,16 +118,18 @@ class Steps:
 
     # --- as JSON, for the eyes of one owner -----------------------------------------------------------------
 
-    async def read(self, owner: str, stopping: asyncio.Event) -> AsyncGenerator[bytes]:
+    async def read(self, visit: Visit, stopping: asyncio.Event) -> AsyncGenerator[bytes]:
         """Yield the frames for one reader: the steps that are kept, then those to come, until a stop."""
         next_step = 0
         while not stopping.is_set():
-            for step, shares in list(self.steps):  # a copy: the engine's thread adds steps meanwhile
-                if step["step"] >= next_step:
-                    next_step = step["step"] + 1
-                    sequences = [
-                        share | texts if whose == owner else share  # rule 3
-                        for whose, share, texts in shares
-                    ]
-                    yield sse.encode(sse.dumps(step | {"sequences": sequences}))
-            await asyncio.sleep(POLL_S)
+            kept = list(self.steps)  # a copy: the engine's thread adds steps meanwhile
+            if part := [each for each in kept if each[0]["step"] >= next_step][:STEPS_A_TURN]:
+                next_step = part[-1][0]["step"] + 1
+                yield b"".join(self._frame(visit.owner, *each) for each in part)
+                await visit.until_next_part()
+            else:
+                await asyncio.sleep(POLL_S)
+
+    def _frame(self, owner: str, step: Members, shares: list[Share]) -> bytes:
+        sequences = [share | texts if whose == owner else share for whose, share, texts in shares]  # rule 3
+        return sse.encode(sse.dumps(step | {"sequences": sequences}))

@@ -298,6 +298,16 @@ def test_blank_text_is_not_held_without_end() -> None:
     assert len(said) > 10_000 - 2 * answers.MAX_BLANKS
 
 
+def test_chunks_that_say_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: 5 million of them, each of 8 bytes, were held until the first text came."""
+    monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", 2**14)
+    reader, chunks = Reader(), list[Json]()
+    while not reader.is_over:
+        chunks += reader.feed(b"data:{}\n\n")
+    assert len(chunks) < 2**14 / answers.CHUNK_BYTES
+    assert "longer than" in chunks[-1]["error"]["message"]
+
+
 LARGE = [b"data: " + b"x" * 2**20, b'{"x": "' + b"x" * 2**23, b"\n" * (answers.MAX_ANSWER_BYTES + 1)]
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -429,6 +430,33 @@ async def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> Non
         heard.clear()
         with pytest.raises(Refused, match="No"):
             await said(worker, stream=True, on_output=heard.set)  # refused after its Accepted
+
+
+async def test_a_read_of_many_events_takes_many_turns() -> None:
+    """Bug: the events of one read were one turn of the event loop, those before the first text another."""
+    n_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal n_turns
+        while True:
+            n_turns += 1
+            await asyncio.sleep(0)
+
+    writes: list[tuple[int, int]] = []  # the turn of each, and its events
+
+    def on_body(client: Client) -> None:
+        writes.append((n_turns, client.sent[-1]["body"].count(b"data: {")))
+
+    says_nothing = b"data:{}\n\n" * 5000
+    async with over(says(head() + says_nothing + STREAM)) as (worker, _):
+        counting = asyncio.create_task(count_turns())
+        client = await passed(worker, STREAMED, on_body)
+        counting.cancel()
+    assert frames_of(client.body)[5000:] == frames_of(STREAM.replace(USED, b""))
+    assert max(n_events for _, n_events in writes) < 1300
+    assert (
+        max(Counter(turn for turn, n_events in writes if n_events).values()) <= 2
+    )  # the last two at the end
 
 
 @pytest.mark.bug("I06")

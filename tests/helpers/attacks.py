@@ -172,6 +172,7 @@ CHUNKS = b"1\r\n \r\n" * (MB // 6)  # and no end
 KEYLESS_CHUNKS = post(None, key="", **CHUNKED) + CHUNKS
 MODELS = get("/v1/models")
 MANY_HEADERS = get("/v1/models", "", **{f"X-{i}": "1" for i in range(16_000)})
+BLANKS = get("/v1/models", "", Authorization=f"Bearer x{' ' * 31_000}y")
 LONG_QUERY = get(f"{RESPONSES}/resp_1?" + "a&" * 31_000, "")
 LONG_CHAT = post(chat(500, n=15, logprobs=True, top_logprobs=20), CHAT)
 MANY_LOGPROBS = [LONG_CHAT, post(long_ask(1800, stream=True, **LOGPROBS))]
@@ -222,6 +223,13 @@ def fill_the_queue(client: Client) -> Reply:
     return client.ask(post(long_ask(1, background=True), key=WITNESS))
 
 
+def watch_steps(client: Client) -> None:
+    """Read the steps of the engine many times, and leave."""
+    for _ in range(3):
+        client.ask(post(long_ask(700)))
+    client.hold(20, get("/debug/steps"), 2)
+
+
 # --- WebSockets ---------------------------------------------------------------------------------------------
 
 
@@ -266,6 +274,7 @@ def ws_resets(client: Client) -> None:
 
 UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
 WS = get(RESPONSES, **UPGRADE, Sec_WebSocket_Key="A" * 22 + "==")
+OLD_WS = WS.replace(b"Version: 13", b"Version: 12")
 ODD_WS = WS[:-2] + "X-Odd: \u00e9\r\n\r\n".encode()
 PING = frame(b"", Opcode.PING)
 EMPTY_FRAGMENT = frame(b"", Opcode.CONT, fin=False)
@@ -334,6 +343,8 @@ ATTACKS = [
     Attack("many-headers", "16,000 headers", NO_KEY, lambda c: c.each([MANY_HEADERS] * 3)),
     Attack("json-in-arguments", "450,000 objects in those of a call", NO, lambda c: c.each([ARGUMENTS] * 10)),
     Attack("long-queries", "40 of 31,000 parameters, no key", NO_KEY, lambda c: c.each([LONG_QUERY] * 40)),
+    Attack("blanks-in-a-key", "8 headers of 31,000, no key", NO_KEY, lambda c: c.each([BLANKS] * 8)),
+    Attack("steps", "20 who read all of them", OK, watch_steps, ("--debug-steps",)),
     Attack("scrapes", "400 at once; they take turns", OK, lambda c: c.each([get("/metrics")] * 400)),
     Attack("many-gets", "1,000 GETs at once", ROOM, lambda c: c.each([MODELS] * 1000)),
     Attack("many-posts", "600 POSTs at once", ROOM, lambda c: c.each([post(ask())] * 600)),
@@ -346,10 +357,14 @@ ATTACKS = [
            continued_by_many, SMALL_STORE, may_hold_mb=256, goes_on=True),  # queue and bodies
     Attack("slow-bodies", "30 bodies of 7.9 MB without their last byte", OK,
            lambda c: c.hold(30, post(None, Content_Length=str(BODIES[0])) + b" " * (BODIES[0] - 1), 3)),
+    Attack("half-sent-large-bodies", "30 of 1.9 MB without their last byte", OK,
+           lambda c: c.hold(30, post(None, Content_Length=str(BODIES[1])) + b" " * (BODIES[1] - 1), 3)),
     Attack("many-values", "200 bodies; their clients leave", ANY, lambda c: c.each([MANY_VALUES] * 200, 6)),
     Attack("read-again", "a large response for 400 who do not read", OK, read_again, FEW_STREAMS),
     Attack("upstream-bytes", "30 million zeros in few", RELAYED, lambda c: c.ask_upstream(BYTES), RELAY),
     Attack("upstream-calls", "two that grow by turns", RELAYED, lambda c: c.ask_upstream(GROWING), RELAY),
+    Attack("upstream-empty-events", "3 MB of 8 bytes each", RELAYED,
+           lambda c: c.ask_upstream(b"data:{}\n\n" * 400_000), RELAY),
     Attack("upstream-event", "one event of 15 MB", RELAYED, lambda c: c.ask_upstream(LARGE_EVENT), RELAY),
     # fairness and keys
     Attack("evict-others", "more is stored than is kept; another's stays", OK, evict_others, SMALL_STORE),
@@ -373,6 +388,7 @@ ATTACKS = [
     Attack("ws-handshakes", "1,000 halves of a handshake, 1,000 silent WebSockets; another has room", OK,
            lambda c: c.hold(1000, WS[:60]) or c.hold(1000, opening=WS)),
     Attack("ws-odd-handshakes", "a header not in ASCII", (101, 400, 426), lambda c: c.each([ODD_WS] * 50)),
+    Attack("ws-old-handshakes", "version 12", (426,), lambda c: c.each([OLD_WS] * 50)),
     Attack("ws-deaf-readers", "16 answers for each of 200", OK, lambda c: c.hold(200, LONG_LANES, 10, WS)),
     Attack("ws-resets", "pings, then a reset; no traceback", OK, ws_resets),
 ]

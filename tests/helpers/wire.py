@@ -22,6 +22,9 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None:
         self.is_read = True
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        pass  # whoever sends the bytes chooses who gets them
+
     def is_closing(self) -> bool:
         return self.is_closed
 

@@ -370,6 +370,34 @@ def test_a_model_directory_holds_the_template_and_its_tokens(tmp_path: Path) -> 
     assert ChatTemplate.load(tmp_path).render([user("a")], None, NOW) == "new </s>"
 
 
+LOOP = "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
+# What never ends, or fills the memory: each of them stopped the server.
+ENDLESS = {
+    "loops": LOOP,
+    "calls": "{% macro m(n) %}{% if n < 16 %}{{ m(n + 1) }}{{ m(n + 1) }}{% endif %}{% endmacro %}{{ m(0) }}",
+    "repeated text": "{{ 'ab' * 1000000 }}",
+    "text repeated": "{{ 1000000 * 'ab' }}",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_ends(source: str) -> None:
+    """At the start, and later if only some messages lead there. A larger request may take more turns."""
+    with pytest.raises(BadTemplate, match=r"it may take 2\d{4} calls and turns"):
+        ChatTemplate(source, {})
+    template = ChatTemplate("{% if messages[0].content == 'x' %}" + source + "{% endif %}", {})
+    with pytest.raises(BadInput, match=r"it may take 2\d{4} calls and turns"):
+        template.render([user("x")], None, NOW)
+    template.render([user("x"), user("a" * 500_000)], None, NOW)
+    assert template.render([user("a")], None, NOW) == ""
+
+
+def test_loops_are_as_jinja_has_them() -> None:
+    loops = "{% for m in messages %}{{ loop.index }}{{ m.content }}{{ loop.last }}{% endfor %}"
+    others = "{% for _ in no %}1{% endfor %}{% for a, b in {1: 2}.items() %}{{ a * b * '-' }}{% endfor %}"
+    assert ChatTemplate(loops + others, {}).render([user("a"), user("b")], None, NOW) == "1aFalse2bTrue--"
+
+
 # fmt: off
 #   what tokenizer_config.json holds                           what the message says
 NO_TEMPLATE = [

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import selectors
 import signal
 import socket
@@ -26,6 +27,7 @@ from helpers.faulty_server import SLOW
 from helpers.serving import PATIENCE_S, Json, Server, http_bytes, http_frames, serve, until
 from helpers.wire import Wire
 from service import connections, options
+from streaming import cancel
 
 ENDLESS: Json = HI | NO_END | {"seed": SLOW}
 CHUNKED = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -158,6 +160,59 @@ async def test_a_handshake_that_is_not_ascii_is_refused(name: str) -> None:
     protocol.connection_lost(None)
     assert wire.written.startswith(b"HTTP/1.1 400")
     assert not state.connections
+
+
+# What of a handshake is wrong                     the answer says
+BAD_HANDSHAKES = {
+    "Sec-WebSocket-Version: 13":                     ("Sec-WebSocket-Version: 12", "426 Upgrade Required"),
+    "Sec-WebSocket-Key: " + "A" * 22 + "==\r\n":     ("", "400 Bad Request"),
+    "A" * 22 + "==":                                 ("AAAA", "400 Bad Request"),
+    "Host: x":                                       ("Host: x\r\nContent-Length: 2", "400 Bad Request"),
+    "GET":                                           ("POST", "400 Bad Request"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", BAD_HANDSHAKES)
+async def test_a_handshake_that_is_refused_is_told_why_in_json(wrong: str) -> None:
+    """Bug: the answer was plain text, or there was none."""
+    protocol, wire, _ = connected(application([]))
+    protocol.ws_protocol_class = connections.WebSocketProtocol
+    right = "GET /v1/responses HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    right += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: " + "A" * 22 + "==\r\n\r\n"
+    now, answer = BAD_HANDSHAKES[wrong]
+    protocol.data_received(right.replace(wrong, now).encode())
+    head, body = wire.written.split(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {answer}".encode())
+    assert (b"Sec-WebSocket-Version: 13" in head) == (b" 426 " in head)
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert wire.is_closed
+
+
+async def test_at_the_end_of_its_grace_a_stop_waits_for_no_body() -> None:
+    """Bug: with the half of a large one it took 2 s more, which are for clients to read their last event."""
+    protocols = [connected(application([])) for _ in range(3)]
+    head = http_bytes(RESPONSES, None, Content_Length="100000")
+    for (protocol, _, _), data in zip(protocols, (head + bytes(50_000), WHOLE, b""), strict=True):
+        protocol.data_received(data)
+    server = connections.HttpServer(uvicorn.Config(application([])))
+    server.server_state.connections = {protocol for protocol, _, _ in protocols}
+    server.drop_clients()
+    assert [wire.is_closed for _, wire, _ in protocols] == [True, False, False]
+    server.drop_clients(())
+    assert all(wire.is_closed for _, wire, _ in protocols)
+    for _, _, state in protocols:
+        await cancel(*state.tasks)
+
+
+def test_a_start_with_too_few_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the server said that it listens, and dropped every connection."""
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    for limit, n in ((112, 16), (1024, 472), (resource.RLIM_INFINITY, 1025)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert connections.max_connections(1) == n
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (111, 111))
+    with pytest.raises(ValueError, match="the system allows 111 open files: expected 112 or more"):
+        connections.max_connections(1)
 
 
 async def test_nothing_is_written_amid_an_answer() -> None:

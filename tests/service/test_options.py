@@ -74,8 +74,10 @@ def parsed(*flags: object) -> Namespace:
 def test_a_secret_comes_from_options_a_file_and_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: the text of a comment in a file of keys was a key that opened the server."""
-    (tmp_path / "keys").write_text("# of Ada\n two \n\n")
+    """Bugs: the text of a comment in a file of keys was a key that opened the server; so was what follows an
+    "\u00c5" in it, whose second byte ends a line for splitlines(), and a comment that is indented.
+    """
+    (tmp_path / "keys").write_text("# of Ada\n two \n\n \t# of \u00c5sa\n", "utf-8")
     monkeypatch.setenv("LLMREF_API_KEY", "three\n")
     args = parsed("--api-key", " one ", "--api-key-file", tmp_path / "keys")
     assert options.secrets(args, "api_key") == ["one", "two", "three"]

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import service.steps
 import sse
 from helpers.engines import alone, endless, play, started
 from helpers.serving import Json, Server, http_bytes, http_chunks, serve
+from request.room import Rooms, Visit
 from service.steps import Steps
 
 
@@ -103,11 +104,22 @@ def test_a_reader_that_is_late_or_slow_loses_the_oldest_steps(
 
     async def main() -> list[int]:
         parser = sse.Parser()
-        async with aclosing(steps.read("", asyncio.Event())) as frames:
-            got = [await anext(frames)] if is_slow else []
+        visit = Visit(Rooms(1), "")
+        async with aclosing(steps.read(visit, asyncio.Event())) as reads:
+            numbers = await some(reads, parser) if is_slow else []
             await asyncio.to_thread(alone, engine, endless(100, 200))  # it reads nothing meanwhile
-            got += [await anext(frames) for _ in range(25 if is_slow else 20)]
-        return [json.loads(event.data)["step"] for frame in got for event in parser.feed(frame)]
+            while not numbers or numbers[-1] < steps.steps[-1][0]["step"]:
+                numbers += await some(reads, parser)
+        return numbers
+
+    async def some(reads: AsyncIterator[bytes], parser: sse.Parser) -> list[int]:
+        """What comes in one turn of the event loop: few steps, however many readers there are.
+
+        Bug: 20 readers of 2,000 steps stopped all streams for 0.6 s.
+        """
+        events = parser.feed(await anext(reads))
+        assert len(events) <= service.steps.STEPS_A_TURN
+        return [json.loads(event.data)["step"] for event in events]
 
     with started() as engine:
         steps = Steps(engine, lambda _: b"")
