@@ -1,49 +1,88 @@
 """`python -m audit`: holds a live server, or a recorded stream, against the rules.
 
-    URL --session.look(), judge_all()--> results --details(), junit()--> lines, a file
-    bytes of a recorded stream --judge_recording()--> lines
+    URL --session.look(), judge_all()--> Result, ... --report.row()--> lines and files, as they come
+    bytes of a recorded stream --recording.violations()--> lines, or a page
 
-Authority: `python -m audit --help`; https://github.com/testmoapp/junitxml for what CI servers read of
-JUnit's XML.
+Authority: `python -m audit --help`.
 
 Rules of this file:
-1. The exit status tells: 0 all is well, 1 a rule is broken, 2 nothing could be judged.
+1. The exit status tells: 0 all is well, 1 a rule is broken, 2 nothing could be judged, 3 a must had no reply.
 2. Only the standard library, and this folder: `make audit.pyz` packs it.
-3. Nothing that a terminal would obey is passed on from a server.
+3. Whatever ends the audit early (a signal, --deadline), what it has found by then is reported.
 
-Not here: what is judged (rules.py and the modules of rules), the verdicts (session.py).
+Not here: what is judged (rules.py and the modules of rules), the verdicts (session.py), what a report looks
+like (report.py), what a server is known to fail (expected.py).
 """
+
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (told in one line, before what it cannot import)
+    sys.exit("error: Python 3.11 or later is needed, this is " + sys.version.split()[0])
 
 import argparse
 import json
 import os
-import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+import re
+import signal
+import time
 from pathlib import Path
-from xml.etree.ElementTree import Element, SubElement, tostring
 
-from audit import session
+from audit import expected, report, session
 from audit.peer import BUDGET_S, Peer
+from audit.recording import violations
 from audit.rules import RULES, NoReply, NotApplicable
-from audit.schema import Json, printable, shortened
+from audit.schema import GRAMMAR, Json, label
 from audit.session import Result
-from audit.stream import read, violations
+from audit.stream import read
 
 EXAMPLES = """\
 a server:
   %(prog)s http://127.0.0.1:8000/v1 --model NAME
-  %(prog)s http://127.0.0.1:8000/v1 --profile chat --junit audit.xml
+  %(prog)s http://127.0.0.1:8000/v1 --profile chat --junit audit.xml --html audit.html
+  %(prog)s http://127.0.0.1:8000/v1 --write-expect known.txt
+  %(prog)s http://127.0.0.1:8000/v1 --expect known.txt
+
+servers side by side:
+  %(prog)s http://127.0.0.1:8000/v1 --json > ours.json
+  %(prog)s --compare ours.json theirs.json --html page.html
 
 a recorded stream:
   curl -sN http://127.0.0.1:8000/v1/responses -H 'Content-Type: application/json' \\
       -d '{"model": "m", "input": "hi", "stream": true}' > capture.sse
   %(prog)s capture.sse
 
-exit status: 0 all is well; 1 a must is broken (of a recording, or with --strict: any rule);
-2 nothing could be judged: no such file, no server, no such stream, or every rule ended as error or n/a
+exit status: 0 all is well; 1 a must is broken (of a recording: any rule; with --strict: any rule, flaky ones
+too; with --expect: any rule that is not as listed); 2 nothing could be judged: no such file, no server, no
+such stream, or every rule ended as error or n/a; 3 a must could not be judged, for it had no reply
 """
+
+
+# Option, its kind, its help.
+OPTIONS = """
+--list          flag    list the rules with their sources, without asking a server
+--json          flag    print JSON instead of text
+--model         text    name of the model; the first of /models if left out
+--api-key       text    sent as a bearer token; better kept out of the command line, in AUDIT_API_KEY
+--profile       text    which rules: chat, responses, stateful, agents, websocket; all if left out
+--rules         texts   only these, such as 'resume*'
+--strict        flag    exit status 1 for every failure, not for a failed must alone
+--repeat        number  ask all so many times; what differs is flaky
+--timeout       number  seconds for each rule (%(default)g)
+--deadline      number  seconds for all; the rules that are left then end as error
+--expect        file    the verdicts that are known: what is not as listed fails
+--write-expect  file    write such a file; it keeps the lines of --expect that still hold
+--junit         file    write a report for CI, as JUnit XML
+--html          file    write a page for people
+--compare       files   make one page of several reports that --json has printed
+"""
+KINDS: dict[str, Json] = {
+    "flag": {"action": "store_true"},
+    "text": {"default": ""},
+    "texts": {"action": "append", "default": []},
+    "number": {"type": float, "metavar": "N"},
+    "file": {"type": Path, "metavar": "FILE"},
+    "files": {"type": Path, "metavar": "FILE", "nargs": "+"},
+}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -54,145 +93,149 @@ def arguments() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("target", nargs="?", default="-", help="base URL of a server, with its /v1; a file; - for stdin")
-    add("--list", action="store_true", help="list the rules with their sources, without asking a server")
-    add("--json", action="store_true", help="print JSON instead of text")
-    add("--model", default="", help="name of the model; the first of /models if left out")
-    add(
-        "--api-key",
-        default=os.environ.get("AUDIT_API_KEY", ""),
-        help="sent as a bearer token; better kept out of the command line, in AUDIT_API_KEY",
-    )
-    add("--profile", choices=session.PROFILES, default="all", help="which rules; all if left out")
-    add("--rules", action="append", default=[], help="only these, such as 'resume*'")
-    add("--strict", action="store_true", help="exit status 1 for every failure, not for a failed must alone")
-    add("--repeat", type=int, default=1, help="ask all N times; what differs is flaky")
-    add("--timeout", type=float, default=BUDGET_S, help="seconds for each rule (%(default)g)")
-    add("--junit", type=Path, help="write a report for CI, as JUnit XML")
+    parser.add_argument("target", nargs="?", help="base URL of a server, with its /v1; a file; - for stdin")
+    for option, kind, text in re.findall(r"^(\S+) +(\w+) +(.+)", OPTIONS, re.MULTILINE):
+        parser.add_argument(option, help=text, **KINDS[kind])
+    key = os.environ.get("AUDIT_API_KEY", "")
+    parser.set_defaults(profile="all", repeat=1, timeout=BUDGET_S, deadline=0, api_key=key)
     return parser
 
 
 def main() -> int:
-    options = arguments().parse_args()
+    parser = arguments()
+    options = parser.parse_args()
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     try:
         if not __debug__:
             raise ValueError("the rules are assertions, which python -O leaves out")
         if options.list:
-            lines, status = [*listing(session.chosen(options.profile, options.rules))], 0
+            for name in session.chosen(options.profile, options.rules):
+                print(*report.listed(RULES[name]), sep="\n")
+        elif options.compare:
+            servers = {path.stem: json.loads(path.read_bytes()) for path in options.compare}
+            page = report.page({"servers": servers})
+            if options.html:
+                options.html.write_text(page, encoding="utf-8")
+            else:
+                print(page)
+        elif options.target is None:
+            parser.print_help(sys.stderr)
+            return 2
         elif options.target.startswith(("http://", "https://")):
-            lines, status = audit(options)
+            return audit(options)
         else:
-            stream = sys.stdin.buffer.read() if options.target == "-" else Path(options.target).read_bytes()
-            lines, status = judge_recording(stream, options.json)
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-        print(*lines, sep="\n", flush=True)
+            return judge_recording(options)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
     except (OSError, ValueError, NotApplicable, NoReply, AssertionError) as error:
         print("error:", *str(error).split(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
-    return status
+        print("error: stopped before the first verdict", file=sys.stderr)
+        return 2
+    return 0
 
 
 # --- a live server ------------------------------------------------------------------------------------------
 
 
-def audit(options: argparse.Namespace) -> tuple[list[str], int]:
-    """Return the lines to print, and the exit status."""
+def audit(options: argparse.Namespace) -> int:
+    """Ask all rules, report each verdict as it comes, and return the exit status."""
     names = session.chosen(options.profile, options.rules)
+    known = expected.read(options.expect) if options.expect else None
+    rows: list[Json] = []
+    findings: Json = {"about": {"url": options.target, "date": time.strftime("%Y-%m-%d")}, "results": rows}
+    keep(options, findings, known)  # what cannot be written is told now
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if options.deadline:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, options.deadline)
     peer = Peer(options.target, options.model, options.api_key, options.timeout)
-    about: Json = {"url": options.target, "apis": session.look(peer), "model": peer.model, "long": peer.long}
-    results = session.judge_all(peer, names, options.repeat)
-    if options.junit:
-        options.junit.write_text(junit(results, options.target), encoding="utf-8")
-    exit_status = status(results, options.strict)
+    apis = session.look(peer)
+    findings["about"] |= {"apis": apis, "model": peer.model, "long": peer.long}
+    head = [f"{options.target}, model {peer.model}: {' and '.join(apis)}"]
+    try:
+        for result in session.judge_all(peer, names, int(options.repeat)):
+            rows.append(report.row(result, known))
+            keep(options, findings, known)
+            progress("")
+            if not options.json and rows[-1]["verdict"] == "fail":
+                print(*head, *report.lines(rows[-1]), sep="\n", flush=True)
+                head = []
+            progress(f"{len(rows)} of {len(names)}, after {result.rule}")
+    except KeyboardInterrupt:
+        left = [Result(name, "error", "the audit was stopped before it") for name in names[len(rows) :]]
+        rows += [report.row(result, known) for result in left]
+        keep(options, findings, known)
+    progress("")
     if options.json:
-        report = {"about": about, "results": [*map(row, results)]}
-        return [json.dumps(report, indent=2, ensure_ascii=False)], exit_status
-    counts = Counter(result.verdict for result in results)
-    head = f"{options.target}, model {peer.model}: {' and '.join(about['apis'])}"
-    summary = f"{len(results)} rules: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}"
-    return [head, summary, *details(results)], exit_status
+        print(json.dumps(findings, indent=2, ensure_ascii=False))
+    else:
+        print(*head, *report.conclusion(rows), sep="\n")
+    return status(rows, options.strict)
 
 
-def status(results: list[Result], strict: bool) -> int:
-    """Return the exit status: 1 if a must fails, with `strict` any rule; 2 if no rule was judged."""
-    if {result.verdict for result in results} <= {"error", "n/a"}:
+def progress(text: str) -> None:
+    """Show on a terminal how far we are."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def keep(options: argparse.Namespace, findings: Json, known: expected.Known | None) -> None:
+    """Write the files."""
+    texts = {
+        options.junit: report.junit(findings),
+        options.html: report.page(findings),
+        options.write_expect: expected.written(findings["results"], known or {}),
+    }
+    for file, text in texts.items():
+        if file:
+            file.write_text(text, encoding="utf-8")
+
+
+def status(rows: list[Json], strict: bool) -> int:
+    """Return the exit status, as --help says."""
+    ends = {(row["verdict"], row["strength"]) for row in rows}
+    verdicts = {verdict for verdict, _ in ends}
+    if verdicts <= {"error", "n/a"}:
         return 2
-    failures = [RULES[result.rule].strength for result in results if result.verdict == "fail"]
-    return int("must" in failures or bool(strict and failures))
-
-
-# --- reports ------------------------------------------------------------------------------------------------
-
-
-def details(results: Iterable[Result]) -> Iterator[str]:
-    """Yield what failed and why, what could not be asked, and what does not apply."""
-    for result in results:
-        rule = RULES[result.rule]
-        if result.verdict != "pass":
-            yield f"{result.verdict:6}{rule.name} ({rule.strength}): {printable(result.reason)}"
-        if result.verdict in ("fail", "flaky"):
-            yield f"      {rule.title}"
-            yield f"      | {printable(shortened(result.excerpt, 400))}"
-            yield f"      {rule.source}"
-            yield f"      {rule.link}"
-
-
-def listing(names: Iterable[str]) -> Iterator[str]:
-    """Yield the rules."""
-    for name in names:
-        rule = RULES[name]
-        yield f"{name:24} {rule.strength:7} {rule.profiles:16} {rule.title}"
-        yield f"{'':24} {rule.source}; {rule.link}"
-
-
-def row(result: Result) -> Json:
-    rule = RULES[result.rule]
-    return result._asdict() | {"strength": rule.strength, "title": rule.title, "link": rule.link}
-
-
-# Verdict -> its element in JUnit's XML, and how a suite counts these.
-ELEMENTS = {"fail": "failure", "error": "error", "n/a": "skipped", "flaky": "skipped"}
-COUNTS = {"tests": "testcase", "failures": "*/failure", "errors": "*/error", "skipped": "*/skipped"}
-
-
-def junit(results: Iterable[Result], url: str) -> str:
-    """Write a suite for each group."""
-    root = Element("testsuites", name=f"audit of {url}")
-    for name, group in groupby(results, lambda result: RULES[result.rule].group):
-        suite = SubElement(root, "testsuite", name=name)
-        for result in group:
-            rule = RULES[result.rule]
-            case = SubElement(suite, "testcase", classname=name, name=rule.name, time=str(result.seconds))
-            properties = SubElement(case, "properties")
-            for fact in ("strength", "title", "source", "link", "bugs"):
-                SubElement(properties, "property", name=fact, value=getattr(rule, fact))
-            if tag := ELEMENTS.get(result.verdict):
-                element = SubElement(case, tag, message=printable(result.reason), type=rule.strength)
-                element.text = "\n".join(map(printable, result.excerpt.splitlines()))
-        for attribute, path in COUNTS.items():
-            suite.set(attribute, str(len(suite.findall(path))))
-    return tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    news = [row["news"] for row in rows if "news" in row]
+    is_broken = ("fail", "must") in ends or (strict and verdicts & {"fail", "flaky"})
+    if any(news) if news else is_broken:
+        return 1
+    return 3 if ("error", "must") in ends else 0
 
 
 # --- a recorded stream --------------------------------------------------------------------------------------
 
 
-def judge_recording(stream: bytes, as_json: bool) -> tuple[list[str], int]:
-    """Return the lines to print, and the exit status."""
-    capture = read(stream)
-    faults = violations(capture)
-    lines = [f"event {fault.event}: {fault.message} ({fault.rule}: {fault.link})" for fault in faults]
-    verdict = f"{len(faults)} violations" if faults else "OK"
-    lines.append(f"{verdict}. {len(capture.raw)} events of a {capture.kind} stream")
-    if as_json:
-        report = {"kind": capture.kind, "events": len(capture.raw), "ok": not faults}
-        lines = [json.dumps(report | {"violations": [fault._asdict() for fault in faults]}, indent=2)]
-    return lines, int(bool(faults))
+def judge_recording(options: argparse.Namespace) -> int:
+    """Report what is wrong with a stream, and return the exit status."""
+    file = Path(options.target)
+    if options.target != "-" and not file.exists():
+        raise ValueError(
+            f"there is no file {file}; if it is an address, it begins with a scheme: http://{file}"
+        )
+    capture = read(sys.stdin.buffer.read() if options.target == "-" else file.read_bytes())
+    faults = [fault._asdict() for fault in violations(capture)]
+    findings: Json = {
+        "kind": capture.kind,
+        "events": len(capture.raw),
+        "ok": not faults,
+        "violations": faults,
+    }
+    if options.html:
+        labels = [label(event) for _, event in capture.events]
+        stream = {"stream": capture.raw, "labels": labels, "grammar": [*GRAMMAR.items()]}
+        options.html.write_text(report.page(findings | stream), encoding="utf-8")
+    if options.json:
+        print(json.dumps(findings, indent=2))
+    else:
+        for fault in faults:
+            print("event {event}: {message} ({rule}: {link})".format_map(fault))
+        found = f"{len(faults)} violations" if faults else "OK"
+        print(f"{found}. {len(capture.raw)} events of a {capture.kind} stream")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ def two_at_once(peer: Peer) -> None:
     """
     with peer.live(limit=2 * CUT) as one, peer.live(limit=2 * CUT) as other:
         ids = {last.response.id for *_, last in (one, other)} - {""}
-    assert len(ids) == 2
+    assert len(ids) == 2, f"expected two ids, got {' and '.join(ids) or 'none'}"
 
 
 @advice

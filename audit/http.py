@@ -1,6 +1,6 @@
 """A server as seen from outside, over HTTP/1.1: nothing is known of the program.
 
-    Connection(socket, seconds_left).reply("GET /models") --> Reply, or NoReply
+    Connection(socket, seconds_left, "curl ...").reply("GET /models") --> Reply, or NoReply
 
 The problem is that a server under audit may be hostile: it may send headers by the byte, a chunk of a
 terabyte, a body without end. So all bytes come through one place, Connection.readinto(), which has a limit
@@ -31,6 +31,7 @@ from audit.stream import events_of, parsed
 NOT_THERE = {404, 405, 501}
 REFUSED = NOT_THERE | {400, 403, 415, 422}
 MAX_BYTES = 2**26  # of a reply: no answer that a rule asks for has a tenth of that
+SHOWN_BYTES = 2**14  # of a reply: so many stand in a report
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Reply:
     def if_there(self, refusals: Iterable[int] = NOT_THERE) -> "Reply":
         """Return this, unless it is one of the refusals: no rule is about what a server need not have."""
         if self.status in refusals:
-            raise NotApplicable(f"refused: {self}")
+            raise NotApplicable(f"refused with {self.status}: {self}")
         return self
 
     def if_stream(self) -> "Reply":
@@ -92,9 +93,14 @@ class Reply:
 
 
 class Connection(io.RawIOBase):
-    """Bytes to a server and from it, MAX_BYTES at most, each in what is left of the rule's budget."""
+    """Bytes to a server and from it, MAX_BYTES at most, each in what is left of the rule's budget.
 
-    def __init__(self, connection: socket.socket, seconds_left: Callable[[], float]) -> None:
+    `asked` is the request as a command for a shell, `received` the first bytes of the reply, as they came.
+    """
+
+    def __init__(self, connection: socket.socket, seconds_left: Callable[[], float], asked: str) -> None:
+        self.asked = asked
+        self.received = b""
         self._socket = connection
         self._seconds_left = seconds_left
         self._n_left = MAX_BYTES
@@ -144,6 +150,7 @@ class Connection(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         self._socket.settimeout(self._seconds_left())
         n_bytes = self._socket.recv_into(buffer)
+        self.received += bytes(buffer[: min(n_bytes, SHOWN_BYTES - len(self.received))])
         self._n_left -= n_bytes
         if self._n_left < 0:
             raise NoReply(f"expected {MAX_BYTES} bytes at most, got more")

@@ -17,6 +17,7 @@ Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an 
 """
 
 import json
+import shlex
 import socket
 import ssl
 import time
@@ -70,14 +71,16 @@ class Peer:
     """
 
     api = "responses"  # the one that a rule is about
-    shown = ""  # what was answered last: it stands by the verdict
+    shown = ""  # of the last reply, what shows the fault
 
     def __init__(self, base_url: str, model: str, api_key: str = "", budget: float = BUDGET_S) -> None:
         self.url = urlsplit(base_url.rstrip("/"))
         self.model = model
         self.long: Json = {}
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.replies: dict[str, Reply | Exception] = {}  # to what several rules are about
+        # To what several rules are about, each with its exchange.
+        self.replies: dict[str, tuple[Reply | Exception, list[Connection]]] = {}
+        self.exchanges: list[Connection] = []  # of the rule that is judged
         self._budget = budget
         self.start()
 
@@ -145,22 +148,24 @@ class Peer:
         target = path.removeprefix("/") if path.startswith("//") else self.url.path + path
         asked = shortened(f"{method} {path} {raw.decode('utf-8', 'replace')}", 300)
         kind = HTTPSConnection if self.url.scheme == "https" else HTTPConnection
+        command = curl(method, f"{self.url.scheme}://{self.url.netloc}{target}", named, raw)
         try:
             with closing(kind(self.url.netloc, timeout=self.seconds_left())) as server:
+                server.connect()
+                connection = Connection(server.sock, self.seconds_left, command)
+                self.show(connection)
                 server.request(method, target, raw or None, named)
-                reply = Connection(server.sock, self.seconds_left).reply(asked)
-                self.shown = f"{asked} -> {reply.status}"
-                yield reply
+                yield connection.reply(asked)
         except (EOFError, ConnectionResetError) as error:
             raise AssertionError(f"expected a whole reply: {asked} -> {error}") from error
         except (OSError, HTTPException) as error:
             layer = next(layer for failure, layer in LAYERS.items() if isinstance(error, failure))
-            raise NoReply(f"{layer}: {asked} -> {error!r}") from error
+            raise NoReply(f"{layer}: {asked} -> {type(error).__name__}: {error}") from error
 
     def ask(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Reply:
         """Ask, and read the whole reply; raises NoReply, for a server that is busy too."""
         with self.open(method, path, body, **headers) as reply:
-            self.shown = str(reply)
+            reply.chunks  # noqa: B018 (it reads them)
         if reply.status in BUSY:
             raise NoReply(f"the server is busy: {reply}")
         return reply
@@ -176,16 +181,24 @@ class Peer:
         key = f"{path} {body!r}"
         if key not in self.replies:
             self.start()
+            got: Reply | Exception
             try:
-                self.replies[key] = self.ask("POST", path, body)
+                got = self.ask("POST", path, body)
             except (NoReply, AssertionError) as error:  # a hang is waited for once
-                self.replies[key] = error
-        reply = self.replies[key]
+                got = error
+            self.replies[key] = got, self.exchanges[-1:]
+        reply, exchange = self.replies[key]
+        self.show(*exchange)
         with presumed("whole-frames"):
             if isinstance(reply, Exception):
                 raise reply
-        self.shown = str(reply)
         return reply
+
+    def show(self, *exchange: Connection) -> None:
+        """Put an exchange last: it is the one that shows the fault, if the rule fails now."""
+        others = [other for other in self.exchanges if other not in exchange]
+        self.exchanges = [*others, *exchange]
+        self.shown = ""
 
     def of_each_api(self, **asked: Any) -> Iterator[Reply]:
         """Yield the replies of the APIs that the server has."""
@@ -254,7 +267,7 @@ class Peer:
         if ask() != said:
             raise NotApplicable("the server says something else each time, at temperature 0")
         differing = {name: (said[name], told.get(name)) for name in said if said[name] != told.get(name)}
-        self.shown = str(differing)
+        self.shown = json.dumps(differing, ensure_ascii=False)
         raise AssertionError("expected the same answer, however it is asked for")
 
 
@@ -271,6 +284,20 @@ def response_of(events: list[Json]) -> Json:
     is_terminal = response and last.get("type") in TERMINAL
     assert is_terminal, f"expected a terminal event in the end, got {last}"
     return response
+
+
+def curl(method: str, url: str, headers: Json, body: bytes) -> str:
+    """Write a request as a command for bash, in which $AUDIT_API_KEY is the key."""
+    words = ["curl", "-isN", "--raw", "-X", method, url]
+    for name, value in headers.items():
+        words += ["-H", f"{name}: {value}"]
+    command = shlex.join(words)
+    if body:  # printf has no limit of length, and takes any byte in octal
+        octal = "".join(f"\\{byte:03o}" for byte in body)
+        text = f"%s {shlex.quote(body.decode())}" if body.isascii() else f"'{octal}'"
+        command = f"printf {text} | {command} --data-binary @-"
+    key = f"Authorization: {headers.get('Authorization')}"
+    return command.replace(shlex.quote(key), '"Authorization: Bearer $AUDIT_API_KEY"')
 
 
 # --- the rules of one stream, of a live server --------------------------------------------------------------
@@ -291,5 +318,7 @@ def judged(rule: Rule, peer: Peer) -> None:
         raise reason
     for name, capture in captures.items():
         for number, message in rule.check(capture):
-            peer.shown = shortened(str(capture.raw[number:][:1]), 300)
+            peer.recorded(name)
+            broken = b"".join(frame.raw for frame in capture.frames if frame.number == number)
+            peer.shown = broken.decode("utf-8", "backslashreplace")
             raise AssertionError(f"{name}: event {number}: {message}")

@@ -42,7 +42,7 @@ def expect_refused(peer: Peer, rule: Rule) -> None:
     if rule.name == "unknown-model" and all(reply.status == 200 for reply in all_replies):
         raise NotApplicable("whatever name is asked for is served")
     for reply in all_replies:
-        peer.shown = str(reply)
+        peer.show(reply.connection)
         assert reply.is_refusal or begins_with_error(reply)  # see the rule refused-by-status
 
 

@@ -1,6 +1,6 @@
 """One audit: what there is to be audited, and every rule asked of it, each with its verdict.
 
-    Peer --look()--> paths, or NoReply         Peer, names of rules --judge_all()--> [Result, ...]
+    Peer --look()--> paths, or NoReply         Peer, names of rules --judge_all()--> Result, ...
 
     pass     the rule holds                     fail     it does not, and the excerpt shows it
     n/a      the server lacks what it is about  error    it could not be asked, and the reason says why
@@ -17,17 +17,19 @@ Not here: the rules, what is printed (__main__.py).
 """
 
 import time
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Importing these enters their rules.
-from audit import agents, answers, chunks, events, frames, refusals, stored, turns  # noqa: F401
+from audit import agents, answers, recording, refusals, stored, turns  # noqa: F401
 from audit.http import NOT_THERE
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
 from audit.schema import Json, Typed
 from audit.stream import of_chunks
 
+N_SHOWN = 4  # exchanges of a verdict
 PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
 
 
@@ -35,7 +37,8 @@ class Result(NamedTuple):
     rule: str  # key of RULES
     verdict: str  # pass, fail, flaky, n/a or error
     reason: str = ""  # what was expected, or why it does not apply or could not be asked
-    excerpt: str = ""  # what shows it
+    excerpt: str = ""  # of the last reply, what shows it
+    exchanges: Sequence[Json] = ()  # the last ones of the rule, as they can be repeated
     seconds: float = 0.0
 
 
@@ -48,34 +51,40 @@ def chosen(profile: str, patterns: list[str]) -> list[str]:
     return matching
 
 
-def judge_all(peer: Peer, names: list[str], n_times: int) -> list[Result]:
-    """Return the verdict on each rule; if all are asked several times, the newest, or that they differ."""
-    known: dict[str, Result] = {}
-    for _ in range(n_times):
-        peer.replies.clear()  # ask again what several rules are about
-        for name in names:
-            started_at = time.monotonic()
-            result = judge(peer, name)
-            earlier = known.get(name, result)
-            if earlier.verdict != result.verdict:
-                reason = f"{earlier.verdict}, then {result.verdict}: {earlier.reason}{result.reason}"
-                result = Result(name, "flaky", reason, earlier.excerpt or result.excerpt)
-            known[name] = result._replace(seconds=round(time.monotonic() - started_at, 3))
-    return [*known.values()]
+def judge_all(peer: Peer, names: list[str], n_times: int = 1) -> Iterator[Result]:
+    """Yield the verdict on each rule; it is flaky if it is another one each of several times."""
+    replies: list[Any] = [{} for _ in range(n_times)]  # each time asks anew what several rules are about
+    for name in names:
+        started_at = time.monotonic()
+        results = []
+        for peer.replies in replies:
+            results.append(judge(peer, name))
+        verdicts = [result.verdict for result in results]
+        result = max(results, key=lambda result: result.verdict != "pass")  # the first that shows something
+        if len({*verdicts}) > 1:
+            result = result._replace(verdict="flaky", reason=f"{', '.join(verdicts)}: {result.reason}")
+        yield result._replace(seconds=round(time.monotonic() - started_at, 3))
 
 
 def judge(peer: Peer, name: str) -> Result:
     peer.start()
-    peer.shown = ""
+    peer.exchanges.clear()
+    peer.show()
     try:
         check(peer, name)
     except AssertionError as failure:
-        return Result(name, "fail", str(failure) or f"expected: {RULES[name].title}", peer.shown)
-    except NotApplicable as reason:
-        return Result(name, "n/a", str(reason))
+        verdict, reason = "fail", str(failure) or f"expected: {RULES[name].title}"
+    except NotApplicable as error:
+        return Result(name, "n/a", str(error))
     except Exception as error:  # NoReply, or what a reply that no rule expected makes of a rule: rule 1
-        return Result(name, "error", f"{type(error).__name__}: {error}")
-    return Result(name, "pass")
+        verdict, reason = "error", f"{type(error).__name__}: {error}"
+    else:
+        return Result(name, "pass")
+    exchanges = [
+        {"asked": one.asked, "reply": one.received.decode("utf-8", "backslashreplace")}
+        for one in peer.exchanges[-N_SHOWN:]
+    ]
+    return Result(name, verdict, reason, peer.shown, exchanges)
 
 
 def check(peer: Peer, name: str) -> None:
@@ -117,10 +126,11 @@ def look(peer: Peer) -> list[str]:
     apis = [api for api, reply in replies.items() if reply.status == 200 and reply.json]
     if not apis:
         statuses = {reply.status for reply in replies.values()}
-        layer = f"model: neither API answers for {peer.model!r}; is it the right --model?"
-        if statuses <= NOT_THERE:
+        listed = [model.id for model in models]
+        layer = f"model: neither API answers for {peer.model}; --model may be {', '.join(listed) or 'wrong'}."
+        if statuses <= NOT_THERE and (not listed or peer.model in listed):
             layer = "HTTP: no LLM server of these APIs; is it the right URL, with its /v1?"
-        elif statuses & {401, 403}:
+        if statuses & {401, 403}:
             layer = "key: it is missing or wrong; give --api-key KEY"
         raise NoReply(f"{layer} {'; '.join(map(str, replies.values()))}")
     for members in LONG:

@@ -1,8 +1,7 @@
-"""One stream: bytes to frames, frames to events, events to what they say and to what is wrong with them.
+"""One stream: bytes to frames, frames to events, events to what they say.
 
     bytes --frames_of()--> Frame, ... --events_of()--> event, ...
     bytes --read()--> Capture        [event, ...] --captured()--> Capture
-    Capture --violations()--> what is wrong with it
     response --of_response()--> Answer        [chunk, ...] --of_chunks()--> Answer
 
 Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html for the frames, schema.py for types.
@@ -14,7 +13,8 @@ Rules of this file:
 4. An event's number is its place in the recording, 0 the first: its `sequence_number`, if that is right.
 5. An Answer has the words of neither API, and is the same plain or streamed.
 
-Not here: the rules on one stream (frames.py, events.py, chunks.py), who records it (__main__.py, peer.py).
+Not here: the rules on one stream (frames.py, events.py, chunks.py; recording.py asks them all), who records
+it (__main__.py, peer.py).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from audit.rules import OF_STREAMS, RULES, NotApplicable
+from audit.rules import NotApplicable
 from audit.schema import Faults, Json, Typed, printable, shortened, without
 
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
@@ -164,25 +164,6 @@ def usage_faults(number: int, usage: Typed, prompt: str, output: str) -> Faults:
     parts_fit = 0 <= n_cached <= n_prompt and 0 <= n_reasoning <= n_output
     if not parts_fit or n_prompt == 0 or n_total != n_prompt + n_output:
         yield number, f"expected all counts, and that they agree, got {shortened(str(usage), 200)}"
-
-
-# --- what is wrong with a stream ----------------------------------------------------------------------------
-
-
-class Violation(NamedTuple):
-    event: int  # its number
-    rule: str  # key of RULES
-    message: str
-    link: str
-
-
-def violations(capture: Capture) -> list[Violation]:
-    """Find what is wrong with a stream, in its order."""
-    found: list[Violation] = []
-    for rule in RULES.values():
-        if rule.group in OF_STREAMS and capture.kind in rule.profiles:
-            found += [Violation(number, rule.name, text, rule.link) for number, text in rule.check(capture)]
-    return sorted(found)
 
 
 # --- what an answer says ------------------------------------------------------------------------------------

@@ -26,9 +26,10 @@ from audit.agents import HI, compacted
 from audit.events import TERMINAL
 from audit.http import Connection, Reply
 from audit.peer import CUT, Peer, response_of
+from audit.recording import violations
 from audit.rules import RULES, NotApplicable, presumed, rules_of
 from audit.schema import Json, expect_members, object_in
-from audit.stream import DONE, captured, of_response, parsed, violations
+from audit.stream import DONE, captured, of_response, parsed
 
 KEY, ACCEPT = "dGhlIHNhbXBsZSBub25jZQ==", "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="  # RFC 6455, section 1.3
 TEXT, CLOSE, PING, PONG = 1, 8, 9, 10  # opcodes, section 5.2
@@ -78,6 +79,8 @@ class WebSocket(NamedTuple):
 
     def send(self, opcode: int, payload: bytes) -> None:
         """Send a message as one frame."""
+        if opcode == TEXT:
+            self.connection.asked += f"\n# then the message: {payload.decode('utf-8', 'replace')}"
         size = len(payload)
         head = bytes([FINAL | opcode, MASKED | min(size, 126 + (size >= 2**16))])
         if size >= 126:

@@ -15,13 +15,16 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from playwright.sync_api import sync_playwright
 
 from audit import __main__ as command
-from audit import session
+from audit import expected, report, session
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import PROFILES, Result, chosen
-from helpers.serving import ROOT, Server, serve
+from helpers.serving import ROOT, Json, Server, serve
+from helpers.upstream import Exchange, head, json_answer, upstream
+from pictures import CHROMIUM
 
 FEW = ["--rules", "bad-[jmi]*", "--rules", "models"]
 TINY = ["--model", "tiny"]
@@ -88,48 +91,125 @@ def test_what_failed_is_said_in_a_line(ours: Server) -> None:
     assert refusal("http://no-such-host.invalid/v1").startswith("name: ")
     assert "HTTP: no LLM server" in refusal(ours.url, "--model", "m")
     assert "key: " in refusal(f"{ours.url}/v1", *TINY, "--api-key", "")
-    assert "'nobody'" in refusal(f"{ours.url}/v1", "--model", "nobody")
+    assert "model: neither API answers for nobody; --model may be tiny" in refusal(
+        f"{ours.url}/v1", "--model", "nobody"
+    )
     assert "nothing" in refusal(f"{ours.url}/v1", "--rules", "nothing")
-    assert "nowhere.sse" in refusal("nowhere.sse")
+    assert "it begins with a scheme: http://localhost:1/v1" in refusal("localhost:1/v1")
+    assert "nowhere/a.xml" in refusal(f"{ours.url}/v1", "--junit", "nowhere/a.xml"), "before any verdict"
+    assert "expected a rule of --list" in refusal(f"{ours.url}/v1", "--expect", "README.md")
 
 
 # --- verdicts and reports -----------------------------------------------------------------------------------
 
 
 EXITS = [
-    ({"cancel": "pass", "resume": "error"}, False, 0),
-    ({"cancel": "fail"}, False, 1),
-    ({"cancel-completed": "fail"}, False, 0),  # a should
-    ({"cancel-completed": "fail"}, True, 1),
-    ({"cancel": "flaky"}, True, 0),
-    ({"cancel": "error", "resume": "n/a"}, False, 2),  # nothing was judged
-]
+    # verdicts                              listed           strict  status
+    ({"cancel": "pass", "resume": "error"}, None,            False,  3),  # a must had no reply
+    ({"cancel": "fail", "resume": "error"}, None,            False,  1),
+    ({"cancel": "pass", "models": "error"}, None,            False,  0),  # a should
+    ({"models": "fail"},                    None,            False,  0),
+    ({"models": "fail"},                    None,            True,   1),
+    ({"cancel": "flaky"},                   None,            False,  0),
+    ({"cancel": "flaky"},                   None,            True,   1),
+    ({"cancel": "error", "resume": "n/a"},  None,            False,  2),  # nothing was judged
+    ({"cancel": "fail"},                    "cancel fail #", True,   0),
+    ({"cancel": "pass"},                    "cancel fail",   False,  1),  # stale
+    ({"models": "fail"},                    "",              False,  1),
+    ({"cancel": "n/a", "resume": "pass"},   "cancel pass",   False,  1),  # it was judged before
+    ({"cancel": "n/a", "resume": "pass"},   "cancel n/a #x", False,  0),
+    ({"cancel": "pass"},                    "cancel flaky",  True,   0),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("verdicts", "strict", "status"), EXITS)
-def test_a_failed_must_decides(verdicts: dict[str, str], strict: bool, status: int) -> None:
-    results = [Result(rule, verdict) for rule, verdict in verdicts.items()]
-    assert command.status(results, strict) == status
+@pytest.mark.parametrize(("verdicts", "listed", "strict", "status"), EXITS)
+def test_the_exit_status(
+    tmp_path: Path, verdicts: dict[str, str], listed: str | None, strict: bool, status: int
+) -> None:
+    """With the file that --write-expect makes of a run, the next one has no news."""
+    file = tmp_path / "known.txt"
+    known = None
+    if listed is not None:
+        file.write_text(f"# of an earlier run\n{listed}\n", encoding="utf-8")
+        known = expected.read(file)
+    results = [Result(rule, verdict, "why") for rule, verdict in verdicts.items()]
+    rows = [report.row(result, known) for result in results]
+    assert command.status(rows, strict) == status
+    file.write_text(expected.written(rows, known or {}), encoding="utf-8")
+    assert [expected.news(result, expected.read(file)) for result in results] == [""] * len(results)
+    assert status or not listed or "flaky" in listed or listed in file.read_text(encoding="utf-8")
 
 
 def test_what_differs_is_flaky(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = iter([Result("cancel", "pass"), Result("cancel", "fail", "late", "{}")])
+    late = Result("cancel", "fail", "late", "{}")
+    verdicts = iter([Result("cancel", "pass"), late, Result("cancel", "pass")])
     monkeypatch.setattr(session, "judge", lambda *_: next(verdicts))
-    (flaky,) = session.judge_all(Peer("http://127.0.0.1:9", "m"), ["cancel"], 2)
-    assert (flaky.verdict, flaky.reason, flaky.excerpt) == ("flaky", "pass, then fail: late", "{}")
+    (flaky,) = session.judge_all(Peer("http://127.0.0.1:9", "m"), ["cancel"], 3)
+    assert (flaky.verdict, flaky.reason, flaky.excerpt) == ("flaky", "pass, fail, pass: late", "{}")
 
 
 def test_reports_say_whatever_a_server_sends() -> None:
     """And a terminal obeys nothing of it."""
-    failed = Result("cancel", "fail", "a\x00<b>\033[2J", "\ud800\u2028\r\n & ]]>")
-    results = [failed, Result("resume", "n/a", "none")]
-    (suite,) = ElementTree.fromstring(command.junit(results, "http://x"))
+    said = "a\x00<b>\033[2J\ud800\u2028\r\n & ]]></script>"
+    failed = Result("cancel", "fail", said, "", [{"asked": said, "reply": said}])
+    rows = [report.row(result, None) for result in (failed, Result("resume", "n/a", "none"))]
+    findings: Json = {"about": {"url": "http://x"}, "results": rows}
+    (suite,) = ElementTree.fromstring(report.junit(findings))
     counts = {"tests": "2", "failures": "1", "errors": "0", "skipped": "1"}
     assert suite.attrib == counts | {"name": "background"}
     assert [case.attrib["name"] for case in suite.iter("testcase")] == ["cancel", "resume"]
     properties = {p.attrib["name"] for p in suite.iter("property")}
-    assert properties == {"strength", "title", "source", "link", "bugs"}
-    assert all(line.isprintable() for line in command.details(results))
+    assert properties == {"strength", "title", "source", "link", "bugs", "group"}
+    assert all(line.isprintable() for line in [*report.lines(rows[0]), *report.conclusion(rows)])
+    (data,) = re.findall('type="application/json">(.*?)</script>', report.page(findings))
+    assert data == json.dumps(findings).replace("<", r"\u003c"), "the page has the whole report"
+
+
+def test_the_page_is_drawn(tmp_path: Path) -> None:
+    """Of one server, of two side by side, and of a recording: all of it fits a narrow screen."""
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    exchanges = [{"asked": "curl x", "reply": "<b>" * 99}]
+    row = report.row(Result("cancel", "fail", "late", "", exchanges), None)
+    one: Json = {"about": {"url": "http://x", "model": "m"}, "results": [row]}
+    other = one | {"results": [row | {"verdict": "pass"}]}
+    fault = {"event": 0, "rule": "order", "message": "m", "link": "https://x"}
+    stream = {"kind": "k", "stream": [{"type": "a"}], "labels": ["a"], "grammar": [[["s", "a"], "t"]]}
+    pages: dict[str, Json] = {
+        "curl x": one,
+        "2 servers held": {"servers": {"a": one, "b": other}},
+        "next state": stream | {"violations": [fault]},
+    }
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        view = browser.new_page(viewport={"width": 390, "height": 800})
+        for shown, data in pages.items():
+            (tmp_path / "page.html").write_text(report.page(data), encoding="utf-8")
+            view.goto(f"file://{tmp_path}/page.html")
+            for rule in view.locator("details").all():
+                rule.evaluate("rule => rule.open = true")
+            assert shown in view.inner_text("body")
+            assert view.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_what_was_found_is_reported_when_the_time_is_over(tmp_path: Path) -> None:
+    """At a server that sends a number without end."""
+    says_this = {"choices": [{"index": 0, "message": {"content": "Hi."}, "finish_reason": "stop"}]}
+
+    def endless(exchange: Exchange) -> None:
+        if not exchange.body.get("stream"):
+            exchange.send(json_answer(says_this))
+            return
+        exchange.send(head() + b"data: ")
+        while True:
+            exchange.send(b"1" * 65536)
+
+    junit = tmp_path / "junit.xml"
+    with upstream(endless) as server:
+        ended = audit(server.url, "--rules", "event*", "--deadline", "3", "--junit", str(junit))
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert "the audit was stopped before it: " in ended.stdout
+    assert {case[-1].tag for case in ElementTree.parse(junit).iter("testcase")} == {"error"}
 
 
 def test_a_reader_may_leave() -> None:
@@ -154,16 +234,21 @@ def test_each_rule_is_of_a_profile_and_says_who_wrote_it_down() -> None:
 
 @pytest.mark.parametrize("inputs", [{}, {"model": "tiny", "arguments": "--strict --rules 'bad-j*'"}])
 def test_the_github_action(ours: Server, tmp_path: Path, inputs: dict[str, str]) -> None:
-    """Its one step, run by bash as GitHub does it, with the variables that it is given of its inputs."""
+    """Its last step, run by bash as GitHub does it, in a workspace that would take over."""
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
-    (step,) = action["runs"]["steps"]
+    python, step = action["runs"]["steps"]
+    assert python["uses"].startswith("actions/setup-python@")
     given = {name: row.get("default", "") for name, row in action["inputs"].items()} | inputs
     arguments = f"{given['arguments']} {shlex.join(FEW)}"
     given |= {"url": f"{ours.url}/v1", "arguments": arguments, "api-key": "secret"}
     expressions = {f"${{{{ inputs.{name} }}}}": value for name, value in given.items()}
-    expressions["${{ github.action_path }}"] = str(ROOT)
+    expressions |= {"${{ github.action_path }}": str(ROOT), "1": "1"}
+    expressions["${{ steps.python.outputs.python-path }}"] = sys.executable
     variables = {name: expressions[value] for name, value in step["env"].items()}
     (tmp_path / "bad-j").touch()  # what a pattern without quotes would become
+    for module in ("audit/__main__.py", "shlex.py", "sitecustomize.py"):
+        (tmp_path / module).parent.mkdir(exist_ok=True)
+        (tmp_path / module).write_text("raise SystemExit('taken over')", encoding="utf-8")
     words = [step["shell"], "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
     environment = os.environ | variables
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import completions
 import responses
 import sse
-from audit import __main__ as command
 from audit import schema
 from audit import stream as streams
+from audit.recording import Violation, violations
 from audit.rules import NotApplicable
 from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from event_log import encode_event
@@ -51,8 +51,8 @@ def chat_stream(finish: Finish = STOP) -> bytes:
     return b"".join(encode_event(0, chunk).frame for chunk in itertools.chain(*made)) + sse.DONE
 
 
-def lint(stream: bytes) -> list[streams.Violation]:
-    return streams.violations(streams.read(stream))
+def lint(stream: bytes) -> list[Violation]:
+    return violations(streams.read(stream))
 
 
 GOOD = {"responses": responses_stream() + sse.DONE, "chat": chat_stream()}
@@ -94,7 +94,7 @@ def test_a_member_has_one_type() -> None:
 def test_newer_events_and_members_are_known() -> None:
     """Refusals, annotations, tools that the server runs, steering: legal, and not made by ours."""
     lines = Path(__file__).with_name("newer_events.jsonl").read_text(encoding="utf-8").splitlines()
-    assert streams.violations(streams.captured([json.loads(line) for line in lines])) == []
+    assert violations(streams.captured([json.loads(line) for line in lines])) == []
 
 
 # --- nothing makes it raise ---------------------------------------------------------------------------------
@@ -126,8 +126,8 @@ def damaged(draw: st.DrawFn) -> list[Json]:
 @example([{"choices": [{"index": 0, "delta": "Hi"}]}], "chat")  # the rule on roles must not ask it for one
 def test_no_stream_makes_it_raise(events: list[Json], kind: str) -> None:
     typed = [schema.Typed(event, streams.EVENTS[kind]) for event in events]
-    violations = streams.violations(streams.Capture(kind, [], events, [*enumerate(typed)]))
-    assert all(0 <= violation.event <= len(events) or not events for violation in violations)
+    found = violations(streams.Capture(kind, [], events, [*enumerate(typed)]))
+    assert all(0 <= violation.event <= len(events) or not events for violation in found)
 
 
 @given(st.binary(max_size=60))
@@ -140,20 +140,26 @@ def test_bytes_are_judged_or_refused(stream: bytes) -> None:
     assert str(refused.value).isprintable()
 
 
-def test_a_recording_is_judged() -> None:
+def test_a_recording_is_judged(tmp_path: Path) -> None:
+    def judged(stream: bytes, *options: str) -> tuple[int, str]:
+        words = [sys.executable, "-m", "audit", "-", *options]
+        ended = subprocess.run(words, cwd=ROOT, input=stream, capture_output=True)
+        return ended.returncode, ended.stdout.decode()
+
     summary = "21 events of a responses stream"
-    words = [sys.executable, "-m", "audit"]
-    ended = subprocess.run(words, cwd=ROOT, input=GOOD["responses"], capture_output=True)
-    assert (ended.returncode, ended.stdout.decode()) == (0, f"OK. {summary}\n")
+    assert judged(GOOD["responses"]) == (0, f"OK. {summary}\n")
     bad = GOOD["responses"].replace(b'"item_id":"msg_2",', b"")
-    (fault, *_, last), status = command.judge_recording(bad, as_json=False)
+    status, text = judged(bad)
+    fault, *_, last = text.splitlines()
     link = "https://github.com/lemonade-sdk/lemonade/issues/3607"
     assert fault == f"event 9: response.content_part.added lacks item_id (fields: {link})"
     assert (status, last) == (1, f"5 violations. {summary}")
-    (printed,), _ = command.judge_recording(bad, as_json=True)
+    page = tmp_path / "page.html"
+    _, printed = judged(bad, "--json", "--html", str(page))
     report = json.loads(printed)
     assert (report["kind"], report["events"], report["ok"]) == ("responses", 21, False)
     assert [(v["event"], v["rule"]) for v in report["violations"]] == [(n, "fields") for n in range(9, 14)]
+    assert '"stream": [{"type": "response.created"' in page.read_text(encoding="utf-8")
 
 
 # --- the judge's own tables ---------------------------------------------------------------------------------

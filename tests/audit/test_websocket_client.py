@@ -18,7 +18,7 @@ def pair() -> Iterator[Pair]:
     ours, theirs = socket.socketpair()
     peer = Peer("http://127.0.0.1:9", "m", budget=5)
     with ours, theirs:
-        yield WebSocket(peer, Connection(ours, peer.seconds_left)), theirs
+        yield WebSocket(peer, Connection(ours, peer.seconds_left, "")), theirs
 
 
 def frame(opcode: Opcode, payload: bytes, fin: bool = True, mask: bool = False) -> bytes:

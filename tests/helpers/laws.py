@@ -23,10 +23,9 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-import audit.session  # noqa: F401 (it enters the rules)
 import channels
 import sse
-from audit import schema, stream
+from audit import recording, schema, stream
 from audit.rules import RULES
 from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, TokenLogprob, Usage
 from event_log import EventLog
@@ -175,7 +174,7 @@ def check_response(events: list[Json]) -> None:
 
 
 def check_rules(events: list[Json], *names: str) -> None:
-    faults = stream.violations(stream.captured([*events]))
+    faults = recording.violations(stream.captured([*events]))
     assert [fault for fault in faults if fault.rule in names] == []
 
 

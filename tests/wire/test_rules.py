@@ -118,7 +118,7 @@ def not_named_alone(verdicts: dict[str, list[Result]]) -> list[str]:
         if named != {rule}:
             wrong.append(f"the fault of {rule} is named by {sorted(named)}")
         wrong += [f"the fault of {rule}: {result}" for result in results if result.verdict == "error"]
-        wrong += [f"{rule}: nothing shows what is wrong" for failure in failures if not failure.excerpt]
+        wrong += [f"{rule}: nothing shows what is wrong" for failure in failures if not failure.exchanges]
     return wrong
 
 
