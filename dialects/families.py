@@ -21,9 +21,11 @@ from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
 
 # fmt: off
 #  (state now,    marker)              next state
-HERMES: Transitions = {  # Qwen, SmolLM3, DeepSeek-R1
+THINK: Transitions = {
     ("any",       "<think>"):          "analysis",
     ("any",       "</think>"):         "final",     # a stray one is markup all the same
+}
+HERMES: Transitions = THINK | {  # Qwen, SmolLM3, DeepSeek-R1
     ("any",       "<tool_call>"):      "call",      # it ends the reasoning: vllm-project/vllm#43221
     ("call",      "</tool_call>"):     "final",
 }
@@ -40,6 +42,10 @@ MISTRAL: Transitions = {
     ("any",       "[TOOL_CALLS]"):     "call",      # [CALL_ID] and [ARGS] are the call's own
     ("final",     "[CALL_ID]"):        "final",     # elsewhere they are markup all the same
     ("final",     "[ARGS]"):           "final",
+}
+GRANITE: Transitions = THINK | {  # Granite 3, Phi-4-mini
+    ("any",       "<|tool_call|>"):    "call",      # Granite's array ends with the turn
+    ("call",      "<|/tool_call|>"):   "final",
 }
 HARMONY: Transitions = {
     ("any",       "<|start|>"):        "role",
@@ -138,6 +144,18 @@ DIALECTS = {
             call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
             separator="\n",
             arguments="xml",
+        ),
+    ),
+    "granite": Dialect(
+        known_by=("<|tool_call|>",),
+        transitions=GRANITE,
+        call_reader=lambda _: JsonCalls(),
+        call_markers=("<|tool_call|>", "<|/tool_call|>"),
+        forms=Forms(
+            thought=THINKING,
+            call=OBJECT,
+            separator=", ",
+            calls=("<|tool_call|>[", "]"),
         ),
     ),
     "llama": Dialect(

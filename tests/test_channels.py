@@ -60,6 +60,7 @@ UNITS = {
     "mistral":     ["f", "[", "]", "[ARGS", "id"],
     "mistral-v3":  ["[", "]", ", "],
     "qwen3-coder": ["<think", "</", "tool_call>", *XML, *XML],
+    "granite":     ["<|", "tool_call|>", "[", "]", ", "],
     "llama":       ["<|", "tag|>", "; ", '{"name": "f", "parameters": {}}'],
     "hermes":      ["<think", "</", "tool_call>"],
 }

@@ -253,6 +253,7 @@ SHOWS = {
     "mistral-v3":     ("",          2, END),
     "deepseek-r1":    ("",          2, "<｜end▁of▁sentence｜>"),
     "harmony":        ("reasoning", 1, "<|call|>"),
+    "granite":        ("reasoning", 2, "<|end_of_text|>"),
 }
 # fmt: on
 LETTERS = st.characters(codec="utf-8", exclude_characters="<>\n")
@@ -355,19 +356,27 @@ def test_arguments_in_the_history_are_an_object(file: str, arguments: str) -> No
 # --- files --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bug("P16")
 def test_a_model_directory_holds_the_template_and_its_tokens(tmp_path: Path) -> None:
-    """The Jinja file goes before the config; of named templates the default is taken."""
+    """The Jinja file goes before the config; of named templates the default is taken without tools."""
     eos = {"content": "</s>"}
     tokens = {"bos_token": None, "eos_token": eos, "unk_token": "<unk>", "add_bos_token": True}
     source = "{{ bos_token }}|{{ eos_token }}|{{ unk_token }}|{{ add_bos_token is defined }}"
     named = [{"name": "rag", "template": "x"}, {"name": "default", "template": source}]
+    named += [{"name": "tool_use", "template": "{{ eos_token }}{{ tools }}"}]
     for chat_template in (source, named):
         config = json.dumps(tokens | {"chat_template": chat_template})
         (tmp_path / "tokenizer_config.json").write_text(config)
         template = ChatTemplate.load(tmp_path)
         assert template.render([user("a")], None, NOW, eos_token="mine") == "|mine|<unk>|False"
+    assert template.render([user("a")], [WEATHER], NOW) == f"</s>{[WEATHER]}"
     (tmp_path / "chat_template.jinja").write_text("new {{ eos_token }}")
-    assert ChatTemplate.load(tmp_path).render([user("a")], None, NOW) == "new </s>"
+    assert ChatTemplate.load(tmp_path).render([user("a")], [], NOW) == "new </s>"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ tools }}")
+    template = ChatTemplate.load(tmp_path)
+    assert template.render([user("a")], [], NOW) == "new </s>"
+    assert template.render([user("a")], [WEATHER], NOW) == f"tools: {[WEATHER]}"
 
 
 LOOP = "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
