@@ -167,7 +167,9 @@ class LocalWorker:
         self._template = template
         self._max_output_tokens = max_output_tokens
         self._special_tokens = SpecialTokens(tokenizer.added)
-        self.dialect = dialect or families.recognised(template.source, template.takes_tools)
+        self.dialect = dialect or families.recognised(
+            template.with_tools.source, template.with_tools.takes_tools
+        )
         self._family = families.DIALECTS[self.dialect]
 
     def counts(self) -> dict[str, int]:
@@ -207,7 +209,7 @@ class LocalWorker:
             request = self._without_calls(request)
 
         added = self.tokenizer.added
-        dialect = families.find(self._family, added, self._template.source, bool(request.called))
+        dialect = families.find(self._family, added, self._template.with_tools.source, bool(request.called))
         state, after_marker = families.opening(text, dialect)
         stop_token_ids = frozenset(request.stop_token_ids)
         # The grammar of structured output has an end of its own, after which nothing may come.

@@ -215,12 +215,14 @@ class ChatTemplate:
         late_system = [USER, ASSISTANT, SYSTEM, USER]
         self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
         self.takes_turns = self._shows(PROBE_TURN, PROBE_TOOLS, PROBE, SECOND_PROBE)
+        self.with_tools = self  # the template of requests that offer tools, which may be another one
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
         """Return the template of the model in the directory; raises BadTemplate."""
         config_file = directory / "tokenizer_config.json"
         template_file = directory / "chat_template.jinja"
+        tool_use_file = directory / "additional_chat_templates" / "tool_use.jinja"
         config: Object = {}
         try:
             if config_file.exists():
@@ -228,20 +230,29 @@ class ChatTemplate:
             source: Any = config.get("chat_template")
             if template_file.exists():
                 source = template_file.read_text(encoding="utf-8")
+            named = {"default": source}
+            if isinstance(source, list):
+                named = {entry["name"]: entry["template"] for entry in source}
+            if tool_use_file.exists():
+                named["tool_use"] = tool_use_file.read_text(encoding="utf-8")
         except (TypeError, ValueError) as error:
             expected = f"a JSON object in {config_file}, and text in {template_file}"
             raise BadTemplate(f"expected {expected}: {error}") from error
-        if isinstance(source, list):  # of named ones
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if source is None:
+        if named.get("default") is None:
             looked = f"looked for {template_file} and for chat_template in {config_file}"
             raise BadTemplate(f"no chat template: {looked}")
-        return cls(source, _special_tokens(config))
+        tokens = _special_tokens(config)
+        template = cls(named["default"], tokens)
+        if "tool_use" in named:  # as in Hermes 3; https://github.com/huggingface/transformers/pull/31429
+            template.with_tools = cls(named["tool_use"], tokens)
+        return template
 
     def render(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
         """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
         `enable_thinking`. Raises BadInput if the template refuses, as for roles that do not alternate.
         """
+        if tools and self.with_tools is not self:
+            return self.with_tools.render(messages, tools, now, **kwargs)
         if not self.takes_tools:
             messages = tools_as_text(messages, tools)
             tools = None
