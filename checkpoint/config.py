@@ -14,16 +14,17 @@ Rules of this file:
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from checkpoint.rope import ROPE_TYPES, Number, Rope, Size, Theta
+from checkpoint.rope import ROPE_TYPES, Number, Rope, Size, Theta, longrope
 
 T = TypeVar("T")
 
@@ -38,11 +39,9 @@ Count = Annotated[int, Meta(ge=1, le=2**16)]
 # The largest vocabulary so far has 2**18 tokens; masks have a bit for each.
 VocabSize = Annotated[int, Meta(ge=1, le=2**20)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # of a token, or a layer
-Bit = Annotated[int, Meta(ge=0, le=1)]
-LayerType = Annotated[str, Meta(pattern="^(full|sliding)_attention$")]
+LayerType = Literal["full_attention", "sliding_attention", "attention"]
 EndTokens = Index | list[Index] | None
-One = Annotated[float, Meta(ge=1, le=1)]
-RopeFields = dict[str, int | float | str | bool | None]  # one set of numbers for all layers
+RopeFields = dict[str, int | float | str | bool | list[float] | None]  # one set of numbers for all layers
 
 
 class Fields(msgspec.Struct):
@@ -53,6 +52,7 @@ class Fields(msgspec.Struct):
     vocab_size: VocabSize
     num_hidden_layers: Count
     num_attention_heads: Count
+    shared_intermediate_size: Size | None = None  # of Granite 4, whose intermediate_size is for experts
     num_key_value_heads: Count | None = None  # None: num_attention_heads
     max_position_embeddings: Size = 32_768
     head_dim: Count | None = None  # None: hidden_size / num_attention_heads
@@ -61,22 +61,27 @@ class Fields(msgspec.Struct):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    embedding_multiplier: Number = 1.0  # of embedding rows
+    residual_multiplier: Number = 1.0  # of what attention and MLP add to the residual stream
+    attention_multiplier: Number | None = None  # of scores; None: 1 / sqrt(head_dim)
+    logits_scaling: Number = 1.0  # that logits are divided by
     eos_token_id: EndTokens = None
     use_sliding_window: bool = False
     sliding_window: Size | None = 4096
     max_window_layers: Index | None = None
     window_interval: Count = 1  # our name: gpt-oss's every second layer has one
     layer_types: list[LayerType] | None = None
-    no_rope_layers: list[Bit] | None = None  # 1: a layer WITH rotary positions; 0: without (NoPE)
+    no_rope_layers: list[Literal[0, 1]] | None = None  # 1: a layer WITH rotary positions; 0: without (NoPE)
     rope_interleave: bool = False  # rows of q and k have their rotary pairs adjacent
     rope_theta: Theta = 10_000.0
     rope_scaling: RopeFields | None = None
     rope_parameters: RopeFields | None = None
-    partial_rotary_factor: One | None = None  # a fuller program would rotate less
-    original_max_position_embeddings: None = None  # it belongs to the parameters of RoPE
+    partial_rotary_factor: float = 1.0
+    original_max_position_embeddings: Size | None = None  # beside the parameters of RoPE: Phi-3
+    position_embedding_type: Literal["rope"] = "rope"  # Granite 4
     num_experts: Count | None = None
-    num_local_experts: Count | None = None
-    num_experts_per_tok: Count = 1
+    num_local_experts: Index | None = None  # 0: Granite 4 without experts
+    num_experts_per_tok: Index = 1
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool = True
     decoder_sparse_step: Count = 1
@@ -84,17 +89,6 @@ class Fields(msgspec.Struct):
     swiglu_alpha: Number = 1.702
     swiglu_limit: Number = 7.0
     quantization_config: dict[str, Any] | None = None
-
-
-class OtherRope(msgspec.Struct):
-    """The fields of `rope_parameters` that would change the angles in a way that is not here.
-
-    A fuller program would rotate less, or read the two that DeepSeek has added to YaRN.
-    """
-
-    partial_rotary_factor: One = 1
-    mscale: None = None
-    mscale_all_dim: None = None
 
 
 class GenerationFields(msgspec.Struct):
@@ -108,12 +102,17 @@ def checked(fields: Mapping[str, Any], kind: type[T], file: str = "config.json")
     except msgspec.ValidationError as error:
         [name] = re.findall(r"\$\.(\w+)", str(error)) or [""]
         value = f"{name} is {json.dumps(fields[name])[:80]}: " if name in fields else ""
-        raise UnsupportedModel(f"{file}: {value}{str(error)[:200]}") from None
+        raise UnsupportedModel(
+            f"{file}: {value}{str(error)[:200]}. Another server, such as vLLM, may have it: --upstream"
+        ) from None
 
 
 def require(is_supported: bool, name: str, value: object, supported: str) -> None:
     if not is_supported:
-        raise UnsupportedModel(f"config.json: {name} is {json.dumps(value)[:80]}; supported: {supported}")
+        raise UnsupportedModel(
+            f"config.json: {name} is {json.dumps(value)[:80]}; supported: {supported}. "
+            "Another server, such as vLLM, may have it: --upstream"
+        )
 
 
 # ---- What the families differ in ---------------------------------------------------------------------------
@@ -133,14 +132,14 @@ class Family(NamedTuple):
     is_gpt_oss: bool = False  # sinks, experts with biases and a clamped SwiGLU, numbers of 4 bits
 
 
+ALL_SLIDE: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 0}  # if there is a window
+MISTRAL = ALL_SLIDE | {"eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8}
 # fmt: off
 FAMILIES = {
     #                  qkv_bias          o_bias            mlp_bias    qk_norm  defaults
     "llama":    Family("attention_bias", "attention_bias", "mlp_bias", False,   {
                        "eos_token_id": 2, "max_position_embeddings": 2048}),
-    "mistral":  Family(False,            False,            False,      False,   {
-                       "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
-                       "use_sliding_window": True, "max_window_layers": 0}),
+    "mistral":  Family(False,            False,            False,      False,   MISTRAL),
     "qwen2":    Family(True,             False,            False,      False,   {
                        "num_key_value_heads": 32, "max_window_layers": 28}),
     "qwen3":    Family("attention_bias", "attention_bias", False,      True,    {
@@ -149,24 +148,27 @@ FAMILIES = {
                        "num_key_value_heads": 4, "eos_token_id": 128_001, "rope_theta": 2_000_000.0,
                        "tie_word_embeddings": True, "sliding_window": None,
                        "no_rope_layers": [1, 1, 1, 0] * 9}),
-    "mixtral":  Family(False,            False,            False,      False,   {
-                       "eos_token_id": 2, "max_position_embeddings": 131_072, "num_key_value_heads": 8,
-                       "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0,
-                       "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8,
-                       "num_experts_per_tok": 2}),
+    "mixtral":  Family(False,            False,            False,      False,   MISTRAL | {
+                       "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+                       "num_local_experts": 8, "num_experts_per_tok": 2}),
     "qwen3_moe": Family("attention_bias", "attention_bias", False,     True,    {
-                       "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+                       "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8,
                        "moe_intermediate_size": 768, "norm_topk_prob": False}),
+    "phi3":     Family(False,            False,            False,      False,   {
+                       "eos_token_id": 32_000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+                       "sliding_window": None} | ALL_SLIDE),
+    "granite":  Family("attention_bias", "attention_bias", "mlp_bias", False,   {
+                       "eos_token_id": 2, "max_position_embeddings": 2048, "attention_multiplier": 1.0}),
     "gpt_oss":  Family("attention_bias", "attention_bias", False,      False,   {
                        "max_position_embeddings": 131_072, "num_key_value_heads": 8, "head_dim": 64,
-                       "attention_bias": True, "use_sliding_window": True, "sliding_window": 128,
-                       "max_window_layers": 0, "window_interval": 2, "rms_norm_eps": 1e-5,
-                       "rope_theta": 150_000.0, "num_local_experts": 128,
+                       "attention_bias": True, "sliding_window": 128, "window_interval": 2,
+                       "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "num_local_experts": 128,
                        "num_experts_per_tok": 4, "rope_parameters": {
                            "rope_type": "yarn", "factor": 32.0, "truncate": False,
-                           "original_max_position_embeddings": 4096}},
+                           "original_max_position_embeddings": 4096}} | ALL_SLIDE,
                        is_gpt_oss=True),
 }
+FAMILIES["granitemoehybrid"] = FAMILIES["granite"]  # Granite 4; its layers of Mamba and experts are refused
 # fmt: on
 
 
@@ -214,6 +216,8 @@ class Config:
     sinks: bool = False  # attention of each head has one more score, whose value is nothing
     experts: Experts | None = None
     pairs_adjacent: bool = False  # in the checkpoint's rows of q and k; False: halves, for `rotate_half`
+    embed_scale: float = 1.0  # of the embedding, not of a head that is tied to it
+    logit_scale: float = 1.0
 
 
 def read_config(directory: Path) -> Config:
@@ -237,8 +241,19 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
     is_divisor = n_heads % n_kv_heads == 0
     require(is_divisor, "num_key_value_heads", n_kv_heads, "a divisor of num_attention_heads")
     head_dim = fields.head_dim or fields.hidden_size // n_heads
-    is_even = head_dim > 0 and head_dim % 2 == 0
-    require(is_even, "head_dim", head_dim, "an even number above 0, for rotary pairs")
+    rope = parse_rope(fields, head_dim)
+    n_turning = rope.n_turning(head_dim)
+    is_even = 0 < n_turning <= head_dim and n_turning % 2 == head_dim % 2 == 0
+    wanted = "even numbers above 0, for rotary pairs"
+    require(is_even, "head_dim, and how many of it turn,", [head_dim, n_turning], wanted)
+    partial = rope.partial_rotary_factor
+    require(partial == 1 or model_type == "phi3", "partial_rotary_factor", partial, f"1 in a {model_type}")
+    max_seq_len = fields.max_position_embeddings
+    if rope.rope_type == "yarn":  # many files give the context before it became longer
+        max_seq_len = max(max_seq_len, int(rope.original_max_position_embeddings * rope.factor))
+    # RMSNorm forgets the size of the residual stream, all but eps. So we keep the stream divided by
+    # residual_multiplier: what the layers add needs no multiplier then, and the embedding a larger one.
+    residual = fields.residual_multiplier
 
     def has_bias(source: bool | str) -> Any:
         return source if isinstance(source, bool) else getattr(fields, source)
@@ -250,11 +265,13 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        hidden_dim=fields.intermediate_size,
+        hidden_dim=fields.shared_intermediate_size or fields.intermediate_size,
         vocab_size=fields.vocab_size,
-        max_seq_len=fields.max_position_embeddings,
-        norm_eps=fields.rms_norm_eps,
-        rope=parse_rope(fields),
+        max_seq_len=max_seq_len,
+        norm_eps=fields.rms_norm_eps / residual**2,
+        embed_scale=fields.embedding_multiplier / residual,
+        logit_scale=1 / fields.logits_scaling,
+        rope=rope,
         windows=parse_windows(fields),
         rotary=parse_rotary(fields),
         tied=fields.tie_word_embeddings,
@@ -304,7 +321,7 @@ def parse_experts(fields: Fields, family: Family) -> Experts | None:
         return None
     n = fields.num_experts or fields.num_local_experts or 0
     n_chosen = fields.num_experts_per_tok
-    require(n_chosen <= n, "num_experts_per_tok", n_chosen, f"1 to {n}")
+    require(1 <= n_chosen <= n, "num_experts_per_tok", n_chosen, f"1 to {n}")
     hidden_dim = fields.moe_intermediate_size or fields.intermediate_size
     for size in (fields.hidden_size, hidden_dim):
         require(size % 32 == 0 or not mxfp4, "a size of experts", size, "a multiple of 32, for MXFP4")
@@ -324,19 +341,29 @@ def parse_experts(fields: Fields, family: Family) -> Experts | None:
     )
 
 
-def parse_rope(fields: Fields) -> Rope:
+def parse_rope(fields: Fields, head_dim: int) -> Rope:
     """Read `rope_scaling` and `rope_theta`, or transformers 5's `rope_parameters`, which holds both."""
     parameters = fields.rope_scaling or fields.rope_parameters or {}
-    given = {name: value for name, value in parameters.items() if value is not None}
-    checked(given, OtherRope, "config.json: RoPE")
+    given: dict[str, Any] = {name: value for name, value in parameters.items() if value is not None}
+    context = fields.max_position_embeddings
     defaults = {
         "rope_theta": fields.rope_theta,
         "rope_type": given.get("type", "default"),  # the older spelling
-        "original_max_position_embeddings": fields.max_position_embeddings,
+        "original_max_position_embeddings": fields.original_max_position_embeddings or context,
+        "partial_rotary_factor": fields.partial_rotary_factor,
     }
     rope = checked(defaults | given, Rope, "config.json: RoPE")
     require(rope.rope_type in ROPE_TYPES, "rope_type", rope.rope_type, " or ".join(ROPE_TYPES))
-    require(rope.rope_type == "default" or "factor" in given, "factor", None, "a number")
+    if fields.attention_multiplier:
+        rope = replace(rope, score_scale=fields.attention_multiplier * math.sqrt(head_dim))
+    if ROPE_TYPES[rope.rope_type] == longrope:
+        n_pairs = rope.n_turning(head_dim) // 2
+        for name in ("short_factor", "long_factor"):
+            numbers = given.get(name, [])
+            require(len(numbers) == n_pairs, name, numbers, f"a list of {n_pairs}")
+        rope = replace(rope, factor=given.get("factor", context / rope.original_max_position_embeddings))
+    else:
+        require(rope.rope_type == "default" or "factor" in given, "factor", None, "a number")
     is_above = rope.high_freq_factor > rope.low_freq_factor
     require(is_above, "high_freq_factor", rope.high_freq_factor, "a number above low_freq_factor")
     return rope

@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -47,13 +47,17 @@ def choice(metadata: Metadata, name: str, supported: Collection[str]) -> str:
     """Return the value of an entry that is one of some texts; raises UnsupportedModel."""
     value: str = entry(metadata, name, str)
     if value not in supported:
-        raise UnsupportedModel(f"{name} is {value[:80]!r}; supported: {', '.join(supported)}")
+        raise UnsupportedModel(
+            f"{name} is {value[:80]!r}; supported: {', '.join(supported)}. "
+            "Another server, such as llama.cpp's, may have it: --upstream"
+        )
     return value
 
 
 # --- config.json --------------------------------------------------------------------------------------------
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # a model_type has the same name
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "granite", "phi3")  # a model_type has the same name
+PAIRS_ADJACENT = ("llama", "granite")  # convert_hf_to_gguf.py, LlamaModel.permute
 
 # config.json                GGUF metadata, after the architecture
 CONFIG_FIELDS = {
@@ -66,32 +70,75 @@ CONFIG_FIELDS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "embedding_multiplier": "embedding_scale",  # Granite's four
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
 }
-# Entries that would change the forward pass
-UNSUPPORTED = ("attention.sliding_window", "expert_count", "rope.scaling.factor")
+# What the frequencies are divided by, pair by pair: Llama 3.1 and later as its rope_type llama3 makes them,
+# and the two of longrope
+DIVISORS = {
+    "rope_freqs.weight": ("short_factor", "long_factor"),
+    "rope_factors_short.weight": ("short_factor",),
+    "rope_factors_long.weight": ("long_factor",),
+}
+OF_HEADS = ("rope.dimension_count", "attention.value_length")  # dimensions that turn, and of a value
+# Entries that would change the forward pass if they were not 0 or 1
+OTHERS = (
+    "attention.sliding_window",
+    "expert_count",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+)
 
 
 def config_json(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
     architecture = choice(metadata, "general.architecture", ARCHITECTURES)
+    ends: Any = {token_id(metadata, "eos"), token_id(metadata, "eot")} - {None}  # an answer ends at either
     fields: dict[str, Any] = {
         "model_type": architecture,
         "vocab_size": len(entry(metadata, "tokenizer.ggml.tokens", list)),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "rope_interleave": architecture == "llama",  # convert_hf_to_gguf.py, LlamaModel.permute
+        "rope_interleave": architecture in PAIRS_ADJACENT,
+        "eos_token_id": sorted(ends),
+        **entries(metadata, CONFIG_FIELDS),
     }
-    for name, suffix in CONFIG_FIELDS.items():
-        key = f"{architecture}.{suffix}"
-        if key in metadata:
-            fields[name] = entry(metadata, key, int | float)
-    fields["rms_norm_eps"] = float(str(np.float32(fields["rms_norm_eps"])))  # 1e-05, not 9.99999974...e-06
-    for suffix in UNSUPPORTED:
-        value = metadata.get(f"{architecture}.{suffix}")
-        if np.any(value):
-            raise UnsupportedModel(f"{architecture}.{suffix} is {str(value)[:80]!r}; supported: none")
-    ends = [token_id(metadata, "eos"), token_id(metadata, "eot")]  # an answer ends at either
-    fields["eos_token_id"] = sorted({number for number in ends if number is not None})
+    head_dim = parse_config(fields, {}).head_dim
+    others = entries(metadata, {suffix: suffix for suffix in (*OF_HEADS, *OTHERS)})
+    n_turning, n_values = (others.pop(suffix, head_dim) for suffix in OF_HEADS)
+    if n_values != head_dim:
+        raise UnsupportedModel(f"{architecture}.attention.value_length is {n_values}; supported: {head_dim}")
+    fields["partial_rotary_factor"] = n_turning / head_dim
+    if architecture == "phi3":
+        fields["sliding_window"] = others.pop("attention.sliding_window", 0) or None
+    rope = entries(metadata, {"factor": "rope.scaling.factor"})
+    if rope:
+        rope["rope_type"] = str(metadata.get(f"{architecture}.rope.scaling.type", "linear"))
+    for name in DIVISORS.keys() & tensors:
+        rope |= dict.fromkeys(DIVISORS[name], np.array(tensors[name]).tolist())
+    if "long_factor" in rope:
+        rope |= {"rope_type": "longrope", "attention_factor": others.pop("rope.scaling.attn_factor", 1.0)}
+    fields["rope_scaling"] = rope
+    for suffix, value in others.items():
+        if value not in (0, 1):
+            raise UnsupportedModel(f"{architecture}.{suffix} is {value}; supported: none")
     return fields
+
+
+def entries(metadata: Metadata, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the numbers that are there of the architecture's entries, by the names that we give them."""
+    numbers: dict[str, Any] = {}
+    for name, suffix in names.items():
+        key = f"{metadata['general.architecture']}.{suffix}"
+        if key in metadata:
+            numbers[name] = entry(metadata, key, int | float)
+    return numbers
 
 
 def token_id(metadata: Metadata, name: str) -> int | None:
@@ -114,13 +161,18 @@ GPT_2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT_2])
 
 
-def split(digits: str) -> pre_tokenizers.PreTokenizer:
-    """What tiktoken's cl100k pattern has become in Llama 3 and Qwen, which group digits differently."""
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
+# tiktoken's patterns: of cl100k, which families group digits in differently, and of o200k, which cuts words
+# where lower case ends
+WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
     words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -129,9 +181,12 @@ def split(digits: str) -> pre_tokenizers.PreTokenizer:
 PRE_TOKENIZERS = {
     "gpt-2": GPT_2,
     "smollm": DIGITS,
-    "llama-bpe": split(r"\p{N}{1,3}"),
-    "qwen2": split(r"\p{N}"),
-    "deepseek-r1-qwen": split(r"\p{N}"),
+    "refact": DIGITS,
+    "llama-bpe": split(rf"{WORD}|\p{{N}}{{1,3}}|{OTHER}"),
+    "dbrx": split(rf"{WORD}|\p{{N}}{{1,3}}|{OTHER}"),
+    "gpt-4o": split(O200K),
+    "qwen2": split(rf"{WORD}|\p{{N}}|{OTHER}"),
+    "deepseek-r1-qwen": split(rf"{WORD}|\p{{N}}|{OTHER}"),
 }
 COMPOSES = ("qwen2", "deepseek-r1-qwen")  # their tokenizer.json normalizes to NFC
 IGNORE_MERGES = ("llama-bpe",)  # a word that is a token is that token
@@ -165,13 +220,17 @@ def tokenizer_json(metadata: Metadata) -> str:
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """The tokens that a chat template may name."""
-    config: dict[str, Any] = {}
-    for name in ("bos", "eos"):
-        number = token_id(metadata, name)
-        if number is not None:
-            config[f"{name}_token"] = metadata["tokenizer.ggml.tokens"][number]
-    return config
+    """The tokens that a chat template may name, and the chat templates."""
+    tokens = {
+        f"{name}_token": metadata["tokenizer.ggml.tokens"][number]
+        for name in ("bos", "eos")
+        if (number := token_id(metadata, name)) is not None
+    }
+    templates = [{"name": "default", "template": entry(metadata, "tokenizer.chat_template", str)}]
+    with_tools = metadata.get("tokenizer.chat_template.tool_use")
+    if with_tools:
+        templates.append({"name": "tool_use", "template": str(with_tools)})
+    return {**tokens, "chat_template": templates}
 
 
 # --- the directory ------------------------------------------------------------------------------------------
@@ -209,7 +268,6 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
             "generation_config.json": presets,
             "tokenizer.json": tokenizer_json(metadata),
             "tokenizer_config.json": json.dumps(tokenizer_config(metadata)),
-            "chat_template.jinja": entry(metadata, "tokenizer.chat_template", str),
         }
     except (OSError, ValueError, KeyError) as error:  # also text that is not UTF-8, and an empty file
         raise UnsupportedModel(f"{file} is not a GGUF file that is supported: {error}") from None
@@ -234,6 +292,7 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+PHI3_TENSORS = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 OUTER_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -242,16 +301,18 @@ OUTER_TENSORS = {
 
 
 def map_tensors(file: Path) -> Tensors:
-    """Return all tensors by Hugging Face's names, as views of the file."""
-    _, tensors = read(file)
+    """Return all tensors by Hugging Face's names, as views of the file, but those that config_json() reads.
+
+    A tensor that has none keeps its own, which weights.py refuses.
+    """
+    metadata, tensors = read(file)
     read.cache_clear()  # its lists of strings are large, and no longer needed
-    return {hugging_face_name(name): tensor for name, tensor in tensors.items()}
-
-
-def hugging_face_name(name: str) -> str:
-    """Return a tensor's name there, or its own, which weights.py refuses, if it has none."""
-    match name.split("."):
-        case ["blk", layer, part, kind] if part in LAYER_TENSORS:
-            return f"model.layers.{layer}.{LAYER_TENSORS[part]}.{kind}"
-        case _:
-            return OUTER_TENSORS.get(name, name)
+    parts = LAYER_TENSORS | (PHI3_TENSORS if metadata["general.architecture"] == "phi3" else {})
+    found: Tensors = {}
+    for name in tensors.keys() - DIVISORS:
+        match name.split("."):
+            case ["blk", layer, part, kind] if part in parts:
+                found[f"model.layers.{layer}.{parts[part]}.{kind}"] = tensors[name]
+            case _:
+                found[OUTER_TENSORS.get(name, name)] = tensors[name]
+    return found

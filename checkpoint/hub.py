@@ -15,9 +15,9 @@ from checkpoint.default_model import PRESETS, HubError, default_model
 from checkpoint.gguf_file import as_directory
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# consolidated.safetensors, Mistral's second copy of the weights, is left out, and so are folders (onnx/ ...).
-HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
-HUB_IGNORED = ["*/*"]
+# Neither consolidated.safetensors, Mistral's second copy of the weights, nor folders (onnx/ ...) but one
+HUB_FILES = ["config.json", "generation_config.json", "tokenizer*.json", "model*.json", "model*.safetensors"]
+HUB_FILES += ["*chat_template*.jinja"]
 
 
 def find(model: str | None, revision: str | None = None) -> Path:
@@ -33,10 +33,8 @@ def find(model: str | None, revision: str | None = None) -> Path:
         return as_directory(default_model(), PRESETS)
     if path.is_dir():
         return path
-    if path.is_file() and path.suffix == ".gguf":
-        return as_directory(path)
     if path.exists():
-        raise HubError(f"{path} is a file; a model is a GGUF file, or a directory with config.json")
+        return as_directory(path)
     if HUB_ID.fullmatch(model):
         return from_hub(model, revision)
     raise HubError(f"no directory {path.absolute()}, and {model} is not a Hub id like Qwen/Qwen3-0.6B")
@@ -47,10 +45,7 @@ def from_hub(model: str, revision: str | None) -> Path:
     from huggingface_hub import constants, snapshot_download  # here, for it takes 0.2 s
 
     try:
-        directory = snapshot_download(
-            model, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
-        )
-        return Path(directory)
+        return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_FILES))
     except Exception as error:  # the client's own, its HTTP client's or OSError, by version and by cause
         reason = str(error).strip().split("\n")[0]
         raise HubError(

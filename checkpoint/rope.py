@@ -7,7 +7,8 @@ trained on, each function of ROPE_TYPES names its own. The types and their numbe
 https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py.
 
 Rules of this file:
-  * A type is a function: from the frequencies as trained to those in use, and a factor on cos and sin.
+  * A type is a function: from the frequencies as trained, and the length n of the context, to those in use,
+    and a factor on cos and sin.
   * Frequencies and angles are float64: an angle of some thousands is off by 2e-4 in float32.
 """
 
@@ -35,28 +36,44 @@ class Rope:
 
     rope_theta: Theta
     rope_type: str = "default"  # a key of ROPE_TYPES
-    original_max_position_embeddings: Size = 0  # llama3, yarn: the context as first trained
-    factor: Number = 1.0  # linear, llama3, yarn: how much longer it has become
+    partial_rotary_factor: Number = 1.0  # of a head's dimensions, the first ones: those that turn
+    score_scale: Number = 1.0  # of attention, beside 1 / sqrt(head_dim)
+    original_max_position_embeddings: Size = 0  # llama3, yarn, longrope: the context as first trained
+    factor: Number = 1.0  # linear, llama3, yarn, longrope: how much longer it has become
     low_freq_factor: Number = 1.0  # llama3
     high_freq_factor: Number = 4.0  # llama3
     beta_fast: Number = 32.0  # yarn
     beta_slow: Number = 1.0  # yarn
     truncate: bool = True  # yarn: the ramp begins and ends at whole pairs
-    attention_factor: Number | None = None  # yarn: on cos and sin, so on q and k; None: by the factor
+    # yarn, longrope: on cos and sin, so on q and k; None: by the factor
+    attention_factor: Number | None = None
+    short_factor: tuple[Number, ...] = ()  # longrope: for each pair that turns
+    long_factor: tuple[Number, ...] = ()  # longrope: in a context longer than the original
+    mscale: None = None  # not here: DeepSeek's two for yarn
+    mscale_all_dim: None = None
+
+    def n_turning(self, head_dim: int) -> int:
+        """How many dimensions of a head turn, the first ones; the others have no positions."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 def rope_table(rope: Rope, head_dim: int, n: int) -> NDArray[np.complex64]:
-    """cos + i sin of every pair's angle at positions 0 .. n-1. (n, head_dim/2)"""
-    trained: Freq = rope.rope_theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    freq, magnitude = ROPE_TYPES[rope.rope_type](rope, trained)
-    angles = np.arange(n)[:, None] * freq  # (n, head_dim/2) float64
-    table = np.empty(angles.shape, np.complex64)
-    table.real = np.cos(angles) * magnitude
-    table.imag = np.sin(angles) * magnitude
+    """cos + i sin of every pair's angle at positions 0 .. n-1. (n, head_dim/2)
+
+    A pair that does not turn has 1. q and k are both multiplied by the root of `score_scale`.
+    """
+    turning = rope.n_turning(head_dim)
+    trained: Freq = rope.rope_theta ** -(np.arange(0, turning, 2) / turning)
+    freq, magnitude = ROPE_TYPES[rope.rope_type](rope, trained, n)
+    angles = np.arange(n)[:, None] * freq  # (n, turning/2) float64
+    table = np.ones((n, head_dim // 2), np.complex64)
+    table.real[:, : len(freq)] = np.cos(angles) * magnitude
+    table.imag[:, : len(freq)] = np.sin(angles) * magnitude
+    table *= math.sqrt(rope.score_scale)
     return table
 
 
-def llama3(rope: Rope, freq: Freq) -> tuple[Freq, float]:
+def llama3(rope: Rope, freq: Freq, n: int) -> tuple[Freq, float]:
     """Stretch each pair by how many turns it makes within the original context.
 
     https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling
@@ -66,7 +83,7 @@ def llama3(rope: Rope, freq: Freq) -> tuple[Freq, float]:
     return partly_stretched(freq, rope.factor, kept), 1.0
 
 
-def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
+def yarn(rope: Rope, freq: Freq, n: int) -> tuple[Freq, float]:
     """Stretch by a ramp over the pairs, from the one that turns beta_fast times to that of beta_slow.
 
     https://arxiv.org/abs/2309.00071, with the ramp of its published code,
@@ -92,6 +109,21 @@ def yarn(rope: Rope, freq: Freq) -> tuple[Freq, float]:
     return partly_stretched(freq, rope.factor, kept), magnitude
 
 
+def longrope(rope: Rope, freq: Freq, n: int) -> tuple[Freq, float]:
+    """Divide the frequency of each pair by a number of its own: of the long list if n > original.
+
+    https://arxiv.org/abs/2402.13753, section 3.3. In transformers the length of each sequence decides, and
+    one that grows beyond is computed anew. Here the length of the context does, so that keys can be shared;
+    what this does to short texts in a long context: https://github.com/ggml-org/llama.cpp/issues/24823
+    """
+    original = rope.original_max_position_embeddings
+    factors = rope.long_factor if n > original else rope.short_factor
+    magnitude = rope.attention_factor
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(max(rope.factor, 1)) / math.log(max(original, 2)))
+    return freq / np.array(factors), magnitude
+
+
 def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
     """Mix the frequencies: as trained if `kept` is 1, stretched by the whole factor if it is 0."""
     kept = np.clip(kept, 0, 1)
@@ -99,9 +131,11 @@ def partly_stretched(freq: Freq, factor: float, kept: Freq) -> Freq:
 
 
 # rope_type
-ROPE_TYPES: dict[str, Callable[[Rope, Freq], tuple[Freq, float]]] = {
-    "default": lambda rope, freq: (freq, 1.0),
-    "linear": lambda rope, freq: (freq / rope.factor, 1.0),  # https://arxiv.org/abs/2306.15595
+ROPE_TYPES: dict[str, Callable[[Rope, Freq, int], tuple[Freq, float]]] = {
+    "default": lambda rope, freq, n: (freq, 1.0),
+    "linear": lambda rope, freq, n: (freq / rope.factor, 1.0),  # https://arxiv.org/abs/2306.15595
     "llama3": llama3,
     "yarn": yarn,
+    "longrope": longrope,
+    "su": longrope,  # its older name
 }

@@ -19,8 +19,9 @@ Rules of this file:
 """
 
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -122,7 +123,8 @@ class Part(NamedTuple):
     field: str  # of Layer or Weights
     name: str  # in the checkpoint
     shape: tuple[int, ...]  # in the checkpoint
-    rotary: bool = False  # RoPE turns what its rows compute, so their pairs become adjacent
+    rotary: int = 0  # its first rows: RoPE turns what they compute, so their pairs become adjacent
+    scale: float = 1.0  # of its numbers, which become float32 if it is not 1
     expert: bool = False  # one of the matrices that follow one another, by expert
     interleaved: bool = False  # gate and up take turns, here they become halves: axis 1
     transposed: bool = False  # (n_experts, n_in, n_out)
@@ -131,13 +133,17 @@ class Part(NamedTuple):
     def is_mxfp4(self) -> bool:
         return self.field.endswith(("_blocks", "_scales"))
 
-    def ordered(self, tensor: Any, head_dim: int) -> Any:
-        """Put the rows of a tensor in our order."""
+    def ordered(self, tensor: Any, c: Config) -> Any:
+        """Put the rows of a tensor in our order, and scale it."""
+        if self.scale != 1:
+            return unpacked(tensor) * self.scale
         if isinstance(tensor, Blocks):
-            return tensor._replace(data=self.ordered(tensor.data, head_dim))
-        if self.rotary:  # (half, pair) becomes (pair, half)
-            halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
-            return halves.swapaxes(1, 2).reshape(tensor.shape)
+            return tensor._replace(data=self.ordered(tensor.data, c))
+        if self.rotary:  # (half, pair) becomes (pair, half), among the dimensions of a head that turn
+            rows = np.arange(len(tensor))
+            heads = rows[: self.rotary].reshape(-1, c.head_dim)[:, : c.rope.n_turning(c.head_dim)]
+            heads[:] = heads.reshape(len(heads), 2, -1).swapaxes(1, 2).reshape(heads.shape)
+            return tensor[rows]
         if self.transposed:
             tensor = tensor.swapaxes(1, 2)
         if self.interleaved:
@@ -145,19 +151,51 @@ class Part(NamedTuple):
         return tensor
 
 
+# model_type: patterns in our names of tensors, which are Llama's, and what this family has in their place
+NAMES = {
+    "mixtral": {r"mlp\.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "phi3": {r"[qkv]_proj": "qkv_proj", r"(gate|up)_proj": "gate_up_proj"},
+    "granitemoehybrid": {
+        r"mlp\.(gate|up)_proj": "shared_mlp.input_linear",
+        r"mlp\.down_proj": "shared_mlp.output_linear",
+    },
+}
+
+
+def named(parts: list[Part], c: Config, layer: int) -> list[Part]:
+    """Name a layer's parts as the family does; those with one name are one tensor with all their rows."""
+    found: dict[str, Part] = {}
+    for part in parts:
+        name = f"model.layers.{layer}.{part.name}"
+        for ours, theirs in NAMES.get(c.model_type, {}).items():
+            name = re.sub(ours, theirs, name)
+        n_out, rotary = part.shape[0], part.rotary
+        if name in found:
+            n_out += found[name].shape[0]
+            rotary += found[name].rotary
+        found[name] = part._replace(name=name, shape=(n_out, *part.shape[1:]), rotary=rotary)
+    return [*found.values()]
+
+
+EMBED = "model.embed_tokens.weight"
+
+
 def outer_parts(c: Config) -> list[Part]:
+    shape = c.vocab_size, c.dim
     parts = [
-        Part("embed", "model.embed_tokens.weight", (c.vocab_size, c.dim)),
-        Part("norm", "model.norm.weight", (c.dim,)),
+        Part("embed", EMBED, shape, scale=c.embed_scale),
+        Part("norm", "model.norm.weight", (c.dim,), scale=c.logit_scale),
     ]
-    if not c.tied:
-        parts.append(Part("head", "lm_head.weight", (c.vocab_size, c.dim)))
+    if not c.tied or c.embed_scale != 1:
+        parts.append(Part("head", EMBED if c.tied else "lm_head.weight", shape))
     return parts
 
 
 def layer_parts(c: Config, layer: int) -> list[Part]:
-    dim, n_q, n_kv, hidden = c.dim, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_dim
+    dim, n_q, n_kv = c.dim, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     halves = not c.pairs_adjacent
+    experts = c.experts if c.experts and c.experts.layers[layer] else None
+    hidden = experts.hidden_dim if experts else c.hidden_dim
     # fmt: off
     norms = [
         # if this  field        tensor                             shape          rotary
@@ -180,34 +218,20 @@ def layer_parts(c: Config, layer: int) -> list[Part]:
         ("_down",    "mlp.down_proj", dim,    hidden, c.mlp_bias, False),
     ]
     # fmt: on
-    parts = [Part(field, name, (n,), rotary) for is_there, field, name, n, rotary in norms if is_there]
-    experts = c.experts if c.experts and c.experts.layers[layer] else None
+    parts = [Part(field, name, (n,), n * rotary) for is_there, field, name, n, rotary in norms if is_there]
     for field, module, n_out, n_in, has_bias, rotary in attention if experts else attention + mlp:
-        parts.append(Part(f"w{field}", f"{module}.weight", (n_out, n_in), rotary))
+        parts.append(Part(f"w{field}", f"{module}.weight", (n_out, n_in), n_out * rotary))
         if has_bias:
-            parts.append(Part(f"b{field}", f"{module}.bias", (n_out,), rotary))
-    if experts:
-        parts += stacked_experts(c, experts) if experts.has_biases else single_experts(c, experts)
-    return [part._replace(name=f"model.layers.{layer}.{part.name}") for part in parts]
-
-
-#  model_type: router, experts, and gate, up and down of one
-EXPERT_NAMES = {
-    "qwen3_moe": ("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
-    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
-}
-
-
-def single_experts(c: Config, experts: Experts) -> list[Part]:
-    """A tensor for each matrix of each expert."""
-    router, prefix, gate, up, down = EXPERT_NAMES[c.model_type]
-    size = experts.hidden_dim
-    parts = [Part("router", f"{router}.weight", (experts.n, c.dim))]
-    for i in range(experts.n):
-        for name in (gate, up):
-            parts.append(Part("w_gate_up", f"{prefix}.{i}.{name}.weight", (size, c.dim), expert=True))
-        parts.append(Part("w_down", f"{prefix}.{i}.{down}.weight", (c.dim, size), expert=True))
-    return parts
+            parts.append(Part(f"b{field}", f"{module}.bias", (n_out,), n_out * rotary))
+    if experts and experts.has_biases:
+        parts += stacked_experts(c, experts)
+    elif experts:
+        parts.append(Part("router", "mlp.gate.weight", (experts.n, dim)))
+        for i in range(experts.n):
+            for field, module, n_out, n_in, *_ in mlp:
+                name = module.replace("mlp", f"mlp.experts.{i}")
+                parts.append(Part(f"w{field}", f"{name}.weight", (n_out, n_in), expert=True))
+    return named(parts, c, layer)
 
 
 def stacked_experts(c: Config, experts: Experts) -> list[Part]:
@@ -239,7 +263,8 @@ NUMBERS_OF = {"blocks": 2, "scales": 0}  # in an entry of a tensor of MXFP4; els
 
 def n_params(c: Config) -> int:
     """Count the numbers that the checkpoint holds."""
-    return sum(NUMBERS_OF.get(part.field.split("_")[-1], 1) * math.prod(part.shape) for part in all_parts(c))
+    parts = {part.name: part for part in all_parts(c)}.values()
+    return sum(NUMBERS_OF.get(part.field.split("_")[-1], 1) * math.prod(part.shape) for part in parts)
 
 
 def n_weight_bytes(c: Config) -> int:
@@ -276,6 +301,10 @@ def read_weights(
     `pack_outer` is for the embedding and the head, None: the same as for the others.
     """
     tensors = map_tensors(directory)
+    embed: Any = tensors.get(EMBED)
+    head: Any = tensors.get("lm_head.weight")
+    if config.tied and head is not None and not np.array_equal(head, embed):
+        config = replace(config, tied=False)  # as transformers 5 has it, whatever config.json says
     check_tensors(tensors, config)
     outer = fuse(tensors, outer_parts(config), config, pack_outer or pack)
     layers: list[Layer] = []
@@ -294,14 +323,13 @@ def check_tensors(tensors: Tensors, config: Config) -> None:
         tensor = tensors[name]
         has_bytes = tensor.dtype == np.uint8
         if tensor.shape != part.shape or has_bytes != part.is_mxfp4:
-            expected = f"{part.shape}, of bytes if it is MXFP4"
-            raise UnsupportedModel(f"tensor {name} is {tensor.shape} of {tensor.dtype}; expected {expected}")
-    embed: Any = tensors["model.embed_tokens.weight"]
+            raise UnsupportedModel(
+                f"tensor {name} is {tensor.shape} of {tensor.dtype}; "
+                f"expected {part.shape}, of bytes if it is MXFP4"
+            )
     for name in sorted(tensors.keys() - parts):
-        extra: Any = tensors[name]
-        is_tied_head = name == "lm_head.weight" and np.array_equal(extra, embed)
-        # Old Llama files hold inv_freq, though it follows from rope_theta.
-        if not is_tied_head and not name.endswith("rotary_emb.inv_freq"):
+        # read_weights() has compared the head. Old Llama files hold inv_freq, which follows from rope_theta.
+        if name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
             raise UnsupportedModel(f"tensor {name} has no place in this {config.model_type}")
 
 
@@ -313,7 +341,7 @@ def fuse(tensors: Tensors, parts: list[Part], config: Config, pack: Packer) -> d
     arrays: dict[str, Matrix] = {}
     for field in dict.fromkeys(part.field for part in parts):
         group = [part for part in parts if part.field == field]
-        rows = [part.ordered(tensors[part.name], config.head_dim) for part in group]
+        rows = [part.ordered(tensors[part.name], config) for part in group]
         if all(isinstance(some, Blocks) for some in rows):
             arrays[field] = pack(rows)
             continue

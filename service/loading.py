@@ -81,13 +81,16 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
 
 def context_length(config: Config, option: int | None) -> int:
     """Return the longest context in tokens, prompt and answer; raises UnsupportedModel."""
-    length = option or config.max_seq_len
+    default = config.max_seq_len
+    if config.rope.short_factor:  # longrope: up to this length it is as trained (checkpoint/rope.py)
+        default = min(default, config.rope.original_max_position_embeddings)
+    length = option or default
     longest = min(config.max_seq_len, MAX_POSITION_DIMS // config.head_dim)
     if not 2 <= length <= longest:
-        raise UnsupportedModel(
-            f"a context of {length} tokens: expected 2 to {longest}, the limit of the model or of the table "
-            "of rotary positions; give --max-model-len"
-        )
+        limits = f"expected 2 to {longest}, the limit of the model or of the table of rotary positions"
+        if option:
+            raise UnsupportedModel(f"--max-model-len {option}: {limits}")
+        raise UnsupportedModel(f"a context of {length} tokens: {limits}; give --max-model-len")
     return length
 
 

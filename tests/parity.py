@@ -89,6 +89,7 @@ CHOICE = {"num_experts_per_tok": 3}
 ONE_LESS = {"num_experts_per_tok": 2}
 EXPERTS = {"num_local_experts": 5} | CHOICE
 QWEN_EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40} | HEADS | CHOICE
+SAVED_EXPERTS = {"num_local_experts": 7, "moe_intermediate_size": 40} | HEADS | CHOICE  # by transformers 5
 NORMALISED = {"norm_topk_prob": True}
 OF_ALL = {"norm_topk_prob": False}
 SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3]}  # experts in layer 1 alone
@@ -97,6 +98,21 @@ GPT_OSS = EXPERTS | {
     "head_dim": 20, "sliding_window": 9, "swiglu_limit": 2.0, "rope_scaling": YARN | {"truncate": False},
 }
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+GRANITE: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+GRANITE |= {"attention_multiplier": 0.4, "logits_scaling": 0.5}
+RESIDUAL, EMBEDDING = {"residual_multiplier": 0.3}, {"embedding_multiplier": 6.0}
+ATTENTION, LOGITS = {"attention_multiplier": 0.2}, {"logits_scaling": 1.0}
+GRANITE_4 = GRANITE | {
+    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 88, "mamba_n_heads": 4,
+    "position_embedding_type": "rope", "layer_types": ["attention"] * 4,
+}
+LONG = {"max_position_embeddings": 512, "original_max_position_embeddings": 32}
+SHORT = {"original_max_position_embeddings": 512}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "partial_rotary_factor": 0.7}  # whole pairs: 8 of 12
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 1.5, 3.0, 7.0]}
+PHI_4_MINI = TIED | LONG | {"rope_scaling": LONGROPE}
+OTHER_LONG = {"rope_scaling": LONGROPE | {"long_factor": [1.0, 1.4, 3.0, 7.0]}}
+IN_SHORT = PHI_4_MINI | SHORT | {"rope_scaling": LONGROPE | {"factor": 8.0}}
 
 CASES = {
     # name                         model_type config.json                       otherwise         files
@@ -129,10 +145,17 @@ CASES = {
     "mixtral":                Case("mixtral", EXPERTS,                          ONE_LESS),
     "mixtral-window":         Case("mixtral", EXPERTS | WINDOW,                 NO_WINDOW,        "BF16"),
     "qwen3-moe":              Case("qwen3_moe", QWEN_EXPERTS | NORMALISED,      ONE_LESS,         "BF16"),
-    "qwen3-moe-of-all":       Case("qwen3_moe", QWEN_EXPERTS,                   NORMALISED),
+    "qwen3-moe-of-all":       Case("qwen3_moe", SAVED_EXPERTS,                  NORMALISED),
     "qwen3-moe-dense-layers": Case("qwen3_moe", QWEN_EXPERTS | SPARSE | NORMALISED, OF_ALL,       "F16", 2),
     "gpt-oss":                Case("gpt_oss", GPT_OSS | MXFP4,                  ONE_LESS,         "BF16", 2),
     "gpt-oss-unpacked":       Case("gpt_oss", GPT_OSS,                          ONE_LESS),
+    "granite":                Case("granite", GRANITE,                          RESIDUAL),
+    "granite-tied":           Case("granite", GRANITE | TIED,                   EMBEDDING,        "BF16"),
+    "granite-biases":         Case("granite", GRANITE | BIASES,                 ATTENTION),
+    "granite-4":              Case("granitemoehybrid", GRANITE_4 | TIED,        LOGITS,           "BF16"),
+    "phi-3":                  Case("phi3",    WINDOW,                           NO_WINDOW,        "BF16"),
+    "phi-4-mini":             Case("phi3",    PHI_4_MINI,                       OTHER_LONG),
+    "phi-4-mini-short":       Case("phi3",    IN_SHORT,                         LONG),
 }
 # fmt: on
 

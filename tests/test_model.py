@@ -25,6 +25,8 @@ VARIED = [
     "smollm3-untied-biases",
     "qwen3-moe-dense-layers",
     "gpt-oss",
+    "granite-tied",
+    "phi-4-mini",
 ]
 
 

@@ -11,16 +11,16 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from checkpoint import default_model as default
-from checkpoint.config import read_config
+from checkpoint.config import UnsupportedModel, read_config
 from checkpoint.default_model import HubError
-from checkpoint.hub import HUB_FILES, HUB_IGNORED, find
+from checkpoint.hub import HUB_FILES, find
 from checkpoint.weights import read_weights
 from helpers.gguf_files import write_gguf
 from helpers.serving import TINY
 
 
 def check_refused(model: str | None, *words: str, revision: str | None = None) -> None:
-    with pytest.raises(HubError) as error:
+    with pytest.raises((HubError, UnsupportedModel)) as error:
         find(model, revision)
     assert "\n" not in str(error.value)
     assert all(word in str(error.value) for word in words), error.value
@@ -49,7 +49,7 @@ NOWHERE = {
     "absent": ["no directory", "absent is not a Hub id", "Qwen/Qwen3-0.6B"],
     "../Name": ["no directory", "is not a Hub id"],
     "~no-such-user/x": ["no directory", "~no-such-user/x is not a Hub id"],
-    "model.bin": ["model.bin is a file", "config.json"],
+    "model.bin": ["model.bin is not a GGUF file that is supported"],
     "Org/Absent": ["no model Org/Absent at main in", "hub-cache", "LocalEntryNotFound"],
 }
 
@@ -64,8 +64,9 @@ def test_nowhere_to_be_found(model: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_of_a_hub_repository_what_is_read_is_fetched() -> None:
     """Neither the weights as Mistral's own program reads them, nor those in folders."""
     read = ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    read += ["tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
     others = ["consolidated.safetensors", "onnx/config.json", "original/params.json", "README.md"]
-    fetched = filter_repo_objects(read + others, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED)
+    fetched = filter_repo_objects(read + others, allow_patterns=HUB_FILES)
     assert [*fetched] == read
 
 

@@ -277,7 +277,7 @@ LONG_PROMPTS = [[5, 6, 7, 8, 9], [11], [*range(20, 59)], [(7 * i * i + 1) % 90 f
 def test_equals_numpy(name: str) -> None:
     """Each op from the same inputs as the spec's: what one rounds is not multiplied by the next."""
     c, wide, packed = both(name)
-    assert packed.embed.format == CASES[name].dtype
+    assert packed.embed.format == (CASES[name].dtype if c.embed_scale == 1 else "F32")
     spec, fast = (kind(c, w, 576, 36, 4) for kind, w in ((NumpyOps, wide), (FastOps, packed)))
     batch = Batch([Span(i, range(9 * i, 9 * i + 9), prompt, 0, 1) for i, prompt in enumerate(LONG_PROMPTS)])
     x = spec.embed(batch, wide)
@@ -307,7 +307,7 @@ def assert_close(found: Array, expected: Array) -> None:
 
 PAGES = [5, 0, 3, 2, 4, 9, 8, 6, 7]  # of one sequence
 NOT_A_NUMBER = 0x7FC0  # in bfloat16
-SOME = ["llama-3", "mistral-window", "qwen3-layer-types", "smollm3-window"]
+SOME = ["llama-3", "mistral-window", "qwen3-layer-types", "smollm3-window", "granite-tied", "phi-4-mini"]
 SOME += [name for name, case in CASES.items() if "num_experts_per_tok" in case.changes]
 TOKENS = LONG_PROMPTS[-1]
 

@@ -121,7 +121,7 @@ def test_weights_of_somebody_else_are_not_read(tmp_path: Path) -> None:
 
 SIZES = [
     ("--max-model-len=1", "2 to 2048"),
-    ("--max-model-len=4096", "2 to 2048"),
+    ("--max-model-len=4096", "--max-model-len 4096: expected 2 to 2048, the limit of the model"),
     ("--kv-memory=50K", "or more"),
 ]
 
