@@ -38,8 +38,8 @@ def whole_frames(capture: Capture) -> Faults:
 
 
 @must
-def json_line(capture: Capture) -> Faults:
-    """json-line: the data of a frame is one line: a JSON object, or [DONE]
+def json_data(capture: Capture) -> Faults:
+    """json-data: the data of a frame is a JSON object, or [DONE]
 
     the SDKs parse the data of a frame as one JSON value
     A11 A14 B14 https://github.com/caozhiyuan/copilot-api/pull/88
@@ -47,7 +47,17 @@ def json_line(capture: Capture) -> Faults:
     for frame, data in with_data(capture):
         if not frame.value and data != DONE:
             yield frame.number, f"expected a JSON object or [DONE] as data, got {shortened(data)!r}"
-        elif "\n" in data:
+
+
+@advice
+def json_line(capture: Capture) -> Faults:
+    """json-line: the data of a frame is one line
+
+    the HTML standard allows several; clients that read line by line do not join them
+    A11 https://github.com/caozhiyuan/copilot-api/pull/88
+    """
+    for frame, data in with_data(capture):
+        if "\n" in data:
             yield frame.number, "expected one line of data, got several"
 
 
