@@ -12,27 +12,22 @@ Not here: bytes (frames.py), chat completions (chunks.py).
 """
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from audit.rules import rules_of
-from audit.schema import AFTER, EVENTS, GRAMMAR, ORDER, ROWS, Faults, Json, Typed, label, unfit, without
-from audit.stream import CALLS, MARKUP, Capture, agreed, changes, is_object, usage_faults
+from audit.schema import AFTER, BESIDE, EVENTS, ORDER, ROWS, Faults, Json, Typed, label, unfit, without
+from audit.stream import MARKUP, Capture, agreed, changes, is_object, usage_faults
 
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
-TEXTS = ("text", "refusal", "arguments", "input")  # members in which deltas are said once more
-# Members of a response that change with it. The tier is one that the server may choose as late as the end,
-# and whether the response is stored is known when it is, or could not be.
-CHANGING = (
-    "status",
-    "output",
-    "usage",
-    "error",
-    "incomplete_details",
-    "completed_at",
-    "service_tier",
-    "store",
+# Types of items that the model writes; members: how the event ends that begins the next one of an index, in
+# which deltas are said once more, that are sealed anew each time, that change with the response: its tier may
+# be chosen as late as the end, and whether it is stored is known when it is, or could not be.
+WRITTEN, BEGINS, TEXTS, SEALED, CHANGING = (
+    ROWS[kind]["*"] for kind in ("written", "begins", "summed", "sealed", "changing")
 )
+HOSTED = {*BESIDE.values()} - {"between"}  # states of an item of a hosted tool
 
 must, should, _ = rules_of("events", "responses")
 
@@ -48,13 +43,8 @@ def event_types(capture: Capture) -> Faults:
     A15 C05 https://github.com/router-for-me/CLIProxyAPI/pull/4691
     """
     for number, event in capture.events:
-        if event and not is_known(event):
+        if event and event.type not in EVENTS:
             yield number, f"expected a type of event that the API has, got {event['type']!r}"
-
-
-def is_known(event: Typed) -> bool:
-    """True if the API has events of its type."""
-    return event.type in EVENTS or label(event) == "response.*"
 
 
 @must
@@ -78,8 +68,8 @@ def numbers(capture: Capture) -> Faults:
     """
     expected = 0
     for number, event in capture.events:
-        got = event.sequence_number
-        if got is None and not is_known(event):
+        got = event.get("sequence_number")
+        if got is None and event.type not in EVENTS:
             continue
         yield from agreed(number, "sequence_number", expected, got)
         expected = (got or expected) + 1
@@ -115,16 +105,29 @@ def order(capture: Capture) -> Faults:
     C01 C05 C08 C13 C14 E01 https://platform.openai.com/docs/api-reference/responses-streaming
     """
     state = "start"
+    beside: dict[int, str] = {}  # output_index -> state of an item of a hosted tool that is open
     for number, event in of_the_response(capture):
         if state == "end":
             return
-        event_label = label(event)
-        if not is_known(event):
+        if event.type not in EVENTS:
             continue
-        if (state, event_label) not in ORDER:
-            expected = " or ".join(name for before, name in GRAMMAR if before == state)
-            yield number, f"expected {expected}, got {event_label}"
-        state = ORDER.get((state, event_label)) or AFTER.get(event_label, state)
+        place, name = event.output_index, label(event)
+        before = beside.get(place, "beside" if beside else state)
+        then, usual = ORDER.get((before, name)), AFTER.get(name, before)
+        # A hosted tool may be left before it has ended: its item is done, and not completed.
+        is_left = (
+            place in beside and usual == "between" and event.item.get("status", "completed") != "completed"
+        )
+        if not then and not is_left:
+            expected = " or ".join(name for earlier, name in ORDER if earlier == before)
+            yield number, f"expected {expected}, got {name}"
+        then = then or usual
+        if then in HOSTED:
+            beside[place] = then
+        elif place in beside:
+            del beside[place]
+        else:
+            state = then
 
 
 @must
@@ -164,6 +167,8 @@ def status(capture: Capture) -> Faults:
         row = ROWS["told"][event_type] | ROWS["status"].get(response.status, {})
         for fault in unfit(response, row):
             yield number, f"{event_type}: {fault}"
+        if (response.completed_at or response.created_at or 0) < (response.created_at or 0):
+            yield number, "expected completed_at not to be before created_at"
 
 
 @should
@@ -174,7 +179,11 @@ def item_status(capture: Capture) -> Faults:
     C16 https://github.com/vllm-project/vllm/issues/57998
     """
     for number, event_type, response in snapshots(capture):
-        statuses = [item.get("status", "completed") for item in response.output]
+        statuses = [
+            item.get("status", "completed")
+            for item in response.output
+            if item.type in WRITTEN and item.caller.type != "program"  # that call is the program's
+        ]
         if response.status != "completed" and statuses[-1:] == ["incomplete"]:
             statuses.pop()  # the item that was cut
         if event_type in TERMINAL and {*statuses} - {"completed"}:
@@ -215,7 +224,7 @@ def ids(capture: Capture) -> Faults:
     """
     announced: dict[str, dict[int, str]] = {"id": {}, "call_id": {}}  # by output_index
     for number, event in capture.events:
-        said = {event.output_index: event.item or {"id": event.get("item_id")}}
+        said = {event.output_index: event.item or Typed({"id": event.get("item_id")}, "item")}
         if event.type in TERMINAL:
             said = dict(enumerate(event.response.output))
         for place, item in said.items():
@@ -223,9 +232,11 @@ def ids(capture: Capture) -> Faults:
                 got = item.get(member)
                 if got is None:
                     continue
-                if event.type == "response.output_item.added":
-                    if got in known.values():
-                        yield number, f"expected {member} to be that of one item, got {got!r} again"
+                is_new = event.type == "response.output_item.added"
+                # An output has the call_id of its call; a tool search may get one as late as its done.
+                if is_new and got in known.values() and not item.type.endswith("_output"):
+                    yield number, f"expected {member} to be that of one item, got {got!r} again"
+                if is_new or (item.type, member) == ("tool_search_call", "call_id"):
                     known[place] = got
                 yield from agreed(number, member, known.get(place, got), got)
 
@@ -237,15 +248,24 @@ def indices(capture: Capture) -> Faults:
     SDKs put what comes at output[output_index].content[content_index]
     C03 C10 C11 H01 https://github.com/vllm-project/vllm/issues/45742
     """
-    last = {"output_index": -1}
+    n_items = 0
+    begun: dict[int, Counter[str]] = {}  # output_index of each item that is open -> how many parts it has
     for number, event in capture.events:
+        expected = [*begun] or [n_items - 1]
         if event.type == "response.output_item.added":
-            last = {"output_index": last["output_index"] + 1, "content_index": -1, "summary_index": -1}
-        for index in last:
-            if index != "output_index" and event.type.endswith("_part.added"):
-                last[index] += index in event
-            if last[index] >= 0:
-                yield from agreed(number, index, last[index], event.get(index, last[index]))
+            expected = [n_items]
+            begun[n_items] = Counter()
+            n_items += 1
+        place = event.get("output_index", expected[-1])
+        if n_items and place not in expected:
+            yield number, f"expected output_index {' or '.join(map(str, expected))}, got {place}"
+        counts = begun.get(place, Counter())
+        for index in BEGINS.keys() & event.keys():
+            counts[index] += event.type.endswith(BEGINS[index])
+            if counts[index]:
+                yield from agreed(number, index, counts[index] - 1, event[index])
+        if event.type == "response.output_item.done":
+            begun.pop(place, None)
 
 
 @should
@@ -257,25 +277,32 @@ def announced(capture: Capture) -> Faults:
     """
     for number, event in capture.events:
         if event.type.endswith(".added"):
-            for fault in unfit(event.item or event.part, ROWS["announced"]["*"]):
+            new = event.item or event.part or event
+            for fault in unfit(new, ROWS["announced"]["*"] | ROWS["announced"].get(new.type, {})):
                 yield number, fault
 
 
 @should
 def annotations(capture: Capture) -> Faults:
-    """annotations: annotation_index counts the annotations of a part, which holds those that were announced
+    """annotations: annotation_index counts the annotations of a part, which holds those that were announced,
+    each after its text
 
     openai/openai-openapi: the index of the annotation within the content part
     https://platform.openai.com/docs/api-reference/responses-streaming/response/output_text/annotation/added
     """
     announced: list[Any] = []  # annotations of the part that is open
+    n_bytes = 0  # of its text: an index in it is smaller, whatever it counts
     for number, event in capture.events:
+        n_bytes += len(str(event.delta).encode(errors="replace"))
         if event.type == "response.content_part.added":
             announced = []
+            n_bytes = 0
         elif event.type == "response.output_text.annotation.added":
             index = event.get("annotation_index", len(announced))
             yield from agreed(number, "annotation_index", len(announced), index)
             announced.append(event.annotation)
+            if (end := event.annotation.end_index or 0) > n_bytes:
+                yield number, f"expected an annotation of a text that has come, got one up to {end}"
         elif label(event) == "response.content_part.done output_text":
             yield from agreed(number, "annotations", announced, event.part.annotations)
 
@@ -287,36 +314,46 @@ def sums(capture: Capture) -> Faults:
     the API reference: a done event repeats what its deltas said
     C01 C06 D01 D02 D06 D11 D12 E06 G06 https://github.com/vllm-project/vllm/pull/30437
     """
-    text = ""  # of the item or part that is open, as its deltas add up
-    logprobs: list[Any] = []
-    parts: list[Json] = []  # of the item that is open, as they were done
-    items: list[Json] = []  # of the response, as they were done
+    # Of the text that is open, by output_index and by command_index: its deltas, as they add up.
+    texts: dict[tuple[int, int | None], str] = {}
+    logprobs: defaultdict[int, list[Any]] = defaultdict(list)  # by output_index
+    parts: defaultdict[int, list[Json]] = defaultdict(list)  # of an item, as they were done
+    items: dict[int, Json] = {}  # of the response, as they were done
     for number, event in capture.events:
-        event_type = event.type
-        item = event.item
-        said = item if item.type in CALLS else event.part or event
+        event_type, place, item = event.type, event.get("output_index", -1), event.item
+        key = (place, event.command_index)
+        said = item or event.part or event
         if event_type.endswith(".delta"):
-            text += event.delta
-            logprobs += event.logprobs
-        elif event_type.endswith(("_item.added", "_part.added")):
-            text = ""
-            logprobs = []
+            delta = event.delta if isinstance(event.delta, str) else event.delta.stdout
+            texts[key] = texts.get(key, "") + delta
+            logprobs[place] += event.logprobs
+        elif event_type.endswith("_part.added"):
+            texts[key] = ""
+            logprobs[place] = []
         elif event_type in TERMINAL:
-            yield from agreed(number, "output", items, event.response.get("output", items))
+            done = without([items[place] for place in sorted(items)], *SEALED)
+            yield from agreed(number, "output", done, without(event.response.get("output", done), *SEALED))
         elif event_type.endswith(".done") and event_type in EVENTS:
-            got = next((said[member] for member in TEXTS if member in said), text)
-            yield from agreed(number, "the sum of the deltas,", text, got)
-            # Parts list the bytes of each token, events do not (openai.types.responses).
-            got = without(said.get("logprobs", logprobs), "bytes")
-            yield from agreed(number, "the logprobs of the deltas,", without(logprobs, "bytes"), got)
+            if not item or key in texts:  # else the item came whole
+                text = texts.setdefault(key, "")
+                printed = "".join(output.stdout for output in event.output) or text
+                got = next((said[member] for member in TEXTS if member in said), printed)
+                yield from agreed(number, "the sum of the deltas,", text, got)
+            # Parts list the bytes of each token, events do not (openai.types.responses), and may have none.
+            expected = without(logprobs[place], "bytes")
+            got = without(said.get("logprobs", expected), "bytes")
+            if got or not event.part:
+                yield from agreed(number, "the logprobs of the deltas,", expected, got)
         if event_type.endswith("_part.done"):
-            parts.append(said)
+            parts[place].append(said)
         if event_type == "response.output_item.done":
-            items.append(item)
-            if parts:  # without them the rule order is broken
-                got = sorted(item.content + item.summary, key=str)
-                yield from agreed(number, "parts", sorted(parts, key=str), got)  # either may come first
-            parts = []
+            items[place] = item
+            if done := parts[place]:  # without them the rule order is broken
+                left_out = ["logprobs"] if [] in [part.get("logprobs") for part in done] else []
+                got = sorted(without(item.content + item.summary, *left_out), key=str)
+                yield from agreed(
+                    number, "parts", sorted(without(done, *left_out), key=str), got
+                )  # in any order
 
 
 # --- usage, texts, arguments --------------------------------------------------------------------------------

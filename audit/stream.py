@@ -168,7 +168,6 @@ def usage_faults(number: int, usage: Typed, prompt: str, output: str) -> Faults:
 
 # --- what an answer says ------------------------------------------------------------------------------------
 
-CALLS = ("function_call", "custom_tool_call")
 ENDS = {"max_output_tokens": "length", "completed": "stop"}
 # Members that differ from one time to the next, and those that items need not have.
 VOLATILE = ("id", "call_id", "status", "encrypted_content", "logprobs")
@@ -223,7 +222,7 @@ class Answer:
 
 def of_response(response: Json) -> Answer:
     answer = Answer(response=response)
-    answer.calls = dict(enumerate(answer.items(*CALLS)))
+    answer.calls = dict(enumerate(answer.items("function_call", "custom_tool_call")))
     for item in Typed(response, "response").output:
         for part in item.content if item.type == "message" else ():
             answer.text += part.text

@@ -62,8 +62,8 @@ MAY_IMPORT = {
 
 # Bytes and time come from outside: these are functions of their arguments.
 SANS_IO = {
-    "audit.chunks", "audit.events", "audit.frames", "audit.recording", "audit.report", "audit.rules", "audit.schema",
-    "audit.stream",
+    "audit.chunks", "audit.events", "audit.frames", "audit.recording", "audit.report", "audit.rules",
+    "audit.stream", "audit.tables",
     "channels", "completions", "dialects.calls", "dialects.families", "dialects.grammar_in_json",
     "dialects.json_schema", "gateway.answers", "gateway.metering", "gateway.outputs", "gateway.refused",
     "pages", "request.messages", "request.params", "request.query", "request.refusals",

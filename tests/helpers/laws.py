@@ -117,8 +117,7 @@ STREAM_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEve
 def check_shape(event: Json) -> None:
     """One event as it came off the wire."""
     STREAM_EVENT.validate_json(json.dumps(event), strict=True)
-    expected = {name.removesuffix("?") for name in schema.EVENTS[event["type"]]}
-    assert event.keys() == {"type", "sequence_number", *expected}, event
+    check_names({*event} - {"sequence_number"}, "event", event["type"])
     for held in (event.get("item"), event.get("part")):
         if held:
             check_members(held)
@@ -136,11 +135,15 @@ def check_body(response: Json) -> None:
 
 def check_members(part: Json) -> None:
     """Of our items and parts: some may go without a member, but ours do not; a call may have a namespace."""
-    expected = {name.removesuffix("?") for name in (schema.ROWS["item"] | schema.ROWS["part"])[part["type"]]}
-    optional = {"namespace"} if part["type"].endswith("_call") else set()
-    assert part.keys() - optional == {"type", *expected}, part
+    check_names({*part}, "item" if part["type"] in schema.ROWS["item"] else "part", part["type"])
     for inner in part.get("content", []):
         check_members(inner)
+
+
+def check_names(names: set[str], kind: str, type_: str) -> None:
+    """What must be there is there, and nothing that the table does not know."""
+    row = schema.ROWS[kind][type_]
+    assert {"type", *schema.required(row)} <= names <= {"type", *(name.removesuffix("?") for name in row)}
 
 
 def check_chunk(chunk: Json) -> None:
