@@ -250,7 +250,7 @@ class LocalWorker:
         return replace(request, sampling=sampling, structured_output=spec)
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
-        """Return the marked prompt and its token ids, without the oldest turns if it is too long."""
+        """Return what _encode() does, without the oldest turns if the prompt is too long."""
         starts = turn_starts(request.messages)
 
         def encoded(i: int) -> tuple[str, list[int]]:
@@ -267,27 +267,22 @@ class LocalWorker:
         return encoded(bisect.bisect_left(range(len(starts) - 1), True, key=fits))
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
-        """Return the marked prompt of these messages and its token ids; raises PromptTooLong early."""
+        """Return the prompt's last text and the token ids of all of it; raises PromptTooLong early."""
         limit = self.engine.max_seq_len
         prompt = ""
         n_characters = sum(len(message["content"]) for message in messages)
+        conversation = messages, request.tools or None, datetime.now()
         if n_characters <= CHARACTERS_PER_TOKEN * limit:  # else it is not even rendered
-            prompt = self._render(request, messages)
+            prompt = self._template.render(*conversation, **request.template_kwargs)
             n_characters = len(prompt)
         if n_characters > CHARACTERS_PER_TOKEN * limit:
             raise PromptTooLong(limit, f"{n_characters} characters")
-        token_ids = self.tokenizer.encode(*self._special_tokens.cut(prompt))
+        trace = self._template.trace(*conversation, **request.template_kwargs)
+        texts = self._special_tokens.cut(prompt, trace)
+        token_ids = self.tokenizer.encode(*texts)
         if not 0 < len(token_ids) < limit:
             raise PromptTooLong(limit, str(len(token_ids)))
-        return prompt, token_ids
-
-    def _render(self, request: Request, messages: list[Message]) -> str:
-        """Render the prompt, with marks around what the request says (request/special_tokens.py)."""
-        special_tokens = self._special_tokens
-        marked_messages = special_tokens.mark_said(messages)
-        marked_tools = special_tokens.mark_said(request.tools)
-        kwargs = {name: special_tokens.mark_all(value) for name, value in request.template_kwargs.items()}
-        return self._template.render(marked_messages, marked_tools or None, datetime.now(), **kwargs)
+        return texts[-1], token_ids
 
     def _check_token_ids(self, request: Request, prompt: list[int]) -> None:
         """Refuse ids that the model has no embedding for: a step with one would fail, for others too."""

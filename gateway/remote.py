@@ -29,9 +29,8 @@ from gateway.refused import Refused
 from gateway.relay import RelayedChat, asking
 from gateway.upstreams import Reply, Upstreams
 from request import params
-from request.messages import Message
+from request.messages import arguments_as_text
 from request.params import Request
-from request.tools import as_json
 
 PRESET = (*params.SAMPLING, "stop", "stop_token_ids", "ignore_eos")  # parameters that an upstream may preset
 # Parameters of chat that are read here. The upstream checks the others, and the messages: it may have what is
@@ -44,7 +43,7 @@ READ_HERE = ("model", "stream", "stream_options", "n", "tools", "tool_choice", "
 def chat_body(request: Request, model: str) -> dict[str, Any]:
     """Return the request as the body of a chat completion."""
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-    body["messages"] = [chat_message(message) for message in request.messages]
+    body["messages"] = arguments_as_text(request.messages)
     known = request.sampling | vars(request)
     body |= {name: known[name] for name in PRESET if name in request.explicit}  # rule 2
     # fmt: off
@@ -104,15 +103,6 @@ def response_format(request: Request) -> dict[str, Any] | None:
     if kind == "text":
         return None
     return {"type": kind} | ({kind: members} if members else {})
-
-
-def chat_message(message: Message) -> Message:
-    """Return a message with its calls' arguments as JSON text; chat templates want them as an object."""
-    message = copy.deepcopy(message)
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        function["arguments"] = as_json(function["arguments"])
-    return message
 
 
 class UpstreamPrompt(NamedTuple):

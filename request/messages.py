@@ -24,6 +24,7 @@ Rules of this file:
    again at "call_0" in each turn.
 """
 
+import copy
 from contextlib import suppress
 from typing import Any
 
@@ -258,6 +259,19 @@ def add_assistant(conversation: Conversation, message: Place) -> None:
     for call in message.get("tool_calls", objects, []):
         type_ = call.get("type", one_of(*CLIENT_TOOLS), "function")
         add_call(conversation, type_, call.need("id", text), flat(call.members | {"type": type_}, call.path))
+
+
+# --- for templates and upstreams that take less -------------------------------------------------------------
+
+
+def arguments_as_text(messages: list[Message]) -> list[Message]:
+    """Return the messages with the arguments of each call as JSON text; most templates want objects."""
+    copies = copy.deepcopy(messages)
+    for message in copies:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = as_json(function["arguments"])
+    return copies
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------

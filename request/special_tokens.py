@@ -1,27 +1,32 @@
-"""Special tokens come from the chat template alone: what a request spells of them is text.
+"""Special tokens come from the chat template alone: text of the request that spells one is text.
 
-    messages, tools, kwargs --SpecialTokens.mark_all(), ...--> the same with marks, and so the prompt of them
-    prompt                  --SpecialTokens.cut()------------> the texts to tokenize, one after the other
+    ChatTemplate.render()     --> prompt    what Transformers renders, byte for byte
+    ChatTemplate.trace()      --> trace     the prompt again, the template's own text in its own alphabet
+    prompt, trace --SpecialTokens.cut()--> the texts to tokenize, one after the other
 
 A tokenizer takes `<|im_end|>` for a control token wherever it stands, in a user's message or a tool's output
-too: an author of such a text could end the turn and begin one of the system (special token injection). So the
-strings of the request are marked before the template sees them; M is a mark:
+too: an author of such a text could end the turn and begin one of the system (special token injection). So a
+prompt is cut inside each special token that is not wholly the template's. T is the template's own alphabet,
+which is printed here in capitals:
 
-    mark()      Say <M|im_end|>
-    render()    <|im_start|>user\nSay <M|im_end|><|im_end|>\n
+    prompt      <|im_start|>user\nSay <|im_end|><|im_end|>\n
+    trace       <|IM_START|>USER\nSay <|im_end|><|IM_END|>\n        its < and | are capitals too
     cut()       "<|im_start|>user\nSay <", "|im_end|><|im_end|>\n"
 
 Authority: huggingface/transformers#29279, and https://github.com/openai/tiktoken/blob/main/tiktoken/core.py,
 `encode`: special tokens "can be used to trick a model into doing something we don't want it to do".
 
 Rules of this file:
-1. A special token that has a character of the request in it has a mark in it: there is one after each
-   character that begins a special token, and one before each string that may go on with a token of the
-   template's. Other strings have none, so that a template finds the words that it looks for.
-2. A prompt is cut only at marks in a special token, so that any other has the ids that it would have without.
-3. A template that looks for `</think>` in a message does not find what the request has spelled.
-4. Roles, types and ids of calls are words of ours, as the names of a message's members are, and have no
-   marks: templates make `<|user|>` of them.
+1. The alphabet is made of half surrogate pairs, which no request can hold: JSON text with one is put right
+   before it is read (request/body.py).
+2. The template's own texts are its constants, bos_token and its like, and the roles, which are words of ours:
+   templates make `<|user|>` of one. Everything else is the request's, also if a template has made it of both
+   in a way that is not followed here: then a token is text, which is the safe mistake.
+3. A trace that is not the prompt in another alphabet tells nothing, and then the whole prompt is text.
+
+Why not marks in the strings of the request: a template that prints a tool by `{{ tool }}` escapes the marks,
+and one that compares a string sees them. Here it sees what the client has sent. The price is a second
+rendering of each prompt.
 """
 
 import re
@@ -29,14 +34,53 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-# "Noncharacters ... are intended for process-internal uses": https://www.unicode.org/faq/private_use.html
-MARK = "\ufdd0"
 BLANKS = " \t\r\n▁"  # some vocabularies have runs of them as added tokens, which control nothing
-OURS = ("role", "type", "id", "tool_call_id")  # members of messages, calls and tools: rule 4
+
+# Blanks have no letter of their own: templates trim them. Nor has what is not ASCII, such as DeepSeek's ｜.
+PRINTING = [chr(code) for code in range(0x21, 0x7F)]
+ALPHABET = str.maketrans({character: chr(0xD800 + ord(character)) for character in PRINTING})
+PLAIN = str.maketrans({0xD800 + ord(character): character for character in PRINTING})
+OWN_LETTERS = re.compile("[\ud800-\udfff]+")
+REQUESTS_LETTER = re.compile("[!-~]")
 
 
-def without_marks(text: str) -> str:
-    return text.replace(MARK, "")
+def plain(text: str) -> str:
+    """Return a text in the alphabet of all others."""
+    return OWN_LETTERS.sub(lambda own: own[0].translate(PLAIN), text)
+
+
+def followed(name: str) -> Any:
+    """Return a method of str that works on what prints, where the request's text alone is in its words."""
+    method = getattr(str, name)
+    return lambda self, *arguments: Own.read(method(self.printed, *arguments))
+
+
+class Own(str):
+    """A text of the template: it compares as it reads, and prints in the template's own alphabet."""
+
+    def __init__(self, text: str, printed: str = "") -> None:
+        self.printed = printed or text.translate(ALPHABET)
+
+    def __new__(cls, text: str, printed: str = "") -> "Own":
+        return super().__new__(cls, text)
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        """Return a value of a template, Own if it is a text with something of the template in it."""
+        if type(value) is str and OWN_LETTERS.search(value):
+            return cls(plain(value), value)
+        return value
+
+    def __str__(self) -> str:  # what Jinja prints, and joins with ~
+        return self.printed
+
+    def __add__(self, other: Any) -> "Own":
+        return Own(super().__add__(other), self.printed + str(other))
+
+    def __radd__(self, other: str) -> "Own":
+        return Own(other + plain(self.printed), other + self.printed)
+
+    strip, lstrip, rstrip, replace = map(followed, ("strip", "lstrip", "rstrip", "replace"))
 
 
 class SpecialTokens:
@@ -44,69 +88,31 @@ class SpecialTokens:
 
     def __init__(self, added: Iterable[str]) -> None:
         tokens = [token for token in added if len(token) > 1 and token.strip(BLANKS)]
-        self._first_characters = {token[0] for token in tokens}
         self._pattern = re.compile(longest_of(tokens) if tokens else "(?!)")
-        self._max_length = max(map(len, tokens), default=0)
-        # What a string of the request can add to a token that the template has begun: its end, or a part.
-        self._endings = {token[n:] for token in tokens for n in range(1, len(token))}
-        self._parts = MARK.join(token[1:] for token in tokens)
 
-    # --- before the template ---
-
-    def mark(self, text: str) -> str:
-        """Return the text with its marks (rule 1); one that came is replaced, as Unicode allows."""
-        marked = text.replace(MARK, "\N{REPLACEMENT CHARACTER}")
-        stripped = marked.lstrip()  # as templates do
-        beginnings = {stripped[:n] for n in range(1, self._max_length)}
-        if stripped and (beginnings & self._endings or stripped in self._parts):
-            marked = marked.replace(stripped, MARK + stripped, 1)
-        for character in self._first_characters:
-            marked = marked.replace(character, character + MARK)
-        return marked
-
-    def mark_all(self, value: Any) -> Any:
-        """Mark all strings of a JSON value, the names of members too."""
-        if isinstance(value, str):
-            return self.mark(value)
-        if isinstance(value, list):
-            return [self.mark_all(element) for element in value]
-        if isinstance(value, dict):
-            return {self.mark(name): self.mark_all(member) for name, member in value.items()}
-        return value
-
-    def mark_said(self, said: Any) -> Any:
-        """Mark what messages say and call, or what tools are called and take: all but what rule 4 names."""
-        if isinstance(said, list):
-            return [self.mark_said(element) for element in said]
-        marked = {}
-        for name, member in said.items():
-            if name in ("tool_calls", "function"):
-                member = self.mark_said(member)
-            elif name not in OURS:
-                member = self.mark_all(member)
-            marked[name] = member
-        return marked
-
-    # --- after it ---
-
-    def cut(self, prompt: str) -> list[str]:
-        """Return the prompt without its marks, cut at those that stand inside a special token.
+    def cut(self, prompt: str, trace: str) -> list[str]:
+        """Return the prompt, cut inside each special token that has a character of the request.
 
         A SentencePiece tokenizer puts a space before each text: its model sees `< |im_end|>`.
         """
+        if plain(trace) != prompt:
+            trace = prompt  # rule 3
         texts = []
-        start = 0
-        for token in self._pattern.finditer(prompt):
-            if MARK in token[0]:
-                end = prompt.index(MARK, token.start())
-                texts.append(without_marks(prompt[start:end]))
-                start = end
-        texts.append(without_marks(prompt[start:]))
+        start = position = 0
+        while token := self._pattern.search(prompt, position):
+            position = token.end()
+            letter = REQUESTS_LETTER.search(trace, token.start(), position)
+            if letter or not OWN_LETTERS.search(trace, token.start(), position):
+                # The template's beginning stays whole, for it may be a token itself.
+                position = max(letter.start() if letter else 0, token.start() + 1)
+                texts.append(prompt[start:position])
+                start = position
+        texts.append(prompt[start:])
         return texts
 
 
 def longest_of(words: Iterable[str]) -> str:
-    """Return a pattern for the longest of the words that stands at a place, with any marks inside.
+    """Return a pattern for the longest of the words that stands at a place.
 
     Words that begin alike share that beginning (a trie): a thousand words cost no more than one.
     """
@@ -118,7 +124,7 @@ def longest_of(words: Iterable[str]) -> str:
         branch = re.escape(character)
         longer = list(filter(None, endings_of_character))
         if longer:
-            branch += f"(?:{MARK}*{longest_of(longer)})"
+            branch += f"(?:{longest_of(longer)})"
             if "" in endings_of_character:  # one of the words ends here
                 branch += "?"
         branches.append(branch)

@@ -2,8 +2,9 @@
 
     model directory                 --ChatTemplate.load()----> ChatTemplate, probed for what it takes
     messages, tools, now, kwargs    --ChatTemplate.render()--> prompt
+                                    --ChatTemplate.trace()---> the same, and which of it is the template's
 
-    render(): messages --tools_as_text() or one_call_a_message(), system_as_text()--> what this template takes
+    render(): messages --tools_as_text() or one of WAYS, system_as_text()--> what this template takes
               --Jinja--> prompt
 
 Authority: the model's chat template, and what it is given:
@@ -22,7 +23,7 @@ Rules of this file:
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,10 +31,11 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.sandbox
 from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
 
-from request.messages import Message, paragraphs
+from request.messages import Message, arguments_as_text, paragraphs
 from request.refusals import BadInput
-from request.special_tokens import without_marks
+from request.special_tokens import ALPHABET, Own, plain
 from request.tools import Tool, as_json
 from request.validation import Object
 
@@ -46,24 +48,26 @@ MIN_TURNS, TURNS_A_CHARACTER, MAX_TURNS = 20_000, 10, 10_000_000
 # --- messages for templates that take less ------------------------------------------------------------------
 
 # The format of https://github.com/NousResearch/Hermes-Function-Calling, which Qwen's templates have too.
-TOOLS = """# Tools
+BEFORE_TOOLS = """# Tools
 
 You may call functions to help the user. These are their signatures, as JSON within <tools></tools> tags:
-<tools>
-{}
-</tools>
+<tools>""".translate(ALPHABET)
+AFTER_TOOLS = """</tools>
 
 To call a function, write its name and arguments as one JSON object within <tool_call></tool_call> tags:
 <tool_call>
-{{"name": <name of the function>, "arguments": <object of its arguments>}}
-</tool_call>"""
+{"name": <name of the function>, "arguments": <object of its arguments>}
+</tool_call>""".translate(ALPHABET)
+CALL, CALL_END, RESULT, RESULT_END = (
+    tag.translate(ALPHABET) for tag in ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+)
 
 
 def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
     """Put the tools into the system message, calls into the assistant's text, results into the user's."""
     told: list[Message] = []
     if tools:
-        signatures = TOOLS.format("\n".join(map(as_json, tools)))
+        signatures = "\n".join([BEFORE_TOOLS, *map(as_json, tools), AFTER_TOOLS])
         instructions = [message["content"] for message in messages[:1] if message["role"] == "system"]
         told.append({"role": "system", "content": paragraphs(*instructions, signatures)})
         messages = messages[len(instructions) :]
@@ -72,11 +76,11 @@ def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
         lines = [message["content"]] if message["content"] else []
         if role == "tool":
             role = "user"
-            lines = ["<tool_response>", *lines, "</tool_response>"]
+            lines = [RESULT, *lines, RESULT_END]
             if told[-1]["role"] == "user":  # the results of parallel calls are one message
                 lines.insert(0, told.pop()["content"])
         for call in message.get("tool_calls", []):
-            lines += ["<tool_call>", as_json(call["function"]), "</tool_call>"]
+            lines += [CALL, as_json(call["function"]), CALL_END]
         text = message | {"role": role, "content": "\n".join(lines)}
         text.pop("tool_calls", None)
         told.append(text)
@@ -115,6 +119,10 @@ def one_call_a_message(messages: list[Message]) -> list[Message]:
         if not calls and message["role"] != "tool":
             split.append(message)
     return split
+
+
+# How calls may be told, the first that a template takes.
+WAYS: tuple[Callable[[list[Message]], list[Message]], ...] = (list, arguments_as_text, one_call_a_message)
 
 
 # --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
@@ -164,11 +172,45 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 # As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
 ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-ENVIRONMENT.filters["counted"] = _counted
-ENVIRONMENT.filters["tojson"] = as_json  # Jinja's own escapes < and > for HTML
+# Jinja's own tojson escapes < and > for HTML.
+ENVIRONMENT.filters |= {"counted": _counted, "tojson": as_json, "own": Own.read}
 ENVIRONMENT.globals["raise_exception"] = _raise_exception
 # `{% generation %}` marks what the assistant wrote, for training. A prompt has its content as it stands.
 GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
+
+
+class Tracing(NodeTransformer):
+    """Makes a template write its own text as such: its constants become `texts`, variables which are Own.
+
+    What a macro, a block or ~ makes of them is Own too. Arguments of filters stay as they are: such as
+    `replace` look for what they print.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[str, Own] = {}
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return nodes.TemplateData(node.data.translate(ALPHABET))
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        if not isinstance(node.value, str):
+            return node
+        name = f"_text_{len(self.texts)}"
+        self.texts[name] = Own(node.value)
+        return nodes.Name(name, "load")
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        return nodes.Filter(self.generic_visit(node), "own", [], [], None, None)
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        if node.node:  # else it is that of a block
+            node.node = self.visit(node.node)
+        return node
+
+
+TRACING_ENVIRONMENT = ENVIRONMENT.overlay()
+# Joins what a macro or a block writes.
+TRACING_ENVIRONMENT.concat = lambda texts: Own.read("".join(texts))  # type: ignore[method-assign]
 
 
 # --- probes: messages whose words a prompt shows, or not ----------------------------------------------------
@@ -208,13 +250,16 @@ class ChatTemplate:
             for loop in tree.find_all(nodes.For):
                 loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
             self._template = ENVIRONMENT.from_string(tree)
+            tracing = Tracing()
+            self._tracing_template = TRACING_ENVIRONMENT.from_string(tracing.visit(tree), tracing.texts)
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
         self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
         late_system = [USER, ASSISTANT, SYSTEM, USER]
         self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
-        self.takes_turns = self._shows(PROBE_TURN, PROBE_TOOLS, PROBE, SECOND_PROBE)
+        turns = (way for way in WAYS if self._shows(way(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE))
+        self.way = next(turns, one_call_a_message)
         self.with_tools = self  # the template of requests that offer tools, which may be another one
 
     @classmethod
@@ -251,40 +296,54 @@ class ChatTemplate:
         """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
         `enable_thinking`. Raises BadInput if the template refuses, as for roles that do not alternate.
         """
-        if tools and self.with_tools is not self:
-            return self.with_tools.render(messages, tools, now, **kwargs)
+        taken = self.with_tools if tools else self
+        return taken._fill(taken._template, *taken._taken(messages, tools), now, kwargs)
+
+    def trace(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
+        """Return the prompt of render() with the template's own text in its own alphabet."""
+        taken = self.with_tools if tools else self
+        return taken._fill(taken._tracing_template, *taken._taken(messages, tools), now, kwargs)
+
+    def _taken(self, messages: list[Message], tools: Tools) -> tuple[list[Message], Tools]:
+        """Return the conversation as this template takes it."""
         if not self.takes_tools:
             messages = tools_as_text(messages, tools)
             tools = None
-        elif not self.takes_turns:
-            messages = one_call_a_message(messages)
+        else:
+            messages = self.way(messages)
         if not self.takes_late_system:
             n_taken = int(self.takes_system)
             messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
-        return self._fill(messages, tools, now, kwargs)
+        return messages, tools
 
-    def _fill(self, messages: list[Message], tools: Tools, now: datetime, kwargs: Object) -> str:
+    def _fill(
+        self, template: jinja2.Template, messages: list[Message], tools: Tools, now: datetime, kwargs: Object
+    ) -> str:
+        own, read = (Own, Own.read) if template is self._tracing_template else (str, plain)
+        told = [
+            _with_reasoning(message) | {"role": own(message["role"]), "content": read(message["content"])}
+            for message in messages
+        ]
         variables = {
-            **self._tokens,
+            **{name: own(token) for name, token in self._tokens.items()},
             **kwargs,
-            "messages": [_with_thinking(message) for message in messages],
+            "messages": told,
             "tools": tools or None,
             "add_generation_prompt": True,
             "strftime_now": now.strftime,
             TURNS: _turns(min(MIN_TURNS + TURNS_A_CHARACTER * len(str((messages, tools))), MAX_TURNS)),
         }
         try:
-            return self._template.render(variables)
+            return str(template.render(variables))
         except MemoryError:  # not the fault of these messages
             raise
         except Exception as error:  # a template may raise anything: these messages are the cause
-            reason = without_marks(str(error))[:MAX_REASON]
-            message = f"The model's chat template refuses these messages: {reason}"
+            message = f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}"
             raise BadInput(message, None, "invalid_prompt") from error
 
     def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:
         try:
-            prompt = self._fill(messages, tools, datetime(2000, 1, 1), {})
+            prompt = self._fill(self._template, messages, tools, datetime(2000, 1, 1), {})
         except BadInput as refusal:
             if isinstance(refusal.__cause__, Endless):
                 raise BadTemplate(refusal.message) from refusal
@@ -292,9 +351,14 @@ class ChatTemplate:
         return all(word in prompt for word in words)
 
 
-def _with_thinking(message: Message) -> Message:
-    """Add reasoning by the name that it has in gpt-oss's template; others ignore it."""
-    if "reasoning_content" not in message:
+def _with_reasoning(message: Message) -> Message:
+    """Say of an answer without reasoning that it has none; else add it by the name that it has for gpt-oss.
+
+    Qwen3's template looks in the text: it takes an answer that mentions `</think>` for reasoning up to there.
+    """
+    if message["role"] == "assistant" and "tool_calls" not in message:
+        message = {"reasoning_content": ""} | message
+    if not message.get("reasoning_content"):
         return message
     return message | {"thinking": message["reasoning_content"]}
 

@@ -235,6 +235,17 @@ def test_tools_are_shown_as_the_model_saw_them() -> None:
     assert ChatTemplate("{{ tools }}", {}).render([user("hi")], [], NOW) == "None"  # templates test for both
 
 
+@pytest.mark.bug("P12")
+def test_a_template_that_joins_arguments_gets_text() -> None:
+    """functionary's does, and every history with a call was refused."""
+    source = """{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}
+        {{- c.function.name + '(' + c.function.arguments + ')' }}{% endfor %}{% endfor %}"""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": "<é>"}'}
+    output = {"type": "function_call_output", "call_id": "c", "output": "42"}
+    prompt = ChatTemplate(source, {}).render(responses([user("q"), call, output]), F_TOOL, NOW)
+    assert prompt.endswith('qf({"x": "<é>"})42')
+
+
 def test_a_template_that_refuses_system_messages_has_them_in_the_users() -> None:
     template = ChatTemplate(NO_SYSTEM, {})
     messages = [system("s"), user("a"), assistant("b"), system("t")]

@@ -6,8 +6,10 @@ import random
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 from typing import Any
 
+import jinja2
 import pytest
 import tokenizers
 from hypothesis import given
@@ -17,7 +19,7 @@ from tokenizers import AddedToken
 from helpers.scripted import TEMPLATES, TINY, worker_of
 from request import params
 from request.refusals import BadInput
-from request.special_tokens import MARK, SpecialTokens, without_marks
+from request.special_tokens import ALPHABET, SpecialTokens, plain
 from request.template import ChatTemplate
 from tokenizer import Tokenizer
 from worker import LocalPrompt
@@ -47,11 +49,11 @@ HARD = {
     "content-taken-apart": """
         {%- for m in messages %}
             {%- set content = m.content | trim %}
-            {%- if '</think>' in content %}
+            {%- if '</think>' in content and '<tool_' not in content %}
                 {%- set content = content.split('</think>')[-1].lstrip('\n') %}
             {%- endif %}
-            {%- if content.startswith('<tool_response>') %}<tool_response>{% else %}<|im_start|>{% endif %}
-            {{- m.role + '\n' + content + '<|im_end|>' }}
+            {%- if content.startswith('<tool_response>') %}{{ '\n' }}{% endif %}
+            {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' }}
         {%- endfor %}<|im_start|>assistant""",
     "upper-case": "{% for m in messages %}[INST]{{ m.content | upper }}[/INST]{% endfor %}",
     "nothing-around": "{% for m in messages %}{{ m.content }}{% endfor %}{{ note }}",
@@ -145,7 +147,7 @@ SPELLED = [
     "<tool_response>", "</tool_response>", "<tool_call>", "[INST]", "[inst]", "[TOOL_CALLS]", "<|start|>",
     "<|message|>", "<|eot_id|>", "<｜User｜>", "<|start_header_id|>",
     "<", ">", "|", "<|", "|>", "im_end", "|im_end|>", "tool_call", "think", "/think", "INST]", "[", "]", "/",
-    "Hello", "/no_think", " ", "\n", '"', "\\", "é", MARK, "<|im_/no_thinkend|>", "<</think>think>",
+    "Hello", "/no_think", " ", "\n", '"', "\\", "é", "\ufdd0", "<|im_/no_thinkend|>", "<</think>think>",
 ]  # fmt: skip
 STRINGS = st.lists(st.sampled_from(SPELLED), max_size=4).map("".join)
 
@@ -204,7 +206,7 @@ def test_roles_may_be_part_of_a_token() -> None:
     assert special_tokens(prompt, OURS) == ["<|im_end|>", "<|im_start|>"]
 
 
-def test_what_a_template_raises_is_told_without_marks() -> None:
+def test_what_a_template_raises_is_told_in_its_words() -> None:
     template = ChatTemplate("{{ raise_exception('not ' + messages[0].content) }}", {})
     with pytest.raises(BadInput) as error:
         prepared(template, OURS, {"messages": [user("<b>" + "x" * 9999)]})
@@ -212,38 +214,83 @@ def test_what_a_template_raises_is_told_without_marks() -> None:
     assert len(error.value.message) < 400
 
 
-# --- marks and cuts -----------------------------------------------------------------------------------------
+# --- traces and cuts ----------------------------------------------------------------------------------------
 
 TOKENS = ["<a>", "<ab>", "<a", "ab<", "<a><b>", "b>a<", "aa", "  ", "\n"]
 
 
 @given(
     tokens=st.lists(st.sampled_from(TOKENS), unique=True),
-    pieces=st.lists(st.sampled_from(["<", "a", "b", ">", MARK, " "]), max_size=14),
+    pieces=st.lists(st.tuples(st.sampled_from(["<", "a", "b", ">", " "]), st.booleans()), max_size=14),
 )
-def test_a_prompt_is_cut_where_a_mark_stands_in_a_token(tokens: list[str], pieces: list[str]) -> None:
+def test_a_prompt_is_cut_in_each_token_that_the_template_has_not_written_alone(
+    tokens: list[str], pieces: list[tuple[str, bool]]
+) -> None:
     """Against a plain reading of the rule: the longest token at each place, from left to right."""
-    prompt = re.sub(f"{MARK}{{3,}}", MARK, "".join(pieces))
-    assert SpecialTokens(tokens).cut(prompt) == plainly_cut(prompt, [t for t in tokens if t.strip()])
-
-
-def test_marks_that_the_request_has_sent_hide_no_token() -> None:
-    tokens = SpecialTokens(["<tool_call>"])
-    marked = tokens.mark("<" + MARK * 999 + "tool_call>")
-    assert all("<tool_call>" not in text for text in tokens.cut(marked))
-    assert tokens.cut(tokens.mark("a" + MARK)) == ["a\N{REPLACEMENT CHARACTER}"]
-
-
-def plainly_cut(prompt: str, tokens: list[str]) -> list[str]:
-    text = without_marks(prompt)
-    pieces = prompt.split(MARK)
-    marks = {len("".join(pieces[:n])) for n in range(1, len(pieces))}
+    prompt = "".join(text for text, _ in pieces)
+    trace = "".join(text.translate(ALPHABET) if is_own else text for text, is_own in pieces)
+    tokens = [token for token in tokens if token.strip()]
     texts, start, place = [], 0, 0
-    while place < len(text):
-        longest = max((len(token) for token in tokens if text.startswith(token, place)), default=1)
-        inside = [mark for mark in sorted(marks) if place < mark < place + longest]
-        place = inside[0] if inside else place + longest
-        if inside:
-            texts.append(text[start:place])
-            start = place
-    return [*texts, text[start:]]
+    while place < len(prompt):
+        n = max((len(token) for token in tokens if prompt.startswith(token, place)), default=0)
+        requests = [i for i in range(n) if not (pieces[place + i][1] or prompt[place + i] == " ")]
+        if requests:
+            texts.append(prompt[start : place + max(requests[0], 1)])
+            start = place = place + max(requests[0], 1)
+        else:
+            place += n or 1
+    assert SpecialTokens(tokens).cut(prompt, trace) == [*texts, prompt[start:]]
+    assert SpecialTokens(tokens).cut(prompt, "x" + trace) == SpecialTokens(tokens).cut(prompt, prompt)
+
+
+# fmt: off
+#    what a template makes of its own text            the template
+KEPT = {
+    "joined with what is said": "{{ '<|im_end|>' ~ said }}{% set x = said + '<|im_end|>' %}{{ x }}",
+    "trimmed": "{{ (' <|im_end|>' ~ said) | trim }}{{ (said + '<|im_end|> ').rstrip() }}",
+    "looked for, and found": "{% set x = eos_token + said %}{{ x + x if 'end|>s' in x }}",
+    "a block": "{% set x %}<|im_end|>{{ said }}{% endset %}{{ x }}{{ x.lstrip() }}",
+    "a macro, asked what it said": "{% macro m() %}<|im_end|>{% endmacro %}{{ m() + m() if m() == eos_token }}",
+    "a list, joined": "{{ ['<|im_end|>', said, '<|im_end|>'] | join('\n') }}",
+    "words taken out": "{{ ('<|im_end|>' ~ said ~ eos_token).replace('said', '') }}",
+    "a caller's": "{% macro m() %}{{ caller() + caller() }}{% endmacro %}"
+    "{% call m() %}<|im_end|>{% endcall %}",
+}
+# fmt: on
+
+
+@pytest.mark.bug("P11")
+@pytest.mark.parametrize("source", KEPT.values(), ids=KEPT)
+def test_what_a_template_makes_of_its_own_text_is_its_own(source: str) -> None:
+    template = ChatTemplate("{% set said = messages[0].content %}" + source, {"eos_token": "<|im_end|>"})
+    assert special_tokens(prepared(template, OURS, {"messages": [user("said")]}), OURS) == ["<|im_end|>"] * 2
+
+
+# fmt: off
+#    how a template prints         what it does with the tools, and with what is said
+PRINTED = {
+    "as JSON":                     "{{ tools | tojson }}{{ messages | tojson(ensure_ascii=true, indent=1) }}",
+    "as it stands in Python":      "{{ tools }}{{ messages[0].content }}",
+    "in a format":                 "{{ '%s: %r' | format(tools, messages[0].content) }}",
+    "name by name":                "{% for k, v in tools[0].function.items() %}{{ k ~ v }}{% endfor %}",
+    "by its type":                 "{{ {'object': 'an object'}[tools[0].function.parameters.type] }}",
+}
+# fmt: on
+
+
+@pytest.mark.bug("P11")
+@pytest.mark.parametrize("source", PRINTED.values(), ids=PRINTED)
+def test_a_prompt_is_what_jinja_makes_of_the_request(source: str) -> None:
+    """Marks in the strings of a request were printed: `<\\ufdd0b>`; a type with one was not "object"."""
+    source = "{% if tools %}" + source + "{{ tools }}{% endif %}"
+    template = ChatTemplate(source, {})
+    messages = [user("<f> 'é' </f>")]
+    function = {"name": "f", "description": "<b> é", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    environment = jinja2.Environment()
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    prompt = environment.from_string(source).render(messages=messages, tools=tools)
+    assert template.render(messages, tools, datetime.min) == prompt
+    assert plain(template.trace(messages, tools, datetime.min)) == prompt
+    tokens = SpecialTokens(["<|object|>", "object", "<b>", "<f>"])
+    assert "".join(tokens.cut(prompt, template.trace(messages, tools, datetime.min))) == prompt
