@@ -25,7 +25,7 @@ THINK: Transitions = {
     ("any",       "<think>"):          "analysis",
     ("any",       "</think>"):         "final",     # a stray one is markup all the same
 }
-HERMES: Transitions = THINK | {  # Qwen, SmolLM3, DeepSeek-R1
+HERMES: Transitions = {**THINK,  # Qwen, SmolLM3, DeepSeek-R1
     ("any",       "<tool_call>"):      "call",      # it ends the reasoning: vllm-project/vllm#43221
     ("call",      "</tool_call>"):     "final",
 }
@@ -43,7 +43,7 @@ MISTRAL: Transitions = {
     ("final",     "[CALL_ID]"):        "final",     # elsewhere they are markup all the same
     ("final",     "[ARGS]"):           "final",
 }
-GRANITE: Transitions = THINK | {  # Granite 3, Phi-4-mini
+GRANITE: Transitions = {**THINK,  # Granite 3, Phi-4-mini
     ("any",       "<|tool_call|>"):    "call",      # Granite's array ends with the turn
     ("call",      "<|/tool_call|>"):   "final",
 }

@@ -210,7 +210,7 @@ class Tracing(NodeTransformer):
 
 TRACING_ENVIRONMENT = ENVIRONMENT.overlay()
 # Joins what a macro or a block writes.
-TRACING_ENVIRONMENT.concat = lambda texts: Own.read("".join(texts))  # type: ignore[method-assign]
+TRACING_ENVIRONMENT.concat = lambda texts: Own.read("".join(map(str, texts)))  # type: ignore[method-assign]
 
 
 # --- probes: messages whose words a prompt shows, or not ----------------------------------------------------

@@ -250,7 +250,7 @@ KEPT = {
     "trimmed": "{{ (' <|im_end|>' ~ said) | trim }}{{ (said + '<|im_end|> ').rstrip() }}",
     "looked for, and found": "{% set x = eos_token + said %}{{ x + x if 'end|>s' in x }}",
     "a block": "{% set x %}<|im_end|>{{ said }}{% endset %}{{ x }}{{ x.lstrip() }}",
-    "a macro, asked what it said": "{% macro m() %}<|im_end|>{% endmacro %}{{ m() + m() if m() == eos_token }}",
+    "a macro, compared": "{% macro m() %}<|im_end|>{% endmacro %}{{ m() + m() if m() == eos_token }}",
     "a list, joined": "{{ ['<|im_end|>', said, '<|im_end|>'] | join('\n') }}",
     "words taken out": "{{ ('<|im_end|>' ~ said ~ eos_token).replace('said', '') }}",
     "a caller's": "{% macro m() %}{{ caller() + caller() }}{% endmacro %}"
