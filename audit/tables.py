@@ -56,8 +56,12 @@ input_item            = id:id content?:[input_part]
 input_part            = type:id
 input_part output_text = annotations:list
 
-token                 = token logprob:num bytes?:[int] top_logprobs?:[top_token]
-top_token             = token? logprob?:num bytes?:[int]
+event_token           = token logprob:num bytes?:[int] top_logprobs?:[event_top_token]
+event_top_token       = token? logprob?:num bytes?:[int]
+part_token            = token logprob:num bytes:[int] top_logprobs:[part_top_token]
+part_top_token        = token logprob:num bytes:[int]
+chat_token            = token logprob:num bytes?:[int] top_logprobs:[chat_top_token]
+chat_top_token        = token logprob:num bytes?:[int]
 
 annotation            = type:id
 annotation file_citation           = file_id:id filename index:int
@@ -65,8 +69,8 @@ annotation url_citation            = start_index:int end_index:int title url
 annotation container_file_citation = container_id:id file_id:id filename start_index:int end_index:int
 annotation file_path               = file_id:id index:int
 
-part                  = type:id text? refusal? annotations?:[annotation] logprobs?:[token]
-part output_text      = text annotations:[annotation] logprobs:[token]
+part                  = type:id text? refusal? annotations?:[annotation] logprobs?:[part_token]
+part output_text      = text annotations:[annotation] logprobs:[part_token]
 part refusal          = refusal
 part reasoning_text   = text
 part summary_text     = text
@@ -99,6 +103,7 @@ mcp_tool              = name:id input_schema:any
 mcp_error             = type:=mcp_protocol_error|=mcp_tool_execution_error|=http_error
 mcp_error mcp_protocol_error = code:int message
 mcp_error http_error  = code:int message
+mcp_error mcp_tool_execution_error = content:any
 interpreted           = type:=logs|=image
 interpreted logs      = logs
 interpreted image     = url
@@ -141,7 +146,8 @@ item computer_call    = id:id status:=in_progress|=completed|=incomplete call_id
 item computer_call_output  = id:id status:=in_progress|=completed|=incomplete|=failed call_id:id output:screen
 item function_call_output  = id:id status:=in_progress|=completed|=incomplete output:text|list
 item custom_tool_call_output = id:id status:=in_progress|=completed|=incomplete call_id:id output:text|list
-item additional_tools = id:id role:id tools:[tool]
+item additional_tools = id:id tools:[tool] role:=unknown|=user|=assistant|=system|=critic|=discriminator\
+|=developer|=tool
 
 tool                  = type:=function|=custom|=namespace|=mcp|=tool_search|=apply_patch|=shell|=local_shell\
 |=computer|=computer_use_preview|=code_interpreter|=programmatic_tool_calling|=file_search|=image_generation\
@@ -152,7 +158,8 @@ tool namespace        = name:id description tools:[tool]
 tool file_search      = vector_store_ids:[text]
 tool mcp              = server_label:id
 tool code_interpreter = container:text|dict
-tool computer_use_preview = display_height:int display_width:int environment:id
+tool computer_use_preview = display_height:int display_width:int
+                        environment:=windows|=mac|=linux|=ubuntu|=browser
 
 choice_of_tool        = type:id
 choice_of_tool function      = name:id
@@ -170,7 +177,7 @@ response              = id:id object:=response created_at:time model:id output:[
                         max_tool_calls?:int previous_response_id?:id prompt_cache_key?:text
                         reasoning?:reasoning safety_identifier?:text service_tier?:text store?:bool
                         text?:format_of_text top_logprobs?:int truncation?:=auto|=disabled user?:text
-                        presence_penalty?:num frequency_penalty?:num moderation?:dict
+                        presence_penalty?:num frequency_penalty?:num moderation?:moderation
                         prompt_cache_retention?:text
 failure               = code:id message
 incomplete            = reason?:text
@@ -184,7 +191,7 @@ format grammar        = definition syntax:=lark|=regex
 event                 = type?:id sequence_number?:int response?:response item?:item part?:part item_id?:text
                         output_index?:int content_index?:int summary_index?:int annotation_index?:int
                         command_index?:int output?:[output] delta? text? refusal? arguments? input?
-                        name? logprobs?:[token] obfuscation?
+                        name? logprobs?:[event_token] obfuscation?
 event error                                  = code:text|null message:text param:text|null
 event response.created                       = response:response
 event response.queued                        = response:response
@@ -197,9 +204,9 @@ event response.output_item.done              = output_index:int item:item
 event response.content_part.added            = item_id:id output_index:int content_index:int part:part
 event response.content_part.done             = item_id:id output_index:int content_index:int part:part
 event response.output_text.delta             = item_id:id output_index:int content_index:int delta
-                                               logprobs:[token]
+                                               logprobs:[event_token]
 event response.output_text.done              = item_id:id output_index:int content_index:int text
-                                               logprobs:[token]
+                                               logprobs:[event_token]
 event response.output_text.annotation.added  = item_id:id output_index:int content_index:int
                                                annotation_index:int annotation:annotation
 event response.refusal.delta                 = item_id:id output_index:int content_index:int delta
@@ -259,10 +266,16 @@ event response.steer.failed                  = steer:any error:any
 
 chunk                 = id:id object:=chat.completion.chunk created:time model
                         choices:[choice] usage?:usage error?:any service_tier?:text
-                        system_fingerprint?:text obfuscation?:text
+                        system_fingerprint?:text obfuscation?:text moderation?:moderation
 choice                = index:int delta:delta finish_reason:text|null message?:delta
                         logprobs?:chat_logprobs
-chat_logprobs         = content?:[token] refusal?:[token]
+moderation            = input:moderated output:moderated
+moderated             = type:=moderation_results|=moderation_result|=error
+moderated error       = code message
+moderated moderation_results = model results:[moderated]
+moderated moderation_result  = model flagged:bool categories:dict category_scores:dict
+                        category_applied_input_types:dict
+chat_logprobs         = content?:[chat_token] refusal?:[chat_token]
 delta                 = role?:text|null content?:text|null refusal?:text|null tool_calls?:[call]
 call                  = index?:int id?:text|null type?:=function|=custom|null
                         function?:called custom?:called
