@@ -1,6 +1,6 @@
 """How fast, beside others: `python bench.py WHAT` prints a table in Markdown.
 
-    a row of BENCHES --benches/WHAT.py: options(), run()--> table
+    a row of BENCHES --COMMANDS of benches/MODULE.py: its run and its options--> table
 
 Rules of the measurements:
 1. The ratio is the result. The contenders take turns in each round: if the machine is busy for a while, it
@@ -18,37 +18,39 @@ from pathlib import Path
 
 # fmt: off
 BENCHES = {
-    "cpu":       "prefill and decoding of the model, beside NumPy and llama.cpp",
-    "http":      "running servers beside each other",
-    "relay":     "what it costs to ask through --upstream",
-    "server":    "events/s, latency and memory of many streams, beside the least",
-    "pieces":    "the parser of the output in every dialect, and the store of events",
-    "gpu":       "decoding on a GPU, with random weights of real shapes, beside the memory's limit",
-    "kernels":   "each kernel by itself on a GPU",
-    "gpu-parts": "all that a GPU is needed for, in three commands of less than ten minutes",
+    # command    module
+    "cpu":       ("cpu",    "prefill and decoding of the model, beside NumPy and llama.cpp"),
+    "http":      ("http",   "running servers beside each other"),
+    "server":    ("server", "many streams, requests and a full store, beside the least that any server does"),
+    "relay":     ("server", "what it costs to ask through --upstream"),
+    "gpu":       ("gpu",    "decoding on a GPU, with random weights, beside what its memory allows"),
+    "gpu-parts": ("gpu",    "all that a GPU is needed for, in three commands of less than ten minutes"),
 }
 # fmt: on
 
 
 def main(argv: Sequence[str]) -> None:
-    rows = "\n".join(f"  {name:12} {about}" for name, about in BENCHES.items())
+    rows = "\n".join(f"  {name:12} {about}" for name, (_, about) in BENCHES.items())
     parser = argparse.ArgumentParser(
         description=f"Measure speeds, beside others.\n\n{rows}",
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("what", choices=BENCHES, metavar="WHAT", help="and its options: WHAT --help")
     name = parser.parse_args(argv[:1]).what
+    module, about = BENCHES[name]
     # It alone: the others may need what is not installed.
-    bench = importlib.import_module(f"benches.{name.replace('-', '_')}")
-    options = argparse.ArgumentParser(
+    run, options = importlib.import_module(f"benches.{module}").COMMANDS[name]
+    parser = argparse.ArgumentParser(
         prog=f"bench.py {name}",
-        description=BENCHES[name],
+        description=about,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    options.add_argument("--out", type=Path, metavar="FILE", help="write the table there too")
-    options.add_argument("--repeat", type=int, default=5, metavar="N", help="rounds")
-    bench.options(options)
-    bench.run(options.parse_args(argv[1:]))
+    parser.add_argument("--out", type=Path, help="a file that the table is written to, too")
+    for flag, (default, about) in {"--repeat": (5, "rounds"), **options}.items():
+        nargs = "+" if isinstance(default, list) else None
+        [one] = {type(each) for each in default} if nargs else {type(default or "")}
+        parser.add_argument(flag, type=one, nargs=nargs, default=default, help=about)
+    run(parser.parse_args(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -26,20 +26,9 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from benches import weights as shapes
-from benches.harness import (
-    Case,
-    Figures,
-    Prompts,
-    Row,
-    Run,
-    TokenTimes,
-    generate,
-    number_option,
-    prose,
-    report,
-    speed,
-)
+from benches import decoding
+from benches.decoding import Prompts, Row, Run, TokenTimes
+from benches.harness import Case, Commands, Figures, Options, prose
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from engine import Engine
@@ -71,17 +60,15 @@ def llama_cpp(file: Path, n_threads: int, prompts: Prompts, n_new: int) -> Token
 
     def one(prompt: list[int]) -> list[float]:
         times: list[float] = []
+        began = time.perf_counter()
 
-        def on_chunk(chunk: Any) -> bool:
-            times.append(time.perf_counter() - started)
-            return False  # go on
+        def on_chunk(_: Any) -> None:  # true would end it
+            times.append(time.perf_counter() - began)
 
-        server.handle_completions({"prompt": prompt, "n_predict": n_new} | greedy, on_chunk)
+        server.handle_completions({"prompt": prompt, "n_predict": n_new, **greedy}, on_chunk)
         return times[:n_new]  # the last chunk has no text, but the reason of the end
 
-    started = time.perf_counter()
     one(prompts[0][::-1])  # another prompt, to warm up
-    started = time.perf_counter()
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(one, prompts))
 
@@ -89,14 +76,13 @@ def llama_cpp(file: Path, n_threads: int, prompts: Prompts, n_new: int) -> Token
 # --- what is measured ---------------------------------------------------------------------------------------
 
 
-def floor(n_threads: int, row: Row, n_bytes: int, n: int = 2**28) -> Figures:
-    """Return how often a second as many threads could read so many bytes."""
+def read_bandwidth(n_threads: int, n: int = 2**28) -> float:
+    """Return how many bytes a second as many threads can read."""
     parts = np.array_split(np.ones(n, np.int32), n_threads)
     with ThreadPoolExecutor(n_threads) as pool:
-        started = time.perf_counter()
+        began = time.perf_counter()
         list(pool.map(np.max, parts))
-        seconds = time.perf_counter() - started
-    return {row.name: 4 * n / seconds / n_bytes}
+        return 4 * n / (time.perf_counter() - began)
 
 
 def perplexity(ops: NumpyOps, token_ids: list[int]) -> Figures:
@@ -112,47 +98,40 @@ def perplexity(ops: NumpyOps, token_ids: list[int]) -> Figures:
 
 def run(args: argparse.Namespace) -> None:
     with threadpoolctl.threadpool_limits(args.threads, user_api="blas"), TemporaryDirectory() as folder:
-        measure(shapes.checkpoint(args, Path(folder)), args)
+        directory = decoding.checkpoint(args, Path(folder))
+        config = read_config(directory)
+        kind = ops_of("cpu")
+        ops: dict[str, NumpyOps] = {}
+        for name in args.weights:
+            weights = read_weights(directory, config, *packs(kind, config, None if name == "file" else name))
+            ops[name] = kind(config, weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH)
+        about = [f"{args.shape or directory.name}, {config.n_layers} layers, {args.threads} threads."]
+        about += [f"{name}: {each.about}." for name, each in ops.items()]
+        runs: dict[str, Run] = {name: partial(decoding.generate, Engine(each)) for name, each in ops.items()}
+        if not args.shape:
+            numpy = NumpyOps(config, read_weights(directory, config), MAX_SEQ_LEN, N_PAGES, MAX_BATCH)
+            runs["NumPy"] = partial(decoding.generate, Engine(numpy))
+        file = directory / "model.gguf"
+        if file.is_file() and importlib.util.find_spec("xllamacpp"):
+            runs["llama.cpp"] = partial(llama_cpp, file, args.threads)
+        n_bytes = ops[args.weights[0]].weights.nbytes
+
+        def floor(row: Row) -> float:
+            n_read = decoding.read_bytes(config, row.batch) if config.experts else n_bytes
+            return read_bandwidth(args.threads) / n_read
+
+        more: list[Case] = []
+        if args.perplexity:
+            tokenizer = Tokenizer(directory / "tokenizer.json")
+            token_ids = tokenizer.encode(prose(8 * args.perplexity))[: args.perplexity]
+            more.append((ops, partial(perplexity, token_ids=token_ids)))
+        decoding.measure(args, "\n\n".join(about), runs, floor, *more)
 
 
-def measure(directory: Path, args: argparse.Namespace) -> None:
-    config = read_config(directory)
-    kind = ops_of("cpu")
-    ops: dict[str, NumpyOps] = {}
-    for name in args.weights:
-        packers = packs(kind, config, None if name == "file" else name)
-        weights = read_weights(directory, config, *packers)
-        ops[name] = kind(config, weights, MAX_SEQ_LEN, N_PAGES, MAX_BATCH)
-    about = [f"{args.shape or directory.name}, {config.n_layers} layers, {args.threads} threads."]
-    about += [f"{name}: {each.about}." for name, each in ops.items()]
-    runs: dict[str, Run] = {name: partial(generate, Engine(each)) for name, each in ops.items()}
-    if not args.shape:
-        numpy = NumpyOps(config, read_weights(directory, config), MAX_SEQ_LEN, N_PAGES, MAX_BATCH)
-        runs["NumPy"] = partial(generate, Engine(numpy))
-    file = directory / "model.gguf"
-    if file.is_file() and importlib.util.find_spec("xllamacpp"):
-        runs["llama.cpp"] = partial(llama_cpp, file, args.threads)
-    decode = Row("decode, batch 1, tokens/s", 1, 32, args.new)
-    rows = [
-        Row("prefill, 128 tokens, tokens/s", 1, 128, 1),
-        decode,
-        Row(f"decode, batch {MAX_BATCH}, tokens/s", MAX_BATCH, 32, args.new),
-    ]
-    cases: list[Case] = [(runs, partial(speed, row=row)) for row in rows]
-    first, *_ = ops.values()
-    n_bytes = shapes.read_bytes(config, 1) if config.experts else first.weights.nbytes
-    cases.append(({"floor": args.threads}, partial(floor, row=decode, n_bytes=n_bytes)))
-    if args.perplexity:
-        tokenizer = Tokenizer(directory / "tokenizer.json")
-        token_ids = tokenizer.encode(prose(8 * args.perplexity))[: args.perplexity]
-        cases.append((ops, partial(perplexity, token_ids=token_ids)))
-    report(args, "\n\n".join(about), cases)
-
-
-def options(add: argparse.ArgumentParser) -> None:
-    shapes.options(add)
-    number_option(add, "--new", 64, "tokens to decode")
-    number_option(add, "--threads", os.cpu_count() or 1, "for ours and for llama.cpp")
-    number_option(add, "--perplexity", 0, "measure it on so many tokens of prose")
-    about = "file, as they are there, or as of server.py: bfloat16, int8, int4"
-    add.add_argument("--weights", nargs="+", default=["file"], metavar="NAME", help=about)
+OPTIONS: Options = {
+    **decoding.options("", [128], [32], [1, MAX_BATCH]),
+    "--threads": (os.cpu_count(), "for ours and for llama.cpp"),
+    "--perplexity": (0, "measure it on so many tokens of prose"),
+    "--weights": (["file"], "file, as they are there, or as of server.py: bfloat16, int8, int4"),
+}
+COMMANDS: Commands = {"cpu": (run, OPTIONS)}

@@ -1,4 +1,4 @@
-"""How near the engine decodes to what the memory bandwidth of a GPU allows.
+"""How near the engine decodes to what the memory bandwidth of a GPU allows; all that a GPU is needed for.
 
     --shape or --model x rows x contenders --generate()--> tokens/s beside the floor --rounds()--> table
 
@@ -6,12 +6,17 @@ The floor of a step is the bytes that it must read (weights once, of experts tho
 cache of every sequence) over the bandwidth that a kernel which only reads reaches here, in the same rounds.
 `--contenders` puts the engine without one of its features beside it. Other servers: bench.py http.
 
-Not here: whether the answers are right (tests/gpu), single kernels (kernels.py).
+`gpu-parts 1`, `2` and `3` are commands of less than ten minutes. A step is a process of its own, for an
+error of CUDA spoils the process that it comes in. If one fails, which each does without a device, the next
+one runs, and the command fails. It ends when its time is over.
+
+Not here: whether the answers are right (tests/gpu); each kernel by itself (nsys and ncu of NVIDIA).
 """
 
 import argparse
 import importlib
-import itertools
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -19,15 +24,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from benches import weights as shapes
-from benches.harness import Case, Figures, Row, Run, generate, number_option, report, speed
+from benches import decoding
+from benches.decoding import Row
+from benches.harness import ROOT, Commands
 from checkpoint.config import Config, read_config
 from checkpoint.weights import read_weights
 from devices.cuda import CudaOps
 from engine import Engine
 from model import PAGE
-
-CONTENDERS = "engine", "no-early", "no-graphs"  # as it is, and without a feature
 
 READ = r"""
 extern "C" __global__ void read_all(const unsigned *x, int n, unsigned *out) {
@@ -44,6 +48,19 @@ extern "C" __global__ void read_all(const unsigned *x, int n, unsigned *out) {
 MAX_READ = 1 << 26  # pieces of 16 bytes: 1 GiB; or a sixteenth of what is free
 READ_THREADS = 512  # of a block: four blocks fill a processor
 N_READS = 8
+
+COMMAND_S = 560  # of the ten minutes that a command may take
+LAWS = ["-m", "pytest", "-q", "-rs", "tests/gpu", "-k"]
+ENGINE = ["bench.py", "gpu", "--out"]
+FEATURES = ["--contexts", "256", "--contenders", "engine", "no-early", "no-graphs"]
+# fmt: off
+PARTS = {
+    1: [[*LAWS, "not sanitizer"], [*ENGINE, "results/gpu.md"]],
+    2: [[*ENGINE, "results/gpu-features.md", *FEATURES],
+        [*ENGINE, "results/gpu-8b.md", "--shape", "qwen3-8b"]],
+    3: [[*LAWS, "memcheck"], [*LAWS, "racecheck"]],
+}
+# fmt: on
 
 
 def read_bandwidth() -> float:
@@ -70,57 +87,53 @@ def step_bytes(config: Config, batch: int, context: int) -> int:
     A layer with a window reads no more of the cache than that.
     """
     n_seen = sum(min(context, window or context) for window in config.windows)
-    return shapes.read_bytes(config, batch) + 2 * batch * 2 * n_seen * config.n_kv_heads * config.head_dim
+    return decoding.read_bytes(config, batch) + 4 * batch * n_seen * config.n_kv_heads * config.head_dim
 
 
-def floor(config: Config, row: Row) -> Figures:
-    n_bytes = step_bytes(config, row.batch, row.n_prompt + row.n_new // 2)
-    return {row.name: row.batch * read_bandwidth() / n_bytes}
-
-
-def ops_of(args: argparse.Namespace, length: int) -> CudaOps:
-    """Return the ops of the model that the options name, with pages for the largest batch."""
+def engine_of(args: argparse.Namespace, contender: str) -> Engine:
+    """Return the engine with the model that the options name, and pages for the largest batch."""
     with TemporaryDirectory() as folder:
-        directory = shapes.checkpoint(args, Path(folder))
+        directory = decoding.checkpoint(args, Path(folder))
         config = read_config(directory)
         weights = read_weights(directory, config, CudaOps.pack)
+    length = max(*args.contexts, *args.prompts) + args.new + 1
     max_batch = max(args.batches)
-    return CudaOps(config, weights, length, max_batch * -(-length // PAGE), max_batch)
+    ops = CudaOps(config, weights, length, max_batch * -(-length // PAGE), max_batch)
+    ops._uses_graphs = contender != "no-graphs"
+    if contender == "no-early":
+        ops._kernels._driver = None
+    return Engine(ops)
 
 
 def run(args: argparse.Namespace) -> None:
-    length = max(*args.contexts, *args.prompts) + args.new + 1
-    engines: dict[str, Engine] = {}
-    for name in args.contenders:
-        ops = ops_of(args, length)
-        ops._uses_graphs = name != "no-graphs"
-        if name == "no-early":
-            ops._kernels._driver = None
-        engines[name] = Engine(ops)
-    runs: dict[str, Run] = {name: partial(generate, engine) for name, engine in engines.items()}
-    cases: list[Case] = []
-    for context, batch in itertools.product(args.contexts, args.batches):
-        row = Row(f"decode, {batch} x {context}, tokens/s", batch, context, args.new)
-        cases.append((runs, partial(speed, row=row)))
-        cases.append(({"floor": ops.config}, partial(floor, row=row)))
-    for n in args.prompts:
-        cases.append((runs, partial(speed, row=Row(f"prompt of {n}, tokens/s", 1, n, 1))))
+    engines = {name: engine_of(args, name) for name in args.contenders}
+    config = engines[args.contenders[0]].config
+
+    def floor(row: Row) -> float:
+        return read_bandwidth() / step_bytes(config, row.batch, row.n_prompt + row.n_new // 2)
+
     card = importlib.import_module("cupy").cuda.runtime.getDeviceProperties(0)["name"].decode()
-    report(args, f"{card}, {args.model or args.shape}, bfloat16.", cases)
+    about = f"{card}, {args.model or args.shape}, bfloat16."
+    runs = {name: partial(decoding.generate, engine) for name, engine in engines.items()}
+    decoding.measure(args, about, runs, floor)
 
 
-def shape_options(add: argparse.ArgumentParser) -> None:
-    shapes.options(add)
-    number_option(add, "--batches", [1, 4, 16, 64], "sequences")
-    number_option(add, "--contexts", [256, 4096], "tokens before")
-    add.set_defaults(repeat=3, shape="qwen3-0.6b")
+def run_part(args: argparse.Namespace) -> None:
+    """Run the steps of a part; exits with 0 if all went well."""
+    deadline = time.monotonic() + COMMAND_S
+    statuses: list[int] = []
+    for step in PARTS[args.part]:
+        seconds_left = deadline - time.monotonic()
+        print("==", *step, f"at most {seconds_left:.0f} s", flush=True)
+        statuses.append(subprocess.run([sys.executable, *step], cwd=ROOT, timeout=seconds_left).returncode)
+    print("exit statuses", statuses)
+    sys.exit(max(statuses))
 
 
-def options(add: argparse.ArgumentParser) -> None:
-    shape_options(add)
-    about = f"the engine, and without a feature: {', '.join(CONTENDERS)}"
-    add.add_argument(
-        "--contenders", nargs="+", choices=CONTENDERS, default=["engine"], metavar="NAME", help=about
-    )
-    number_option(add, "--prompts", [512, 4096], "tokens")
-    number_option(add, "--new", 128, "tokens to decode")
+CONTENDERS = (["engine"], "the engine, and without a feature: engine, no-early, no-graphs")
+OPTIONS = decoding.options("qwen3-0.6b", [512, 4096], [256, 4096], [1, 4, 16, 64])
+PART = (1, "1: is it right, and how fast? 2: what do features bring? an 8B; 3: memcheck, racecheck")
+COMMANDS: Commands = {
+    "gpu": (run, {**OPTIONS, "--contenders": CONTENDERS}),
+    "gpu-parts": (run_part, {"part": PART}),
+}

@@ -9,13 +9,12 @@ from typing import cast
 import pytest
 
 import bench
-from benches import gpu, gpu_parts, kernels, server
-from benches.harness import Figures, random_prompts, rounds, table
-from benches.weights import SHAPES, read_bytes
+from benches import gpu, server
+from benches.decoding import SHAPES, random_prompts, read_bytes
+from benches.harness import Figures, rounds, table
 from checkpoint.config import parse_config
 from checkpoint.weights import n_params, n_weight_bytes
 from devices import cuda as cuda_module
-from dialects.families import DIALECTS
 from helpers import emulator
 from helpers.emulator import Emulator
 from helpers.serving import TINY, serve
@@ -29,29 +28,40 @@ def rows_of(out: Path, *words: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in lines[1:]}
 
 
-CPU = {f"{what}, tokens/s" for what in ("prefill, 128 tokens", "decode, batch 1", "decode, batch 8")}
+DRY = "cpu --new 3 --prompts 64 --contexts 32 --batches 1 8 --layers 1 --shape"
+CPU = {"prompt of 64, tokens/s", "decode, 1 x 32, tokens/s", "decode, 8 x 32, tokens/s"}
 ASKED = {"a long prompt, first text, ms", "a short prompt, first text, ms", "1 streams, tokens/s"}
-ASKED |= {"8 streams after long prompts, tokens/s"}
-LATE = {f"3 streams, {kind}" for kind in ("events/s", "CPU µs an event", "median late, ms", "p99 late, ms")}
+ASKED |= {"8 streams after long prompts, tokens/s", "a chat mix, good answers/s"}
+ASKED |= {"an agent of ten turns, good answers/s"}
+SPEEDS = {f"3 streams of 5, {kind}" for kind in ("events/s", "CPU µs an event", "CPU ms a stream")}
+LATE = {"3 streams, median late, ms", "3 streams, p99 late, ms", "3 streams, kB a stream"}
+STORED = {name.replace("of 5", "of 1") for name in SPEEDS} | {"idle, % of a core"}
+SMALL = {
+    "STREAMS": [(3, 5)],
+    "LATE_STREAMS": [3],
+    "MAX_STREAMS": 3,
+    "TICK_MS": 50,
+    "N_STORED": [9],
+    "IDLE_S": 0.1,
+}
+SMALL["N_STORING"] = 3
 # fmt: off
 #   command                                                  names of its rows
 RUNS = [
-    (f"cpu --new 3 --model {TINY} --perplexity 140",         CPU | {"perplexity of 140 tokens"}),
-    ("cpu --new 3 --shape dry --layers 1",                   CPU),
-    ("cpu --new 3 --shape dry-gpt-oss --layers 1",           CPU),
-    ("cpu --new 3 --shape dry-qwen3-moe --layers 1",         CPU),
-    ("pieces --pieces 400",                                  {f"{name}, pieces/s" for name in DIALECTS} |
-                                                             {"events/s stored", "events/s read"}),
+    (f"cpu --new 3 --prompts 64 --model {TINY} --perplexity 140", CPU | {"perplexity of 140 tokens"}),
+    (f"{DRY} dry",                                           CPU),
+    (f"{DRY} dry-gpt-oss",                                   CPU),
+    (f"{DRY} dry-qwen3-moe",                                 CPU),
     ("relay --new 20",                                       ASKED | {"32 streams, tokens/s"}),
-    (f"server --model {TINY}",                               LATE | {"3 streams, kB a stream"}),
+    (f"server --model {TINY}",                               SPEEDS | LATE | STORED),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(("words", "names"), RUNS, ids=[words.partition(" --m")[0] for words, _ in RUNS])
 def test_rows(words: str, names: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STREAMS", {3: 5})
-    monkeypatch.setattr(server, "TICK_MS", 50)
+    for name, value in SMALL.items():
+        monkeypatch.setattr(server, name, value)
     assert rows_of(tmp_path, *words.split()).keys() == names
 
 
@@ -121,7 +131,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     if emulator.MISSING:
         pytest.skip(emulator.MISSING)
     monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", Emulator(memory=1 << 29)))
-    monkeypatch.setattr(kernels, "N_TIMES", 1)
     monkeypatch.setattr(gpu, "READ_THREADS", 32)
     monkeypatch.setattr(gpu, "MAX_READ", 1 << 12)
 
@@ -137,23 +146,12 @@ def test_gpu(tmp_path: Path) -> None:
     assert len(rows["decode, 2 x 9, tokens/s"]) == 3  # the floor is one
 
 
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize(("shape", "experts"), [("dry", ""), ("dry-gpt-oss", "expert_")])
-def test_kernels(shape: str, experts: str, tmp_path: Path) -> None:
-    """Every step has a row for each kernel in it, and one for the whole."""
-    timed = rows_of(tmp_path, "kernels", "--shape", shape, *STEP).keys()
-    kernels = {"embed", "qkv", "out", "logits", "pick", "the whole step"}
-    kernels |= {f"{experts}gate_up", f"{experts}down"}
-    assert timed >= {f"2 x 9: {kernel}, µs" for kernel in kernels | {"attend"}}
-    assert timed >= {f"256 of a prompt after 9: {kernel}, µs" for kernel in kernels | {"attend_prompt"}}
-
-
 @pytest.mark.skipif(not cuda_module.missing(), reason="there is a GPU")
 def test_a_part_without_a_device_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """46 tests were skipped, and the command said that all was well."""
-    monkeypatch.setitem(gpu_parts.PARTS, 3, [[*gpu_parts.LAWS, "memcheck"]])
+    monkeypatch.setitem(gpu.PARTS, 3, [[*gpu.LAWS, "memcheck"]])
     with pytest.raises(SystemExit, match=r"[1-9]"):
         bench.main(["gpu-parts", "3"])
     assert "tests/gpu is for a GPU: " in capfd.readouterr().err

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import pictures
-from benches.weights import SHAPES, read_bytes
+from benches.decoding import SHAPES, read_bytes
 from checkpoint.config import FAMILIES, parse_config
 from checkpoint.weights import n_weight_bytes
 from dialects.families import DIALECTS
