@@ -66,6 +66,10 @@ class Answer(NamedTuple):
     n_events: int
 
 
+# its name, who asks, and the figure of all answers
+Row = tuple[str, list[Client], Callable[[list[Answer]], float]]
+
+
 async def ask(target: Target, messages: list[dict[str, str]], client: Client) -> Answer:
     """Ask for a stream, and read it to its end."""
     if target.url.endswith(RESPONSES):
@@ -159,7 +163,9 @@ def measure(
     return {row: figure(together(target, clients))}
 
 
-def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s: float = 0) -> Iterator[Case]:
+def cases(
+    urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s: float = 0, *more: Row
+) -> Iterator[Case]:
     targets: dict[str, Target] = {}
     for name, url in urls.items():
         models = httpx.get(f"{url.removesuffix(RESPONSES)}/models", trust_env=False).raise_for_status().json()
@@ -168,13 +174,12 @@ def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s:
     steady_rate = partial(rate, is_steady=True)
     at_once = [(f"{n} streams, tokens/s", [Client([STORY], n_new)] * n, rate) for n in streams]
     # fmt: off
-    rows: list[tuple[str, list[Client], Callable[[list[Answer]], float]]] = [
+    rows: list[Row] = [
         ("a long prompt, first text, ms",           [Client([LONG], N_FIRST)],         first_ms),
         ("a short prompt, first text, ms",          [Client(["Say hello."], N_FIRST)], first_ms),
         *at_once,
         ("8 streams after long prompts, tokens/s",  [Client([LONG], 4 * n_new)] * 8,   steady_rate),
-        ("a chat mix, good answers/s",              chat_mix(),                        goodput),
-        ("an agent of ten turns, good answers/s",   [Client(AGENT, n_new)],            goodput),
+        *more,
     ]
     # fmt: on
     for row, clients, figure in rows:
@@ -183,7 +188,9 @@ def cases(urls: Mapping[str, str], streams: Sequence[int], n_new: int, settle_s:
 
 def run(args: argparse.Namespace) -> None:
     urls = {url: url for url in args.urls}
-    report(args, "Servers over HTTP.", cases(urls, args.streams, args.new, SETTLE_S))
+    chat = ("a chat mix, good answers/s", chat_mix(), goodput)
+    agent = ("an agent, good answers/s", [Client(AGENT, args.new)], goodput)
+    report(args, "Servers over HTTP.", cases(urls, args.streams, args.new, SETTLE_S, chat, agent))
 
 
 OPTIONS: Options = {
