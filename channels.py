@@ -18,7 +18,7 @@ Rules of this file:
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -131,7 +131,7 @@ def is_object(arguments: str) -> bool:
         return False
 
 
-Emit = Callable[[Accepted | Output | Finish], None]  # takes what a worker says: rule 2 of worker.py
+Take = Callable[[Sequence[Accepted | Output | Finish]], None]  # takes what a worker says: rule 2 of worker.py
 
 # --- dialects -----------------------------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ class Engine:
         self._began_at = 0.0  # the time when the oldest step in flight could begin
         self._n_failed_steps = 0  # since one that worked
         self._why_closed = ""  # what requests are told once the thread ends; "": it goes on
+        self._event_loop: asyncio.AbstractEventLoop  # of the readers: generate() sets it
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
@@ -197,6 +198,7 @@ class Engine:
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             self._fail(sequence, self._why_closed)
         self._flush_outbox()
+        self._end_constraints()
 
     def _read_inbox(self, wait: bool) -> None:
         """Start and abort what was asked for since the last step. `wait` until there is something."""
@@ -219,6 +221,14 @@ class Engine:
             self.observer(self._scheduler, [], [], 0.0)
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
             self._flush_outbox()
+        self._end_constraints()
+
+    def _end_constraints(self) -> None:
+        """End the processes that make masks for sequences that have left the batch, ended or preempted."""
+        for sequence in self._scheduler.left:
+            if sequence.constraint is not None:
+                sequence.constraint.close()
+        self._scheduler.left.clear()
 
     def _bring_masks(self) -> list[Sequence]:
         """Ask for the masks that running sequences need, bring those that have come.

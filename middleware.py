@@ -1,6 +1,6 @@
 """ASGI middleware around every endpoint: authentication, admission, errors, access log and metrics.
 
-    request --logged()--> CORSMiddleware --refusal(): name, key, site--> Starlette --> endpoint
+    request --logged()--> CORSMiddleware --turned_away(): name, key, site--> Starlette --> endpoint
     endpoint --reply, or an exception--> error body --logged(): x-request-id, log, metrics--> client
 
 Authority: https://platform.openai.com/docs/guides/error-codes; for pages of other sites
@@ -69,7 +69,7 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
         headers = Headers(scope=scope)
         with rooms.visit(keys.owner(headers)) as visit:
             scope["visit"] = visit
-            app = refusal(scope, headers, keys, origins, hosts) or inner
+            app = turned_away(scope, headers, keys, origins, hosts) or inner
             await app(scope, receive, send)
 
     routes = [
@@ -166,7 +166,7 @@ def digest(key: str) -> str:
     return hashlib.sha256(f"llmref api key {key}".encode()).hexdigest()
 
 
-def refusal(
+def turned_away(
     scope: Scope, headers: Headers, keys: Keys, origins: Set[str], hosts: Set[str]
 ) -> Response | None:
     """Return the answer to a request that must not reach an endpoint; None lets it in."""

@@ -44,7 +44,7 @@ CHUNK = PAGE  # tokens of a prefill chunk
 class Span(NamedTuple):
     """Consecutive tokens of one sequence that a step computes."""
 
-    slot: int  # row of the running batch, below max_batch, that the sequence occupies
+    slot: int  # place in the running batch, below max_batch, that the sequence occupies
     pages: Sequence[int]  # its page table: the token at position p lies in page pages[p // PAGE]
     # None: one token, the newest one chosen for this slot; only the device knows it yet (if n_ahead > 0).
     token_ids: Sequence[int] | None

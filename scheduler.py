@@ -131,7 +131,7 @@ class Sequence:
     finish: Literal["stop", "length", "failed"] | None = None  # failed: its logits are not finite numbers
     mask: Mask | None = None  # for the next token of a sequence with a constraint; None: not known yet
 
-    slot: int | None = None  # row of the batch; None while it waits, and when it has ended
+    slot: int | None = None  # place in the batch; None while it waits, and when it has ended
     page_table: list[int] = field(default_factory=list)  # the page of token i is page_table[i // PAGE]
     prefix_hashes: list[PrefixHash] = field(default_factory=list)  # one for each full page, made when needed
     n_computed: int = 0  # tokens with keys and values in its pages, once all steps in flight have run
@@ -227,6 +227,7 @@ class Scheduler:
         self._speculate = speculate
         self._max_wanted = max_wanted
         self._free_slots = list(reversed(range(max_batch)))
+        self.left: list[Sequence] = []  # those that gave up their slots; engine.py ends their constraints
         self._turns = count(1)
         self._last_turn = Counter[str]()  # owner: the number of its last turn
 
@@ -310,8 +311,7 @@ class Scheduler:
             sequence.slot = None
             self.pool.release(sequence.page_table)
             sequence.page_table = []  # a new list, because a span in flight may still use the old one
-            if sequence.constraint is not None:
-                sequence.constraint.close()
+            self.left.append(sequence)
 
     def preempt(self, sequence: Sequence, what_for: PreemptedFor = "pages") -> None:
         """Put a running sequence first in line: those of its owner that wait are younger."""

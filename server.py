@@ -48,7 +48,7 @@ from service import loading, logs, options
 from service.connections import EventLoop, HttpServer, bind, http_config, max_connections
 from service.steps import Steps
 from store import IN_MEMORY, Retention, Store
-from worker import LocalWorker
+from worker import LocalWorker, Workers
 
 log = logging.getLogger("server")
 
@@ -123,11 +123,9 @@ async def serve(
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(N_THREADS, "requests"))
     is_shared = keys.n_owners > 1
-    registry = Registry(store, is_shared)
+    registry = Registry(store, Workers(local, remote), is_shared)
     steps = Steps(local.engine, local.tokenizer.token_bytes) if local and args.debug_steps else None
     api = Api(
-        local,
-        remote,
         registry,
         hashlib.sha256(args.secret[0].encode()).digest(),
         done_line=not args.no_done_line,
@@ -146,7 +144,7 @@ async def serve(
 
     def is_busy() -> bool:
         """Return whether an answer has not begun, or a worker has something to do."""
-        return bool(rooms.unanswered) or any(worker.busy() for worker in api.workers)
+        return bool(rooms.unanswered) or any(worker.busy() for worker in api.workers.all)
 
     signals = asyncio.Semaphore(0)  # released by each signal
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -166,11 +164,11 @@ async def serve(
         while is_busy() and signals.locked() and loop.time() < deadline:  # until another signal comes
             await asyncio.sleep(0.02)
         await registry.close(args.store != IN_MEMORY)  # in a file what is queued waits for the next process
-        for worker in api.workers:
+        for worker in api.workers.all:
             await worker.close()  # what still runs, in the foreground, fails
         server.drop_clients()
         evicting.cancel()
-    await registry.close_store()
+    await registry.archive.close()
 
 
 def announce(local: LocalWorker | None, listener: socket.socket) -> None:

@@ -1,6 +1,6 @@
 """The Worker contract, and the worker of this machine: a checked Request to what the model says.
 
-    Request --Worker.prepare()--> Prompt --Prompt.run()--> emit(Accepted), emit(Output), ..., emit(Finish)
+    Request --prepare()--> Prompt --Prompt.run()--> take([Accepted]), take([Output, ...]), take([Finish])
 
 The engine in this process and an upstream server (gateway/remote.py) both keep the contract. So streams,
 background runs, resuming, chains and calls work with either, and readers of the outputs see no difference.
@@ -8,11 +8,11 @@ background runs, resuming, chains and calls work with either, and readers of the
 Rules of this file:
 1. prepare() refuses with BadInput, before a byte of the answer has left. It makes every check that this
    machine can make, and waits until its grammar has been compiled. run() may refuse too, before its Accepted.
-2. run() emits Accepted, any number of Outputs and exactly one Finish, which is the last, and returns. After
-   Accepted only a bug or an upstream's late refusal raises: then the caller says how the answer ends. To stop
-   a run, cancel it: the engine drops the sequence, and run() emits Finish("cancelled"), which api.py only
-   counts, and raises CancelledError.
-3. emit() is synchronous: what a step brought to all sequences becomes events in one turn of the event loop.
+2. run() calls take() with Accepted, then with any number of Outputs and exactly one Finish, which is the
+   last, and returns. After Accepted only a bug or an upstream's late refusal raises: then the caller says how
+   the answer ends. To stop a run, cancel it: the engine drops the sequence, and run() raises CancelledError,
+   after take([Finish("cancelled")]), which is counted and not shown.
+3. take() is synchronous: what a step brought to all sequences becomes events in one turn of the event loop.
 4. Usage counts the tokens that were read from the engine, with a stop token, but nothing after a stop string.
    Finish("cancelled") has the count at that time, if there was a token.
 5. An answer ends with "length" after max_output_tokens, and after MAX_LOGPROBS logprobs, which all choices
@@ -22,6 +22,8 @@ Rules of this file:
 import asyncio
 import bisect
 import secrets
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -29,15 +31,16 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from channels import Accepted, Emit, Finish, Parser, Piece, TokenLogprob, Usage
+from channels import Accepted, Finish, Output, Parser, Piece, Take, TokenLogprob, Usage
 from dialects import families
 from dialects.json_schema import BadGrammar
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar, Thinking, answer_grammar
 from engine import Engine, StepOutput
+from request import items
 from request.ids import REQUEST_ID
 from request.messages import Message, turn_starts, without_old_turns
-from request.params import Request
+from request.params import ALIAS, Request
 from request.refusals import BadInput
 from request.room import Threads
 from request.special_tokens import SpecialTokens
@@ -47,7 +50,6 @@ from sampling import Choice, Sampling
 from scheduler import Sequence
 from tokenizer import Decoder, Tokenizer
 
-ALIAS = "default"  # a name that any model answers to
 FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
 MAX_OUTPUT_TOKENS = 4096  # tokens of an answer, unless --max-output-tokens says otherwise
 MAX_LOGPROBS = 75_000  # in a request, some 8 MB of JSON: about 3,500 tokens with top_logprobs 20
@@ -69,8 +71,8 @@ class Prompt(Protocol):
     async def count_tokens(self) -> int:
         """Count its tokens, or ask the other server, which may refuse: raises BadInput."""
 
-    async def run(self, emit: Emit, choice: int = 0) -> None:
-        """Emit what the model says in one of the request's n choices."""
+    async def run(self, take: Take, choice: int = 0) -> None:
+        """Hand on what the model says in one of the request's n choices, step by step."""
 
 
 class Worker(Protocol):
@@ -84,11 +86,65 @@ class Worker(Protocol):
     async def prepare(self, request: Request) -> Prompt:
         """Check what only this worker can check, the grammar included; raises BadInput."""
 
+    def serves(self, model: str) -> bool:
+        """Return whether it has the model; raises BadInput if it cannot know now."""
+
+    def models(self) -> dict[str, dict[str, Any]]: ...  # as /v1/models shows them, by name
     def busy(self) -> bool: ...  # a request is in flight
     def counts(self) -> dict[str, int]: ...  # requests, pages and so on, for /health and /metrics
 
     async def close(self) -> None:
         """Fail what is in flight."""
+
+
+class Workers:
+    """All workers of a server: that of this machine, if it has a model, then the one that asks upstreams."""
+
+    def __init__(self, *workers: Worker | None) -> None:
+        self.all = [worker for worker in workers if worker]
+        self.started_at = int(time.time())
+
+    def find(self, model: str) -> Worker:
+        """Return the worker that serves a model; raises BadInput."""
+        for worker in self.all:
+            if worker.serves(model):
+                return worker
+        names = ", ".join(map(repr, (*self.models(), ALIAS)))
+        message = f"The model '{model}' does not exist; there is {names}."
+        raise BadInput(message, param="model", code="model_not_found")
+
+    async def prepare(self, request: Request, conversation: list[items.Item]) -> Prompt:
+        """Make the prompt. For a compaction, make the one that asks for a summary. Raises BadInput."""
+        worker = self.find(request.model)
+        if items.is_trigger(conversation[-1]):
+            request = await asyncio.to_thread(items.summary_request, request, conversation, worker.defaults)
+        return await worker.prepare(request)
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return all models by name, those of this machine first; of one name it is the local one."""
+        common = {"object": "model", "created": self.started_at, "owned_by": "upstream"}
+        models: dict[str, dict[str, Any]] = {}
+        for worker in self.all:
+            for name, members in worker.models().items():
+                models.setdefault(name, {"id": name} | common | members)
+        return models
+
+    def main_model(self) -> str:
+        """Return the name of the model on this machine, "upstream" if there is none."""
+        return next(
+            (name for name, model in self.models().items() if model["owned_by"] == "local"), "upstream"
+        )
+
+    def spoken_name(self, model: str) -> str:
+        """Return the name by which a model answers: for the alias, that of the first model there is."""
+        return next(iter(self.models()), model) if model == ALIAS else model
+
+    def counts(self) -> dict[str, Any]:
+        """Return what all workers hold together."""
+        counts = Counter[str]()
+        for worker in self.all:
+            counts.update(worker.counts())
+        return dict(counts)
 
 
 # --- the worker of this machine -----------------------------------------------------------------------------
@@ -109,9 +165,9 @@ class LocalPrompt(NamedTuple):
     async def count_tokens(self) -> int:
         return len(self.token_ids)
 
-    async def run(self, emit: Emit, choice: int = 0) -> None:
-        """Emit what the model says in one choice."""
-        answer = Answer(self, emit)
+    async def run(self, take: Take, choice: int = 0) -> None:
+        """Hand on what the model says in one choice, step by step."""
+        answer = Answer(self)
         sequence = Sequence(
             self.token_ids,
             self.max_tokens,
@@ -121,11 +177,16 @@ class LocalPrompt(NamedTuple):
             self.request.owner,
             REQUEST_ID.get(),
         )
-        emit(Accepted())  # prepare() has checked everything: only an upstream may still refuse in run()
+
+        def feed(step: StepOutput) -> bool:
+            take(answer.feed(step))
+            return not answer.has_finished
+
+        take([Accepted()])  # prepare() has checked everything: only an upstream may still refuse in run()
         try:
-            await self.worker.engine.generate(sequence, answer.feed)
+            await self.worker.engine.generate(sequence, feed)
         except asyncio.CancelledError:
-            answer.cancel()
+            take(answer.cancel())
             raise
 
 
@@ -137,7 +198,7 @@ class PromptTooLong(BadInput):
             f"This model's context is {limit} tokens, of which the answer needs at least one; "
             f"the prompt has {n}."
         )
-        super().__init__(message, None, "context_length_exceeded")
+        super().__init__(message, code="context_length_exceeded")
 
 
 class LocalWorker:
@@ -172,6 +233,13 @@ class LocalWorker:
         )
         self._family = families.DIALECTS[self.dialect]
 
+    def serves(self, model: str) -> bool:
+        return model in (*self.names, ALIAS)
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        own = {"owned_by": "local", "max_model_len": self.engine.max_seq_len}
+        return dict.fromkeys(self.names, own)
+
     def counts(self) -> dict[str, int]:
         return self.engine.counts() | {"grammars_waiting": self.grammars.turns.n_waiting}
 
@@ -193,7 +261,7 @@ class LocalWorker:
             if prompt.grammar:
                 await self.grammars.check(prompt.grammar, request.owner)
         except BadGrammar as error:
-            raise refusal(error, request.structured_output or StructuredOutput("none")) from error
+            raise grammar_refused(error, request.structured_output or StructuredOutput("none")) from error
         return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
@@ -293,23 +361,23 @@ class LocalWorker:
             largest = max(token_ids, default=0)
             if largest >= vocab_size:
                 message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
-                raise BadInput(message, name, "invalid_value")
+                raise BadInput(message, param=name, code="invalid_value")
 
 
 class Answer:
     """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
 
-    def __init__(self, prompt: LocalPrompt, emit: Emit) -> None:
+    def __init__(self, prompt: LocalPrompt) -> None:
+        self.has_finished = False
         self._prompt = prompt
         self._decoder = Decoder(prompt.worker.tokenizer)
         self._parser = prompt.parser()
         self._n_logprobs_left = MAX_LOGPROBS // prompt.request.n
-        self._emit = emit
         self._usage = Usage(len(prompt.token_ids), 0)
-        self._has_finished = False
 
-    def feed(self, step: StepOutput) -> bool:
-        """Emit what a step has brought; return whether more is wanted."""
+    def feed(self, step: StepOutput) -> list[Output | Finish]:
+        """Return what a step has brought; if it ends the answer, with the Finish."""
+        said: list[Output | Finish] = []
         end = step.finish
         if step.tokens:  # a failure brings none, and no count either
             self._usage.cached_tokens = step.cached_tokens
@@ -317,20 +385,20 @@ class Answer:
             if self._n_logprobs_left < 0:
                 end = "length"
                 break
-            self._feed_token(token)
+            said += self._feed_token(token)
             if self._parser.stopped:
                 end = "stop"
                 break
         if end:
-            self._parse(self._decoder.close())
-            for output in self._parser.close(cut=end != "stop"):
-                self._emit(output)
+            said += self._parse(self._decoder.close())
+            said += self._parser.close(cut=end != "stop")
             reason = "stop" if self._parser.stopped else end
-            self._has_finished = True
-            self._emit(Finish(reason, self._usage, step.message))
-        return not end
+            self.has_finished = True
+            said.append(Finish(reason, self._usage, step.message))
+        return said
 
-    def _feed_token(self, token: Choice) -> None:
+    def _feed_token(self, token: Choice) -> list[Output]:
+        said: list[Output] = []
         state_before = self._parser.state
         logprobs: tuple[TokenLogprob, ...] = ()
         if token.logprob is not None:
@@ -339,35 +407,35 @@ class Answer:
             self._n_logprobs_left -= 1 + len(top)
         self._usage.output_tokens += 1
         if token.token_id not in self._prompt.stop_token_ids:
-            self._parse(self._decoder.feed(token.token_id, logprobs))
+            said = self._parse(self._decoder.feed(token.token_id, logprobs))
         if "analysis" in (state_before, self._parser.state):  # both markers count as reasoning
             self._usage.reasoning_tokens += 1
+        return said
 
-    def _parse(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            for output in self._parser.feed(piece):
-                self._emit(output)
+    def _parse(self, pieces: list[Piece]) -> list[Output]:
+        return [output for piece in pieces for output in self._parser.feed(piece)]
 
-    def cancel(self) -> None:
+    def cancel(self) -> list[Finish]:
         """Finish an answer that is no longer wanted, unless it has finished already."""
-        if not self._has_finished:
-            usage = self._usage if self._usage.output_tokens else None  # None: the prompt is not computed yet
-            self._emit(Finish("cancelled", usage))
+        if self.has_finished:
+            return []
+        usage = self._usage if self._usage.output_tokens else None  # None: the prompt is not computed yet
+        return [Finish("cancelled", usage)]
 
     def _logprob(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         token = self._prompt.worker.tokenizer.token_bytes(token_id)
         return TokenLogprob(token.decode(errors="replace"), logprob, token, top)
 
 
-def refusal(error: BadGrammar, spec: StructuredOutput) -> BadInput:
+def grammar_refused(error: BadGrammar, spec: StructuredOutput) -> BadInput:
     """Tell the client what is wrong with a schema or grammar that cannot be enforced."""
     grammar = dict(spec.inputs).get(error.part)  # if it is the grammar of a custom tool's input
     if grammar:
-        return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", grammar.path)
+        return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", param=grammar.path)
     path = "tools"
     if error.part == "schema" or not spec.functions:
         path = spec.schema_path
     of_part = ""
     if error.part:
         of_part = f" for '{error.part}'"
-    return BadInput(f"Invalid schema{of_part}: {error}", path, "invalid_json_schema")
+    return BadInput(f"Invalid schema{of_part}: {error}", param=path, code="invalid_json_schema")

@@ -171,7 +171,7 @@ DIALECTS = {
             separator=None,
         ),
     ),
-    "hermes": Dialect(  # also for templates without tools, which are taught to call so (request/messages.py)
+    "hermes": Dialect(  # also for templates without tools, which are taught to call so (request/template.py)
         known_by=(),
         transitions=HERMES,
         call_reader=lambda _: JsonCalls(),
@@ -189,7 +189,7 @@ def recognised(template: str, takes_tools: bool) -> str:
     """Return the name of the first dialect whose signs are all in the chat template.
 
     A template that takes no tools has not taught the model to call: tools are then described as Hermes does
-    (request/messages.py), and so the model will call.
+    (request/template.py), and so the model will call.
     """
     matching = (name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
     name = next(matching)  # the last row has no signs

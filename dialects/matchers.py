@@ -144,7 +144,7 @@ class Grammars:
                 while constraint.mask([]) is None:
                     wait([constraint.fileno()], MAX_ANSWER_S)
         except OSError as error:  # TimeoutError too
-            raise BadInput(OVERLOADED, None, "server_is_overloaded") from error
+            raise BadInput(OVERLOADED, code="server_is_overloaded") from error
         except BadGrammar as error:
             return str(error), error.part
         return None

@@ -1,6 +1,6 @@
 """Refusals of an upstream: its error becomes the error that our client gets.
 
-    status, headers, body --read_refusal()--> Refused    error of an answer with 200 --refusal()--> Refused
+    status, headers, body --read_refused()--> Refused    error of an answer with 200 --refused_by()--> Refused
 
 Authority: https://platform.openai.com/docs/guides/error-codes; RFC 9110, section 10.2.3, for Retry-After.
 
@@ -38,23 +38,23 @@ class Refused(BadInput):
     """An upstream refuses the request, or none can be reached: the error for the client."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str = "") -> None:
-        super().__init__(message, param, code)
+        super().__init__(message, param=param, code=code)
         self.status = status
 
 
-def read_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+def read_refused(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
     """Read an answer whose status is not 200, and which may be incomplete."""
     error: Chunk = {}
     with suppress(Unreadable):
         error = error_of(document(body)) or {}
-    refused = refusal(status, error)
+    found = refused_by(status, error)
     retry_after = headers.get("retry-after", "")
     if re.fullmatch("[0-9]{1,9}", retry_after):
-        refused.retry_after = retry_after
-    return refused
+        found.retry_after = retry_after
+    return found
 
 
-def refusal(status: int, error: Chunk) -> Refused:
+def refused_by(status: int, error: Chunk) -> Refused:
     """Make the refusal; `error` is that of error_of(), {} if nothing could be read."""
     code = error.get("code")
     # vLLM has a number there, LiteLLM its digits.

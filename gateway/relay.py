@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 import sse
 from completions import Chunk, fold
 from gateway.metering import Meter, Outcome, settle
-from gateway.refused import Refused, refusal
+from gateway.refused import Refused, refused_by
 from gateway.upstreams import Reply
 from request.refusals import error_body
 from streaming import SSE_HEADERS, JsonAnswer, kept_alive, while_connected
@@ -94,7 +94,7 @@ def whole(chunks: Iterable[Chunk]) -> str:
     """Return the object that the chunks amount to; raises Refused if one is an error."""
     completion = fold(chunks)
     if "error" in completion:
-        raise refusal(200, completion["error"])
+        raise refused_by(200, completion["error"])
     return sse.dumps(completion)
 
 

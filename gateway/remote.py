@@ -1,6 +1,6 @@
 """The remote worker: a checked Request to what a model of an upstream server says.
 
-    Request --prepare()--> UpstreamPrompt --run()--> emit(Accepted), emit(Output), ..., emit(Finish)
+    Request --prepare()--> UpstreamPrompt --run()--> take([Accepted]), take([Output, ...]), take([Finish])
     body of POST /v1/chat/completions --pass_through()--> RelayedChat
 
 Authority: https://platform.openai.com/docs/api-reference/chat/create; what that lacks has vLLM's names.
@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from channels import Accepted, Emit, Finish
+from channels import Accepted, Finish, Take
 from gateway.answers import Asked
 from gateway.metering import NO_TOTALS, Meter
 from gateway.outputs import Outputs
@@ -115,24 +115,22 @@ class UpstreamPrompt(NamedTuple):
     async def count_tokens(self) -> int:
         raise Refused(404, f"Tokens of '{self.request.model}' cannot be counted here: ask its own server.")
 
-    async def run(self, emit: Emit, choice: int = 0) -> None:
-        """Emit what the model says; raises Refused, after Accepted too if the upstream refuses late."""
+    async def run(self, take: Take, choice: int = 0) -> None:
+        """Hand on what the model says; raises Refused, after Accepted too if the upstream refuses late."""
         request = self.request
         meter = Meter(self.worker.price)
         can_wait = request.stream or request.background
         open_reply = partial(self._open, meter)
         try:
             async with asking(open_reply, can_wait, self.worker.totals, request.model, meter) as opening:
-                emit(Accepted())
+                take([Accepted()])
                 reply = await opening
                 outputs = Outputs(reply.answer, request.n_top_logprobs or 0)
                 async for chunks in reply:
-                    for output in outputs.read(chunks):
-                        emit(output)
-                for last in outputs.close(meter.usage):
-                    emit(last)
+                    take(outputs.read(chunks))
+                take(outputs.close(meter.usage))
         except asyncio.CancelledError:
-            emit(Finish("cancelled", meter.usage))
+            take([Finish("cancelled", meter.usage)])
             raise
 
     async def _open(self, meter: Meter) -> Reply:
@@ -159,14 +157,17 @@ class RemoteWorker:
         self.price = price
         self.totals = Counter(NO_TOTALS)
 
-    def serves(self, name: str, alias: str) -> bool:
+    def serves(self, model: str) -> bool:
         """Return whether an upstream has the model; raises Refused if one that was never reached might."""
         models = self.upstreams.models()
-        if name in models or (name == alias and models):
+        if model in models or (model == params.ALIAS and models):
             return True
         if not self.upstreams.all_known():
-            raise Refused(503, f"No upstream has '{name}', and not all of them have been reached yet.")
+            raise Refused(503, f"No upstream has '{model}', and not all of them have been reached yet.")
         return False
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        return self.upstreams.models()
 
     def _upstream_name(self, name: str) -> str:
         """Return the name by which an upstream knows the model: the alias is the first model there is."""

@@ -37,7 +37,7 @@ import httpx2 as httpx
 from completions import Chunk
 from gateway.answers import Answer, Asked, document, objects
 from gateway.metering import Meter
-from gateway.refused import Refused, read_refusal, refusal
+from gateway.refused import Refused, read_refused, refused_by
 
 log = logging.getLogger("upstreams")
 
@@ -117,7 +117,7 @@ class Reply:
             if answer.has_said or answer.is_over or len(self._beginning) >= MAX_BEGINNING:
                 break
         if answer.failed and not answer.has_said:
-            raise refusal(200, self._beginning[-1]["error"])
+            raise refused_by(200, self._beginning[-1]["error"])
         if not answer.is_finished:
             self._deadline = time.monotonic() + self._timeouts.answer_s
 
@@ -273,7 +273,7 @@ class Upstreams:
         response = await self._client.send(request, stream=True)
         if response.status_code != 200:
             body_of_error = await beginning(response)
-            raise read_refusal(response.status_code, response.headers, body_of_error)
+            raise read_refused(response.status_code, response.headers, body_of_error)
         return response
 
     # --- probing --------------------------------------------------------------------------------------------

@@ -52,11 +52,11 @@ ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": 
 
 
 async def receive(http: HttpRequest, visit: Visit) -> Parsing:
-    """Wait for the body of a request, which then takes a stream; return parsed() of it. Raises BadInput."""
+    """Wait for the body of a request; return parsed() of it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
         message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
-        raise BadInput(message, None, "unsupported_content_encoding")
+        raise BadInput(message, code="unsupported_content_encoding")
     content = bytearray()
     began_at = asyncio.get_running_loop().time()
     try:
@@ -68,19 +68,18 @@ async def receive(http: HttpRequest, visit: Visit) -> Parsing:
                     raise too_large(visit)
                 timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
                 if n_bytes > SMALL_BODY_BYTES:
-                    visit.hold(visit.rooms.bytes, n_bytes)
+                    visit.set_held(visit.rooms.bytes, n_bytes)
                     await visit.until_next_part()
     except TimeoutError as error:
         expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes that came"
         message = f"Expected the whole body {expected}; only a part of it came."
-        raise BadInput(message, None, "request_timeout") from error
-    visit.enter()
+        raise BadInput(message, code="request_timeout") from error
     return parsed(bytes(content), visit, encoding)
 
 
 def too_large(visit: Visit) -> BadInput:
     expected = f"at most {visit.rooms.max_body_bytes} bytes, before and after decompression (--max-body)"
-    return BadInput(f"Expected a body of {expected}.", None, "body_too_large")
+    return BadInput(f"Expected a body of {expected}.", code="body_too_large")
 
 
 # --- parsing ------------------------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ def parse(json_text: bytes) -> Any:
         if nesting(outside) > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     except ValueError as error:
-        raise BadInput(f"Could not parse the body as JSON: {error}", None, "invalid_json") from error
+        raise BadInput(f"Could not parse the body as JSON: {error}", code="invalid_json") from error
     return value
 
 
@@ -142,7 +141,7 @@ def nesting(outside: bytes) -> int:
 
 def too_many_values() -> BadInput:
     message = f"Expected a body of at most {MAX_VALUES} JSON values, and as many in the arguments of calls."
-    return BadInput(message, None, "body_too_large")
+    return BadInput(message, code="body_too_large")
 
 
 # --- encodings ----------------------------------------------------------------------------------------------
@@ -165,10 +164,10 @@ def unpacked(content: bytes, encoding: str, visit: Visit) -> bytes:
     try:
         json_text: bytes = reader.decompress(content, visit.rooms.max_body_bytes + 1)
     except Exception as error:  # a reader may raise anything: these bytes are the cause
-        raise BadInput(f"Could not unpack the body: {error}", None, "invalid_json") from error
+        raise BadInput(f"Could not unpack the body: {error}", code="invalid_json") from error
     if len(json_text) > visit.rooms.max_body_bytes:
         raise too_large(visit)
     if not reader.eof or reader.unused_data:
-        raise BadInput("Could not unpack the body: expected one whole stream.", None, "invalid_json")
-    visit.hold(visit.rooms.bytes, len(json_text))
+        raise BadInput("Could not unpack the body: expected one whole stream.", code="invalid_json")
+    visit.set_held(visit.rooms.bytes, len(json_text))
     return json_text

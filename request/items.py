@@ -2,7 +2,7 @@
 
     input, previous_response_id --resolve()--> chain, input      every item in its long form, with an id
     Request, conversation --new_row()--> Row --body_of()--> body of POST /v1/responses
-    Request, conversation --summary_request()--> Request; what the model answers --unsaid()--> one item
+    Request, conversation --summary_request()--> Request; what the model answers --Shown.feed()--> one item
 
 Authority: https://platform.openai.com/docs/guides/conversation-state for chains and references,
 https://platform.openai.com/docs/guides/reasoning#encrypted-reasoning-items for `encrypted_content`,
@@ -11,7 +11,7 @@ items are those of openai.types.responses.ResponseInputItemParam.
 
 Rules of this file:
 1. After resolve() nothing is left to look up or to decrypt: no other module knows about references.
-2. `find` and `sealer_of` are bound to the owner of the request: they do not see what others own.
+2. `found` and `sealer_of` belong to the owner of the request: they have nothing that others own.
 3. No two items of a conversation have the same id: paging through them by id would never end.
 4. The whole conversation has limits: its chain, what references stand for, and what was sent. Each turn of a
    chain is stored with all turns before it (store.py), and read as a whole by the next one.
@@ -23,14 +23,14 @@ Rules of this file:
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from itsdangerous import BadData, URLSafeSerializer
 
 import sse
-from channels import Accepted, Compaction, Delta, Emit, Finish, Output
+from channels import Accepted, Compaction, Delta, Finish, Output
 from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, ITEM_TYPES, MAX_ITEMS
@@ -41,8 +41,7 @@ from request.validation import Object, text
 from store import TERMINAL, Row
 
 Item = Object
-Resolved = tuple[list[Item], list[Item]]  # the chain that a request continues, its own items
-Find = Callable[[str], Awaitable[Row | None]]  # id of a response -> the response, None if there is none
+Found = Mapping[str, Row | None]  # responses by id; None: there is none
 SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of it and the request's owner
 
 MAX_CONVERSATION_BYTES = 4 * 2**20  # by n_bytes(): about a million tokens, or 20,000 parts
@@ -57,52 +56,45 @@ TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items b
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
 
 
-async def resolve(
-    input: list[Item],
-    previous_response_id: str | None,
-    find: Find,
-    sealer_of: SealerOf,
-    call: Callable[..., Awaitable[Resolved]],
-) -> Resolved:
-    """Return the chain that a request continues, and its own items, with nothing left to look up.
-
-    `call` is Visit.call(), which may call without a thread. Each response is looked up once. Raises BadInput.
-    A chain alone that its last answer has made too large can still be compacted.
-    """
-    previous = None
-    if previous_response_id is not None:
-        previous = await find(previous_response_id)
-        if previous is None:
-            message = f"Previous response with id '{previous_response_id}' not found."
-            raise BadInput(message, "previous_response_id", "previous_response_not_found")
-    response_ids = {response_id_of(str(item.get("id"))) for item in input if is_reference(item)}
-    if len(response_ids) > MAX_REFERENCED:
+def named(values: Mapping[str, Any]) -> list[str]:
+    """Return the ids of the responses that a request continues or refers to, each once; raises BadInput."""
+    referred = {response_id_of(str(item.get("id"))) for item in values["input"] if is_reference(item)}
+    if len(referred) > MAX_REFERENCED:
         raise _too_long(f"references to {MAX_REFERENCED} responses")
-    referenced = [await find(response_id) for response_id in response_ids]
-    return await call(_resolved, previous, input, referenced, sealer_of)
+    previous_id = values["previous_response_id"]
+    return [*referred] if previous_id is None else [previous_id, *(referred - {previous_id})]
 
 
-def _resolved(
-    previous: Row | None, input: list[Item], referenced: list[Row | None], sealer_of: SealerOf
-) -> Resolved:
-    """Return the chain, and the input in its long form with what its items stand for in their places."""
-    chain = _continued(previous, sealer_of) if previous else []
-    if len(chain) + len(input) > MAX_ITEMS:
+def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tuple[list[Item], list[Item]]:
+    """Return the chain that a request continues and its own items, in their long form; raises BadInput.
+
+    `found` has the responses that named() names. A chain alone may be too long: it can still be compacted.
+    """
+    chain: list[Item] = []
+    own, previous_id = values["input"], values["previous_response_id"]
+    if previous_id is not None:
+        previous = found[previous_id]
+        if previous is None:
+            message = f"Previous response with id '{previous_id}' not found."
+            raise BadInput(message, param="previous_response_id", code="previous_response_not_found")
+        chain = _continued(previous, sealer_of)
+    if len(chain) + len(own) > MAX_ITEMS:
         raise _too_long(f"{MAX_ITEMS} items")
-    said = {item["id"]: item for row in referenced if row for item in row.response["output"]}
+    said = {item["id"]: item for row in found.values() if row for item in row.response["output"]}
     size = sum(map(n_bytes, chain))
     ids = {item["id"] for item in chain}
     resolved = []
-    for i, item in enumerate(input):
+    for i, item in enumerate(own):
         path = f"input[{i}]"
         if is_reference(item):
             item_id = text(item.get("id"), f"{path}.id")
             if item_id not in said:
-                raise BadInput(f"Item with id '{item_id}' not found.", f"{path}.id", "item_not_found")
+                message = f"Item with id '{item_id}' not found."
+                raise BadInput(message, param=f"{path}.id", code="item_not_found")
             item = said[item_id]
         item = _long_form(_opened(item, path, sealer_of), ids)
-        if is_trigger(item) and i < len(input) - 1:
-            raise BadInput("The 'compaction_trigger' item must be the final input item.", path)
+        if is_trigger(item) and i < len(own) - 1:
+            raise BadInput("The 'compaction_trigger' item must be the final input item.", param=path)
         size += n_bytes(item)
         if size > MAX_CONVERSATION_BYTES:
             raise _too_long(f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)")
@@ -116,7 +108,9 @@ def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
     A compaction stands for all that was said before it, except for what the user has said.
     """
     if row.status not in TERMINAL:
-        raise BadInput(f"Previous response with id '{row.id}' has not ended yet.", "previous_response_id")
+        raise BadInput(
+            f"Previous response with id '{row.id}' has not ended yet.", param="previous_response_id"
+        )
     output = row.response["output"]
     if output and output[-1]["type"] == "compaction":
         return [*retained(row), _opened(output[-1], "previous_response_id", sealer_of)]
@@ -153,7 +147,9 @@ def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
         made = "that this server has made for this client, with the secret that it has now"
         # Clients know it by its code: https://github.com/openai/codex/issues/8145
         code = "invalid_encrypted_content"
-        raise BadInput(f"Expected a blob of {kind} {made}.", f"{path}.encrypted_content", code) from error
+        raise BadInput(
+            f"Expected a blob of {kind} {made}.", param=f"{path}.encrypted_content", code=code
+        ) from error
     return item | {"content" if is_sealed_thought else "summary": opened}
 
 
@@ -165,7 +161,7 @@ def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
 def _too_long(expected: str) -> BadInput:
     advice = "Compact it (POST /v1/responses/compact), or begin a new one without previous_response_id."
     message = f"The conversation is too long: expected at most {expected}, got more. {advice}"
-    return BadInput(message, "input", "context_length_exceeded")
+    return BadInput(message, param="input", code="context_length_exceeded")
 
 
 # --- images -------------------------------------------------------------------------------------------------
@@ -281,34 +277,39 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
     return replace(from_responses(body, defaults, request.owner), compacts=True)
 
 
-def unsaid(
-    emit: Callable[[Accepted | Compaction | Finish], None], seal: Callable[[str], str] | None = None
-) -> Emit:
-    """Return a callback for the outputs of a compaction or a warm-up, which the client does not see.
+class Shown:
+    """What the client is shown of what a model says: all of it, but of a compaction or a warm-up.
 
-    With `seal` it is a compaction: the summary is emitted as one sealed item, and nothing else is:
-    https://github.com/Soju06/codex-lb/issues/971. Without a summary the response has failed.
+    A compaction is one sealed item, the summary, and nothing else: https://github.com/Soju06/codex-lb/issues/971
+    Without a summary the response has failed.
 
-    Else it is a warm-up (`generate: false`, or `prompt_cache_options: {"prewarm": true}`), which puts a
-    prompt into the prefix cache. The one token that params.py asks for does not count:
+    A warm-up (`generate: false`, or `prompt_cache_options: {"prewarm": true}`) puts a prompt into the prefix
+    cache. The one token that params.py asks for does not count:
     https://github.com/router-for-me/CLIProxyAPI/issues/1901
+
+    A run that was cancelled shows no Finish: whoever cancelled it decides how its answer ends.
     """
-    texts: list[str] = []
 
-    def emit_rest(output: Accepted | Output | Finish) -> None:
-        match output:
+    def __init__(self, request: Request, sealer: URLSafeSerializer) -> None:
+        self._request = request
+        self._sealer = sealer  # of a compaction
+        self._texts: list[str] = []
+
+    def feed(self, said: Accepted | Output | Finish) -> list[Accepted | Output | Compaction | Finish]:
+        compacts = self._request.compacts
+        match said:
+            case Finish("cancelled"):
+                return []
+            case Accepted() | Finish("failed" | "content_filter"):
+                return [said]
+            case _ if self._request.generate and not compacts:
+                return [said]
             case Delta("final", text):
-                texts.append(text)
-            case Finish("stop" | "length", usage):
-                if seal is None:
-                    usage = usage and replace(usage, output_tokens=0, reasoning_tokens=0)
-                elif summary := "".join(texts):
-                    emit(Compaction(seal(summary)))
-                else:
-                    emit(Finish("failed", usage, "The model wrote no summary."))
-                    return
-                emit(Finish("stop", usage))
-            case Accepted() | Finish():
-                emit(output)
-
-    return emit_rest
+                self._texts.append(text)
+            case Finish(_, usage) if compacts:
+                if summary := "".join(self._texts):
+                    return [Compaction(self._sealer.dumps(summary)), Finish("stop", usage)]
+                return [Finish("failed", usage, "The model wrote no summary.")]
+            case Finish(_, usage):
+                return [Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))]
+        return []

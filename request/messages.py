@@ -100,7 +100,7 @@ class Conversation:
     def add_result(self, call_id: str, text: str, path: str) -> None:
         """Raise BadInput at `path`, where call_id stands, unless a call waits for this result."""
         if call_id not in self._open_calls:
-            raise BadInput(f"No tool call found for function call output with call_id {call_id}.", path)
+            raise BadInput(f"No tool call found for function call output with call_id {call_id}.", param=path)
         result, _ = self._open_calls.pop(call_id)
         result["content"] = [text]
         self._current = {}
@@ -111,7 +111,7 @@ class Conversation:
             raise missing(path)
         for call_id, (_, needs_result) in self._open_calls.items():
             if needs_result:
-                raise BadInput(f"No tool output found for function call {call_id}.", path)
+                raise BadInput(f"No tool output found for function call {call_id}.", param=path)
         for message in self._messages:
             for name in message.keys() & {"content", "reasoning_content"}:
                 message[name] = paragraphs(*message[name])

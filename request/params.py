@@ -254,10 +254,13 @@ CHAT = COMMON | {
 # --- reading them -------------------------------------------------------------------------------------------
 
 
+ALIAS = "default"  # a name that any model answers to
+
+
 def model_name(body: Any) -> str:
     """Return the model that a request names, which decides who serves it; raises BadInput."""
     if not isinstance(body, dict):
-        raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", None, "invalid_type")
+        raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", code="invalid_type")
     return str(COMMON["model"].check(body.get("model"), "model"))
 
 
@@ -269,7 +272,7 @@ def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: st
     values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
     if body.get("conversation") and body.get("previous_response_id"):
         message = "'conversation' and 'previous_response_id' cannot both be set."
-        raise BadInput(message, "conversation", "mutually_exclusive_parameters")
+        raise BadInput(message, param="conversation", code="mutually_exclusive_parameters")
     given = [name for name in body if body[name] is not None]
     for name in given:
         if name in rows:

@@ -21,7 +21,7 @@ class BadInput(ValueError):
 
     retry_after = ""  # seconds or a date, as an upstream wrote it
 
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
         self.message = message[:MAX_MESSAGE]
         super().__init__(self.message)
         self.param = param
@@ -59,20 +59,22 @@ def wrong_type(path: str, expected: str, value: Any) -> BadInput:
     if value is None:
         return missing(path)
     return BadInput(
-        f"Invalid type for '{path}': expected {expected}, got {shown(value)}.", path, "invalid_type"
+        f"Invalid type for '{path}': expected {expected}, got {shown(value)}.",
+        param=path,
+        code="invalid_type",
     )
 
 
 def wrong_value(path: str, expected: str, value: Any) -> BadInput:
-    return BadInput(f"Invalid value for '{path}': expected {expected}, got {shown(value)}.", path)
+    return BadInput(f"Invalid value for '{path}': expected {expected}, got {shown(value)}.", param=path)
 
 
 def missing(path: str) -> BadInput:
-    return BadInput(f"Missing required parameter: '{path}'.", path, "missing_required_parameter")
+    return BadInput(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
 
 
 def unsupported(path: str, why: str) -> BadInput:
-    return BadInput(f"Unsupported parameter: '{path}'. {why}", path, "unsupported_parameter")
+    return BadInput(f"Unsupported parameter: '{path}'. {why}", param=path, code="unsupported_parameter")
 
 
 def no_images(path: str) -> BadInput:

@@ -62,11 +62,11 @@ class Room:
         n_left = self.n_total - self.held.total() - n
         if n_left < 0:
             message = f"There is no room for more {self.things}; try again later."
-            raise BadInput(message, None, "server_is_overloaded")
+            raise BadInput(message, code="server_is_overloaded")
         if self.is_shared and n_held and n > 0 and n_held + n > n_left:  # rule 1
             share = f"{n_held} of {self.n_total} {self.things}"
             message = f"Your key holds {share}, and more would leave too few for others; try again later."
-            raise BadInput(message, None, "rate_limit_exceeded")
+            raise BadInput(message, code="rate_limit_exceeded")
         self.held[owner] += n
 
 
@@ -146,7 +146,7 @@ class Rooms:
             yield visit
         finally:
             for room in visit.held:
-                visit.hold(room, 0)
+                visit.set_held(room, 0)
 
 
 @dataclass
@@ -159,25 +159,25 @@ class Visit:
     held: Counter[Room] = field(default_factory=Counter)
     is_small: bool = False  # its body is, and so is all that it continues
 
-    def hold(self, room: Room, n: int) -> None:
-        """Hold n of a room, instead of as many as now; raises BadInput, and then holds what it held."""
+    def set_held(self, room: Room, n: int) -> None:
+        """Hold n of a room, in place of as many as now; raises BadInput, and then holds what it held."""
         room.add(self.owner, n - self.held[room])
         self.held[room] = n
 
-    def enter(self, n_streams: int = 1) -> None:
-        """Hold a stream for each choice; raises BadInput.
+    def set_streams(self, n: int = 1) -> None:
+        """Hold n streams, one for each choice, in place of as many as now; raises BadInput.
 
         Half of all are the most that one has: with more it would never get in beside other owners.
         """
-        self.hold(self.rooms.streams, min(n_streams, max(1, self.rooms.streams.n_total // 2)))
+        self.set_held(self.rooms.streams, min(n, max(1, self.rooms.streams.n_total // 2)))
 
-    def load(self, n_bytes: int) -> None:
-        """Hold what is about to be loaded beside what is held already, such as the chain of a body.
+    def add_bytes(self, n_bytes: int) -> None:
+        """Hold what is about to be loaded too, beside what is held already, such as the chain of a body.
 
         It counts as a quarter of all at most: else one that is larger could never be read. Raises BadInput.
         """
         room = self.rooms.bytes
-        self.hold(room, self.held[room] + min(n_bytes, room.n_total // 4))
+        self.set_held(room, self.held[room] + min(n_bytes, room.n_total // 4))
 
     async def until_next_part(self) -> None:
         """Wait for a turn to read on: parts of large bodies, and WebSocket messages, come one by one."""

@@ -339,7 +339,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may raise anything: these messages are the cause
             message = f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}"
-            raise BadInput(message, None, "invalid_prompt") from error
+            raise BadInput(message, code="invalid_prompt") from error
 
     def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:
         try:

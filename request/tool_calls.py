@@ -25,7 +25,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from channels import Arguments, Call, Close, Finish, Output, is_object
+from channels import Accepted, Arguments, Call, Close, Finish, Output, is_object
 from request.tools import Tool
 
 
@@ -39,7 +39,7 @@ class Restorer:
         self._decoder = InputDecoder()  # of that call, if its tool is a custom one
         self._broken = ""  # the name in the last call that cannot be run
 
-    def feed(self, output: Output | Finish) -> Iterator[Output | Finish]:
+    def feed(self, output: Accepted | Output | Finish) -> Iterator[Accepted | Output | Finish]:
         """Yield the outputs that the client gets. A call that cannot be run fails the answer: rule 3."""
         call = self._call
         if isinstance(output, Arguments):

@@ -274,7 +274,7 @@ def structured_output(
         arguments = {"type": "object"} | tool.schema()
         if arguments["type"] != "object":
             message = f"Invalid schema for '{name}': expected a schema of type object."
-            raise BadInput(message, "tools", "invalid_json_schema")
+            raise BadInput(message, param="tools", code="invalid_json_schema")
         functions.append((name, arguments))
         if tool.grammar:
             inputs.append((name, tool.grammar))

@@ -1,6 +1,6 @@
 """Metrics: what the server counts, in the form that Prometheus reads.
 
-    requests, runs --seen by middleware.py and api.py--> METRICS -----------+
+    requests, runs --seen by middleware.py and jobs.py-> METRICS -----------+
                                                                             +--render()--> text of /metrics
     queue, KV cache, background runs --read at a scrape--> READINGS --------+
 
@@ -15,9 +15,10 @@ Rules of this file:
 3. Labels have few values, all ours: a route's template, never a path; nothing that a client has written.
 """
 
+import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,9 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from channels import Usage
+from channels import Accepted, Finish, Output, Usage
+
+log = logging.getLogger("runs")
 
 PREFIX = "llmref:"
 BETWEEN_SCRAPES_S = 0.25  # a scrape keeps the event loop for 5 ms
@@ -128,25 +131,37 @@ class Metrics(Collector):
                 yield family
 
 
+BROKEN_OFF = Finish("failed")
+
+
 @dataclass
 class Stopwatch:
     """Times one run of a worker, one choice of one request, and counts its tokens."""
 
     metrics: Metrics
-    started_at: float = field(default_factory=time.perf_counter)
+    started_at: float = 0.0  # when the worker accepted the request
     has_begun: bool = False
+    finish: Finish = BROKEN_OFF  # until the worker says another
 
-    def piece(self) -> None:
-        """Note that a piece of output came."""
-        if not self.has_begun:
-            self.has_begun = True
-            self.metrics.add("time_to_first_token_seconds", time.perf_counter() - self.started_at)
+    def note(self, outputs: Sequence[Accepted | Output | Finish]) -> None:
+        """Note what a step has brought: the first piece, and how the run ends."""
+        for output in outputs:
+            if isinstance(output, Accepted):
+                self.started_at = time.perf_counter()
+            elif isinstance(output, Finish):
+                self.finish = output
+            elif not self.has_begun:
+                self.has_begun = True
+                self.metrics.add("time_to_first_token_seconds", time.perf_counter() - self.started_at)
 
-    def end(self, reason: str, usage: Usage) -> None:
-        """Note that the run has ended; a count that is not known is 0."""
+    def end(self) -> None:
+        """Count and log a run that has ended; a count that is not known is 0."""
         add = self.metrics.add
+        reason, usage = self.finish.reason, self.finish.usage or Usage(0, 0)
         add("prompt_tokens", usage.input_tokens)
         add("generation_tokens", usage.output_tokens)
         add("prefix_cache_hits", usage.cached_tokens)
-        add("e2e_request_latency_seconds", time.perf_counter() - self.started_at)
+        if self.started_at:
+            add("e2e_request_latency_seconds", time.perf_counter() - self.started_at)
         add("request_success", 1, REASONS.get(reason, reason))
+        log.info("%s: %d tokens in, %d out", reason, usage.input_tokens, usage.output_tokens)

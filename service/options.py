@@ -20,10 +20,11 @@ from typing import Any
 
 from dialects.families import DIALECTS
 from gateway.upstreams import DEFAULT_TIMEOUTS
+from request.params import ALIAS
 from responses import REASONING_EVENTS
 from service import logs
 from store import IN_MEMORY, Retention
-from worker import ALIAS, MAX_OUTPUT_TOKENS
+from worker import MAX_OUTPUT_TOKENS
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 MAX_DRAFTS = 16  # per sequence and step: a GPU verifies 16 in the time of one

@@ -33,14 +33,15 @@ Rules of this file:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import sse
-from background import Job, Registry
+from background import Registry
+from jobs import Job
 from request.body import parsed
 from request.refusals import BadInput, error_body, wrong_type, wrong_value
 from request.room import Visit
@@ -112,7 +113,7 @@ class Connection:
         max_bytes = self.visit.rooms.max_body_bytes
         if len(json_text) > max_bytes:
             expected = f"Expected at most {max_bytes} bytes, see --max-body; got {len(json_text)}."
-            raise BadInput(expected, None, "websocket_message_too_large")
+            raise BadInput(expected, code="websocket_message_too_large")
         async with parsed(json_text, self.visit) as message:
             if not isinstance(message, dict):
                 raise wrong_type("message", "an object", message)
@@ -121,7 +122,7 @@ class Connection:
                 raise wrong_value("stream_id", f"1 to {MAX_NAME} characters", name)
             if name not in self.lanes and len(self.lanes) > MAX_LANES:
                 expected = f"Expected at most {MAX_LANES} different values of 'stream_id' on a connection."
-                raise BadInput(expected, "stream_id", "websocket_stream_limit_reached")
+                raise BadInput(expected, param="stream_id", code="websocket_stream_limit_reached")
             lane = self.lanes.setdefault(name, Lane(name))
         match message.get("type"):
             case "response.create":
@@ -164,13 +165,13 @@ class Connection:
         """Run a turn after those before it in its lane; what refuses it becomes a message."""
         try:
             with self.visit.rooms.visit(self.visit.owner) as visit:
-                visit.load(len(json_text))
-                visit.enter()
+                visit.add_bytes(len(json_text))
+                visit.set_streams()
                 async with lane.turn:
                     if self.registry.stopping.is_set():
-                        raise BadInput("The server is about to stop.", None, "server_is_overloaded")
-                    job, *_ = await self.begin(parsed(json_text, visit), visit, recall=self.recall)
-                    await self.registry.start(job)
+                        raise BadInput("The server is about to stop.", code="server_is_overloaded")
+                    job, prompt, _ = await self.begin(parsed(json_text, visit), visit, memory=self.memory())
+                    await job.start(nullcontext(prompt))
                     await self._send_events(lane, job)
         except BadInput as refusal:
             lane.last = None
@@ -194,12 +195,9 @@ class Connection:
 
     # --- memory ---------------------------------------------------------------------------------------------
 
-    def recall(self, id: str) -> Row | None:
-        """Return the response that a lane remembers by this id."""
-        for lane in self.lanes.values():
-            if lane.last and lane.last.id == id:
-                return lane.last
-        return None
+    def memory(self) -> dict[str, Row]:
+        """Return the responses that the lanes remember, by id."""
+        return {lane.last.id: lane.last for lane in self.lanes.values() if lane.last}
 
     async def _remember(self, lane: Lane, job: Job) -> None:
         """Remember the last response of a lane, unless it has failed, or there is no room for it."""
@@ -210,7 +208,7 @@ class Connection:
         rows = [each.last for each in self.lanes.values() if each.last]
         try:
             n_bytes = sum(row.n_bytes + len(row.response_json) for row in rows)
-            self.visit.hold(self.visit.rooms.bytes, n_bytes)
+            self.visit.set_held(self.visit.rooms.bytes, n_bytes)
         except BadInput:  # until the next one, more room is held than is remembered
             lane.last = None
 

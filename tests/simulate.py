@@ -828,9 +828,10 @@ class Simulation:
 
     async def quiet(self) -> None:
         """All have left: nothing is held, nothing runs."""
-        law, registry, rooms, remote = self.world.law, PROCESS.registry, PROCESS.rooms, PROCESS.api.remote
+        law, registry, rooms = self.world.law, PROCESS.registry, PROCESS.rooms
+        (remote,) = (worker for worker in registry.workers.all if isinstance(worker, RemoteWorker))
         for _ in range(PATIENCE_S):
-            is_at_work = self.engine.busy() or remote.busy() or registry._threads.n_waiting
+            is_at_work = self.engine.busy() or remote.busy() or registry.archive._threads.n_waiting
             if not (registry.jobs or PROCESS.connections or is_at_work):
                 break
             await asyncio.sleep(1)

@@ -6,10 +6,12 @@ import itertools
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -20,14 +22,18 @@ from hypothesis import strategies as st
 import background
 import event_log
 import sse
-from background import Job, Registry, Run, Said
-from channels import Accepted, Delta, Finish, TokenLogprob, Usage
+from background import Registry
+from channels import Accepted, Compaction, Delta, Finish, Take, TokenLogprob, Usage
 from event_log import MAX_FRAMES, Entry, EventLog, encode_event
 from helpers import laws
+from jobs import UNFINISHED, Job, Said
 from request import params
+from request.items import sealer
 from request.refusals import BadInput
 from responses import Builder
+from service.metrics import Metrics, Stopwatch
 from store import TERMINAL, Retention, Row, Store
+from worker import Prompt, Workers
 
 pytestmark = pytest.mark.timeout(30)
 BODY = {"model": "m", "input": "hi", "background": True, "stream": True}
@@ -35,7 +41,7 @@ HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_respo
 DONE = Finish("stop", Usage(3, 2))
 SHUT_DOWN = "The server is shutting down."
 INTERRUPTED = "interrupted by a restart"
-UNFINISHED = background.UNFINISHED.message
+ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
@@ -48,37 +54,69 @@ def new_id(prefix: str) -> str:
 
 
 def row(**changes: Any) -> Row:
-    new = Row(new_id("resp"), "", 0, None, True, True, True, json.dumps(BODY), "[]")
-    return new._replace(**changes)
+    id_ = new_id("resp")
+    body = json.dumps(BODY | {"metadata": {"id": id_}})
+    return Row(id_, "", 0, None, True, True, True, body, json.dumps([ITEM]))._replace(**changes)
 
 
 def builder_of(row: Row) -> Builder:
     return Builder({"id": row.id, **HEAD}, new_id)
 
 
-def run_of(says: Says) -> Run:
-    async def run(emit: Callable[[Said], None]) -> None:
-        emit(Accepted())
-        async for said in says():
-            emit(said)
+@dataclass
+class Script:
+    """A Prompt that says what a test wants."""
 
-    return run
+    says: Says
+    request: params.Request = field(default_factory=functools.partial(params.from_responses, BODY, {}))
+
+    async def count_tokens(self) -> int:
+        return 0
+
+    async def run(self, take: Take, choice: int = 0) -> None:
+        take([Accepted()])
+        async for said in self.says():
+            assert not isinstance(said, Compaction)
+            take([said])
+
+
+class Scripts(Workers):
+    """Workers that say what each response is to say, by its id; what was not told says hello."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.says: dict[str, Says] = {}
+
+    def find(self, model: str) -> Any:
+        return SimpleNamespace(defaults={})
+
+    async def prepare(self, request: params.Request, conversation: Any) -> Prompt:
+        return Script(self.says.get(request.echo["metadata"]["id"], hello), request)
+
+
+def job_of(registry: Registry, row: Row) -> Job:
+    watch = Stopwatch(Metrics("m", dict))
+    return Job(row, builder_of(row), registry.archive, watch, sealer(b"", "", "compaction"))
+
+
+async def start(registry: Registry, job: Job, says: Says) -> None:
+    if job.row.background:
+        assert isinstance(registry.workers, Scripts)
+        registry.workers.says[job.row.id] = says
+        await registry.queue(job)
+    else:
+        await job.start(nullcontext(Script(says)))
 
 
 async def started(registry: Registry, row: Row, says: Says) -> EventLog:
-    job = Job(row, builder_of(row), run_of(says))
-    await registry.start(job)
+    job = job_of(registry, row)
+    await start(registry, job, says)
     return job.log
 
 
 async def hello() -> AsyncIterator[Said]:
     yield Delta("final", "Hello")
     yield DONE
-
-
-def hello_again(left: Row) -> Job:
-    assert left.request == BODY
-    return Job(left, builder_of(left), run_of(hello))
 
 
 class Held:
@@ -101,14 +139,14 @@ class Held:
 @asynccontextmanager
 async def registry_of(is_shared: bool = False, path: str = ":memory:") -> AsyncIterator[Registry]:
     """A registry over a store of its own; in the end what runs is ended."""
-    registry = Registry(Store(path, Retention()), is_shared)
+    registry = Registry(Store(path, Retention()), Scripts(), is_shared)
     try:
         async with asyncio.timeout(20):
             yield registry
     finally:
         async with asyncio.timeout(20):
             await registry.close(persistent=False)
-        await registry.close_store()
+        await registry.archive.close()
 
 
 def parsed(frames: list[bytes]) -> list[dict[str, Any]]:
@@ -250,9 +288,9 @@ ENDS: dict[str, tuple[Said | Exception | None, str, str | None]] = {
     "completes":              (DONE,                             "completed",  None),
     "is cut":                 (Finish("length", Usage(3, 1)),    "incomplete", None),
     "fails":                  (Finish("failed", message="Gone"), "failed",     "Gone"),
-    "raises":                 (ZeroDivisionError("a bug"),       "failed",     UNFINISHED),
-    "returns":                (None,                             "failed",     UNFINISHED),
-    "says what UTF-8 cannot": (NOT_UTF_8,                        "failed",     UNFINISHED),
+    "raises":                 (ZeroDivisionError("a bug"),       "failed",     UNFINISHED.message),
+    "returns":                (None,                             "failed",     UNFINISHED.message),
+    "says what UTF-8 cannot": (NOT_UTF_8,                        "failed",     UNFINISHED.message),
 }  # fmt: skip
 
 
@@ -277,12 +315,11 @@ class Model:
     def end(self, status: str, error: str | None = None) -> None:
         self.status, self.error = status, error
 
-    async def run(self, emit: Callable[[Said], None]) -> None:
-        emit(Accepted())
+    async def says(self) -> AsyncIterator[Said]:
         while said := await self.script.get():
             if isinstance(said, Exception):
                 raise said
-            emit(said)
+            yield said
 
     async def watch(self, log: EventLog) -> None:
         async with aclosing(log.read(len(self.frames) - 1)) as logged:
@@ -307,6 +344,7 @@ class RegistryMachine(machine.RuleBasedStateMachine):
         self.models: list[Model] = []  # of what is not deleted, the oldest first
         self._folder = TemporaryDirectory()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(1))
         self._do(self._open())
 
     def _do(self, work: Awaitable[T]) -> T:
@@ -316,6 +354,7 @@ class RegistryMachine(machine.RuleBasedStateMachine):
             result = await work
             for _ in range(5):
                 await self._registry._call("", list)  # the store has one thread
+                await asyncio.to_thread(list)  # as all others here
                 await yields(10)
             return result
 
@@ -325,10 +364,12 @@ class RegistryMachine(machine.RuleBasedStateMachine):
         def revive(row: Row) -> Job:
             (model,) = [model for model in self.models if model.row.id == row.id]
             model.script = asyncio.Queue()
-            return Job(row, builder_of(row), model.run)
+            workers.says[row.id] = model.says
+            return job_of(self._registry, row)
 
+        workers = Scripts()
         self._store = Store(self._folder.name + "/db", Retention())
-        self._registry = Registry(self._store)
+        self._registry = Registry(self._store, workers)
         await self._registry.recover(revive)
 
     def fitting(self, *statuses: str) -> list[Model]:
@@ -352,13 +393,13 @@ class RegistryMachine(machine.RuleBasedStateMachine):
         model = Model(new, "queued" if background else "in_progress")
         self.models.append(model)
 
-        async def start() -> None:
-            job = Job(new, builder_of(new), model.run)
-            await self._registry.start(job)
+        async def begin() -> None:
+            job = job_of(self._registry, new)
+            await start(self._registry, job, model.says)
             model.task = job.task
             model.watching = asyncio.create_task(model.watch(job.log))
 
-        self._do(start())
+        self._do(begin())
 
     @has("in_progress")
     @machine.rule(i=INDEX, channel=st.sampled_from(["analysis", "final"]), word=st.sampled_from("a\u2028水"))
@@ -454,7 +495,7 @@ class RegistryMachine(machine.RuleBasedStateMachine):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._registry.close_store()
+        await self._registry.archive.close()
 
     @machine.invariant()
     def all_are_as_they_should_be(self) -> None:
@@ -532,10 +573,10 @@ async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_the_store_is_closed_after_all_that_was_asked_of_it() -> None:
     """By turns of the owners it would be closed before what another one waits for."""
-    registry = Registry(Store(":memory:", Retention()))
+    registry = Registry(Store(":memory:", Retention()), Scripts())
     asked = [asyncio.create_task(registry.get("resp_unknown", "busy")) for _ in range(9)]
     await asyncio.sleep(0)
-    await registry.close_store()
+    await registry.archive.close()
     assert await asyncio.gather(*asked) == [None] * 9
 
 
@@ -567,7 +608,7 @@ async def test_no_owner_fills_the_queue(
     """One key queued 264 jobs, and the others got 429. What is refused leaves nothing."""
     monkeypatch.setattr(background, "MIN_BYTES", 1_000_000 // 33)
     monkeypatch.setattr(background, "MAX_LIVE_BYTES", 1_000_000)
-    items_json = json.dumps(["x" * n_bytes])
+    items_json = json.dumps([ITEM | {"content": "x" * n_bytes}])
     async with registry_of(is_shared=len(accepted) > 1) as registry:
         for owner, n in zip(owners.split(), accepted, strict=True):
             asked = [row(owner=owner, items_json=items_json) for _ in range(33)]
@@ -630,13 +671,18 @@ async def test_what_met_a_full_disk_is_written_once_there_is_room(
 @pytest.mark.parametrize("damage", DAMAGE)
 async def test_what_is_damaged_stops_nothing_else(damage: str, caplog: pytest.LogCaptureFixture) -> None:
     """A live row that cannot be read, or whose events cannot, is set aside. Bug: deleted, and a traceback."""
+
+    def revive(left: Row) -> Job:
+        assert left.request["input"] == "hi"  # read, as the server does
+        return job_of(registry, left)
+
     async with registry_of() as registry:
         damaged, whole = row(), row()
         for left in (damaged, whole):
             queued = builder_of(left).queue()
             assert await registry._write(left, 0, [encode_event(n, event) for n, event in enumerate(queued)])
         await execute(registry, damage, damaged.id)
-        await registry.recover(hello_again)
+        await registry.recover(revive)
         assert await registry.get(damaged.id, "") is None
         assert (await ended(registry, whole)).status == "completed"
         owners = await registry._call("", registry._store._db.execute, "SELECT owner FROM responses")
@@ -705,11 +751,12 @@ async def test_what_the_builder_cannot_end_ends_all_the_same(in_background: bool
 
     async with registry_of() as registry:
         asked = row(background=in_background)
-        job = Job(asked, Builder({"id": asked.id, **HEAD}, new_id, seal), run_of(thinks))
-        await registry.start(job)
+        job = job_of(registry, asked)
+        job.builder = Builder({"id": asked.id, **HEAD}, new_id, seal)
+        await start(registry, job, thinks)
         events = parsed(await laws.read(job.log))
         assert [event["sequence_number"] for event in events] == [*range(len(events))]
         last = events[-1]["response"]
-        assert (last["status"], last["error"]["message"]) == ("failed", UNFINISHED)
+        assert (last["status"], last["error"]["message"]) == ("failed", UNFINISHED.message)
         if in_background:
             assert (await ended(registry, asked)).response == last

@@ -415,8 +415,8 @@ def test_what_is_stored_is_sent_as_it_is(tmp_path: Path) -> None:
         replies = [server.post(RESPONSES, HI | STREAM | more) for more in (BACKGROUND, temporary)]
     kept, forgotten = (parsed(frames_of(reply.body)[0])["response"]["id"] for reply in replies)
     with closing(sqlite3.connect(file)) as db, db:
-        changed = "ended_at = ended_at - 610, response = ?, items = ?, request = '{}'"
-        db.execute(f"UPDATE responses SET {changed}", (AS_IT_IS, LISTED))
+        db.execute("UPDATE responses SET ended_at = ended_at - 610")
+        db.execute("UPDATE texts SET response = ?, items = ?, request = '{}'", (AS_IT_IS, LISTED))
     with serve("--store", str(file), "--no-temporary", script=FAULTY) as server:
         assert server.get(path(kept)).body == AS_IT_IS.encode()
         assert server.get(path(kept, "input_items")).json["data"] == [{"id": "msg_1"}]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 from starlette.datastructures import Headers
@@ -19,14 +19,14 @@ from helpers.asked import CHAT, FAULTY, HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
 from helpers.limits import processor_time
 from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
-from middleware import Keys, refusal
+from middleware import Keys, turned_away
 from request import params
 from request.body import parsed
 from request.ids import new_id
 from request.room import Rooms, Visit
 from store import Retention, Row, Store
 from streaming import cancel
-from worker import LocalWorker
+from worker import Workers
 
 ENDLESS: Json = HI | NO_END | {"seed": SLOW, "stream": True}
 MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
@@ -256,11 +256,11 @@ def test_without_keys_only_who_knows_the_address_is_served(host: str) -> None:
     for path in ("/v1/models", "/metrics", "/health", "/"):
         scope = {"type": "http", "method": "GET", "path": path, "visit": Visit(Rooms(1), "")}
         for names, status in zip(({"localhost"}, {"localhost", "example.org"}), HOSTS[host], strict=True):
-            refused = refusal(scope, Headers(page), Keys([]), set(), names)
+            refused = turned_away(scope, Headers(page), Keys([]), set(), names)
             assert (refused.status_code if refused else 200) == status
             assert refused is None or b"start it with --allowed-host" in refused.body
-        assert refusal(scope, Headers(page), Keys([]), set(), {"*"}) is None
-        assert refusal(scope, Headers(), Keys([]), set(), set()) is None  # HTTP/1.0
+        assert turned_away(scope, Headers(page), Keys([]), set(), {"*"}) is None
+        assert turned_away(scope, Headers(), Keys([]), set(), set()) is None  # HTTP/1.0
 
 
 def test_health_without_a_key_counts_nothing(server: Server) -> None:
@@ -373,11 +373,25 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
 class SlowWorker:
     """A worker whose prompts are never ready: their grammars wait for their turn."""
 
-    names = ("m",)
     defaults: ClassVar[dict[str, Any]] = {}
+    alive = True
 
     def __init__(self) -> None:
         self.begun = asyncio.Queue[str]()
+
+    def serves(self, model: str) -> bool:
+        return model == "m"
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        return {"m": {"owned_by": "local"}}
+
+    def busy(self) -> bool:
+        return False
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    async def close(self) -> None: ...
 
     async def prepare(self, request: params.Request) -> Any:
         self.begun.put_nowait(request.owner)
@@ -385,7 +399,7 @@ class SlowWorker:
 
 
 def api_of(worker: SlowWorker) -> Api:
-    return Api(cast(LocalWorker, worker), None, Registry(Store(":memory:", Retention())), b"")
+    return Api(Registry(Store(":memory:", Retention()), Workers(worker)), b"")
 
 
 async def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
@@ -408,7 +422,7 @@ async def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -
     async def small_after(**members: str) -> bool:
         worker, visit = SlowWorker(), Visit(Rooms(100), "")
         text = json.dumps({"model": "m", "input": "hi"} | members).encode()
-        begin = api_of(worker).begin(parsed(text, visit), visit, recall=lambda _: row)
+        begin = api_of(worker).begin(parsed(text, visit), visit, memory={"resp_1": row})
         beginning = asyncio.create_task(begin)
         await asyncio.wait_for(worker.begun.get(), PATIENCE_S)
         await cancel(beginning)

@@ -133,8 +133,9 @@ def worker_events(chunks: list[list[str]], show: list[str], dialect: str = "herm
     """As the adapter of responses, from tokens, the calls in the client's words."""
     vocabulary, steps = tokenized(chunks, dialect)
     restorer = tool_calls.Restorer(params.from_responses({"model": "m", "input": "hi"} | body, {}).called)
-    said = scripted.said(vocabulary, steps, dialect, **body)
-    return shown(itertools.chain.from_iterable(map(restorer.feed, said)), show)
+    said: Iterable[Any] = scripted.said(vocabulary, steps, dialect, **body)
+    restored: Iterable[Any] = itertools.chain.from_iterable(map(restorer.feed, said))
+    return shown(restored, show)
 
 
 def tokenized(chunks: list[list[str]], dialect: str) -> tuple[Tokenizer, list[list[int]]]:

@@ -210,8 +210,8 @@ async def test_a_run_that_is_cancelled_finishes(local: LocalWorker) -> None:
     """Once, with the tokens that were counted until then."""
     outputs: list[Accepted | Output | Finish] = []
 
-    def cancel_after_three(output: Accepted | Output | Finish) -> None:
-        outputs.append(output)
+    def cancel_after_three(said: Any) -> None:
+        outputs.extend(said)
         if len(outputs) == 3:
             running.cancel()
 

@@ -55,21 +55,21 @@ class TracedEngine(Engine):
     steps: list[tuple[StepOutput, list[WorkerOutput]]]
 
     async def generate(self, sequence: Sequence, feed: Feed) -> None:
-        self.steps = []
-
         def record(step: StepOutput) -> bool:
             self.steps.append((step, []))
             return feed(step)
 
         await super().generate(sequence, record)
 
-    def emit(self, output: Accepted | WorkerOutput) -> None:
-        if not isinstance(output, Accepted):
-            self.steps[-1][1].append(output)
+    def take(self, outputs: Any) -> None:
+        if outputs == [Accepted()]:
+            self.steps = []
+        else:
+            self.steps[-1][1].extend(outputs)
 
 
 async def run(worker: LocalWorker, engine: TracedEngine, request: params.Request) -> None:
-    await (await worker.prepare(request)).run(engine.emit)
+    await (await worker.prepare(request)).run(engine.take)
 
 
 def walkthrough() -> str:

@@ -92,11 +92,11 @@ def chat(data: bytes, stream: bool, **options: Any) -> Answer:
 
 
 def outputs_of(data: bytes, **options: Any) -> tuple[list[Output | Finish], Any]:
-    """As remote.py reads an answer, and api.py restores its calls."""
+    """As remote.py reads an answer, and jobs.py restores its calls."""
     reader, chunks = read(data, **options)
     said, restorer = Outputs(reader), Restorer({})
     made = [*said.read(chunks), *said.close(None)]
-    return [output for each in made for output in restorer.feed(each)], reader.meter.usage
+    return [cast(Any, output) for each in made for output in restorer.feed(each)], reader.meter.usage
 
 
 def response_of(events: list[Json], end: str, usage: Any) -> Answer:

@@ -136,7 +136,7 @@ ERRORS: list[tuple[int, Any, tuple[int, str | None, str], str]] = [
 
 @pytest.mark.parametrize(("status", "error", "ours", "message"), ERRORS)
 def test_refusals(status: int, error: Any, ours: tuple[int, str | None, str], message: str) -> None:
-    found = refused.read_refusal(status, {}, json.dumps({"error": error}).encode())
+    found = refused.read_refused(status, {}, json.dumps({"error": error}).encode())
     assert (found.status, found.param, found.code) == ours
     assert found.message.startswith(message)
     assert len(found.message) < 2000
@@ -161,14 +161,14 @@ def test_an_error_in_the_first_frame_has_its_status(error: Json, status: int) ->
     for sent in (b": hi\n\n" + event(error) + DONE, json.dumps(error).encode()):
         reader = Reader()
         *_, chunk = reader.feed(sent) + reader.close()
-        found = refused.refusal(200, chunk["error"])
+        found = refused.refused_by(200, chunk["error"])
         assert (found.status, found.message) == (status, "No.")
 
 
 def test_retry_after_is_seconds() -> None:
     """Bug: 500, for a header cannot hold a euro."""
     for theirs, ours in (("7", "7"), ("\u20ac", ""), ("soon", "")):
-        assert refused.read_refusal(429, {"retry-after": theirs}, b"").retry_after == ours
+        assert refused.read_refused(429, {"retry-after": theirs}, b"").retry_after == ours
 
 
 async def test_an_upstream_names_what_the_client_has_sent() -> None:
@@ -242,9 +242,10 @@ async def said(worker: RemoteWorker, on_output: Callable[[], None] = nothing, **
     request = params.from_responses({"model": "m", "input": "hi"} | body, {})
     outputs: list[Accepted | Output | Finish] = []
 
-    def emit(output: Accepted | Output | Finish) -> None:
-        outputs.append(output)
-        on_output()
+    def emit(said: Any) -> None:
+        for output in said:
+            outputs.append(output)
+            on_output()
 
     await (await worker.prepare(request)).run(emit)
     return outputs

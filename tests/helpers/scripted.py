@@ -100,7 +100,7 @@ def events_of(outputs: Iterable[Output | Compaction | Finish], **options: Any) -
 async def outputs_of(worker: LocalWorker, body: dict[str, Any]) -> list[Output | Finish]:
     outputs: list[Accepted | Output | Finish] = []
     prompt = await worker.prepare(request({"tools": [TOOL]} | body))
-    await prompt.run(outputs.append)
+    await prompt.run(outputs.extend)
     return [output for output in outputs if not isinstance(output, Accepted)]
 
 

@@ -1,6 +1,5 @@
 """Items: what is looked up, how often, what each becomes; what a compaction makes of a summary."""
 
-import asyncio
 import json
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from audit import schema
 from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
 from request import items
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
-from request.items import n_bytes, resolve, sealer, summary_request, unsaid
+from request.items import Shown, n_bytes, named, resolve, sealer, summary_request
 from request.messages import MAX_ITEMS
 from request.params import from_responses
 from request.refusals import BadInput
@@ -37,15 +36,10 @@ ROW = Row(KEPT, "", 0, 1, True, False, False, "{}", ITEMS, "completed", SHOWN)
 
 def resolved(input: Any, previous_response_id: str | None = None) -> tuple[Any, Any, list[str]]:
     """What resolve() returns, and the ids that it has looked up."""
-    looked_up = []
-
-    async def find(response_id: str) -> Row | None:
-        looked_up.append(response_id)
-        return ROW if response_id == KEPT else None
-
-    sealer_of = partial(sealer, b"", "")
-    chain, own = asyncio.run(resolve(input, previous_response_id, find, sealer_of, asyncio.to_thread))
-    return chain, own, looked_up
+    values = {"input": input, "previous_response_id": previous_response_id}
+    ids = named(values)
+    found = {id_: ROW if id_ == KEPT else None for id_ in ids}
+    return *resolve(values, found, partial(sealer, b"", "")), ids
 
 
 def blob(purpose: str) -> str:
@@ -191,11 +185,14 @@ SUMMARIES: list[tuple[list[Output | Finish], list[Compaction | Finish]]] = [
 
 @pytest.mark.parametrize(("said", "expected"), SUMMARIES)
 def test_a_summary_is_one_item_whatever_else_is_said(said: list[Any], expected: list[Any]) -> None:
-    made: list[Any] = []
-    emit = unsaid(made.append, seal=lambda text: f"sealed {text}")
-    for output in [Accepted(), *said]:
-        emit(output)
-    assert made == [Accepted(), *expected]
+    request = summary_request(from_responses({"model": "m", "input": "hi"}, {}), [QUESTION], {})
+    seal = sealer(b"", "", "compaction")
+    shown = Shown(request, seal)
+    made = [each for output in [Accepted(), *said] for each in shown.feed(output)]
+    assert made == [
+        Accepted(),
+        *(Compaction(seal.dumps("They met.")) if one is MADE else one for one in expected),
+    ]
 
 
 def test_a_summary_is_not_a_call_of_a_tool_that_the_conversation_brings() -> None:

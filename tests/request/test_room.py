@@ -92,11 +92,11 @@ def test_a_visit_gives_back_what_it_holds() -> None:
     rooms = Rooms(10, is_shared=True)
     with rooms.visit("a") as visit:
         for n in (2, 5):
-            visit.hold(rooms.streams, n)
+            visit.set_held(rooms.streams, n)
         with pytest.raises(BadInput):
-            visit.hold(rooms.streams, 6)
+            visit.set_held(rooms.streams, 6)
         assert visit.held[rooms.streams] == 5
-        visit.hold(rooms.streams, 1)
+        visit.set_held(rooms.streams, 1)
         assert has_room(rooms.streams, "b", 9)
     assert has_room(rooms.streams, "b", 10)
 

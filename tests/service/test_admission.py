@@ -72,11 +72,11 @@ def test_what_a_body_continues_is_held_beside_it() -> None:
     """Bug: 300 requests of 110 bytes that continue a large response held 430 MB, and counted as 33 kB."""
     rooms = Rooms(32, max_body_bytes=2**20)
     with rooms.visit("m") as visit:
-        visit.hold(rooms.bytes, 2**20)
+        visit.set_held(rooms.bytes, 2**20)
         for _ in range(15):
-            visit.load(2**20)
+            visit.add_bytes(2**20)
         with pytest.raises(BadInput):
-            visit.load(1)
+            visit.add_bytes(1)
     assert not any(visit.held.values())
 
 
@@ -85,13 +85,13 @@ def test_each_choice_is_a_stream() -> None:
     rooms = Rooms(100, is_shared=True)
     with ExitStack() as held:
         for _ in range(3):
-            held.enter_context(rooms.visit("m")).enter(16)
+            held.enter_context(rooms.visit("m")).set_streams(16)
         with pytest.raises(BadInput) as refusal:
-            held.enter_context(rooms.visit("m")).enter(16)
+            held.enter_context(rooms.visit("m")).set_streams(16)
         assert refusal.value.code == "rate_limit_exceeded"
-        held.enter_context(rooms.visit("another")).enter(16)
+        held.enter_context(rooms.visit("another")).set_streams(16)
     with rooms.visit("m") as visit:
-        visit.enter(1000)  # as half of them: else it would never get in
+        visit.set_streams(1000)  # as half of them: else it would never get in
         assert visit.held[rooms.streams] == 50
 
 

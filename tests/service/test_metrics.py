@@ -131,7 +131,7 @@ def test_each_line_of_json_knows_its_request() -> None:
     for reply in (*replies, refused):
         own = [line for line in lines if line["request_id"] == reply.headers["x-request-id"]]
         assert [line["status"] for line in own if line["logger"] == "middleware"] == [reply.status]
-        assert ("api" in [line["logger"] for line in own]) == (reply is not refused)  # in the background too
+        assert ("runs" in [line["logger"] for line in own]) == (reply is not refused)  # in the background too
     (failed,) = [line for line in lines if line["exception"]]
     assert "FloatingPointError" in failed["exception"]
 

@@ -35,6 +35,7 @@ from service import connections
 from service.websocket import MAX_LANES, Connection
 from store import Retention, Store
 from streaming import cancel
+from worker import Workers
 
 RAISES, SLOW = 666, 668  # seeds of faulty_server.py
 ASKED: Json = HI | {"store": False, "temperature": 0}
@@ -457,7 +458,7 @@ class Client:
     def talk(self, begin: Callable[..., Awaitable[Any]], rooms: Rooms) -> asyncio.Task[None]:
         """Return a task that serves the connection of this client; `begin` is that of Api."""
         websocket = WebSocket({"type": "websocket", "subprotocols": []}, self.receive, self.send)
-        registry = Registry(Store(":memory:", Retention()))
+        registry = Registry(Store(":memory:", Retention()), Workers())
         return asyncio.create_task(Connection(websocket, Visit(rooms, ""), registry, begin).run())
 
 

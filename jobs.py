@@ -1,0 +1,210 @@
+"""Jobs: a response, or a choice of a chat completion, while it runs: from its prompt to its last event.
+
+    Prompt --run()--> take(outputs): Restorer -> Shown -> Builder or Chunks -> EventLog
+    Job.start() --> its task: run() --> Builder.finish() --> the last event, stored before it is shown
+
+Every response is run here, in one way. A foreground response belongs to its HTTP request and ends with it.
+One in the background (background.py) waits for its turn first, and is written to the store event by event.
+
+Why one function that a worker calls with lists, and not `async for outputs in prompt.run()`: the engine's
+thread hands on what a step brought to all sequences in one turn of the event loop. A generator for each
+sequence would be a task to wake for each of its tokens; with 50 streams that is a tenth of an event's cost.
+
+Rules of this file:
+1. A foreground response is stored before its last event is shown; if that fails, the event says
+   `store: false`.
+2. A response ends once, in its log: a cancel before the last event wins, a later one has no effect.
+3. Everything ends: a run that returns, raises, is cancelled or was killed leaves a terminal event.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, closing
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol, TypeVar
+
+from itsdangerous import URLSafeSerializer
+
+from channels import Accepted, Compaction, Finish, Output
+from event_log import Entry, EventLog, encode_event, newest_of
+from request.items import Shown
+from request.refusals import BadInput
+from request.room import Threads
+from request.tool_calls import Restorer
+from responses import Builder, Event
+from store import Row, Store
+from worker import Prompt
+
+log = logging.getLogger("jobs")
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+Said = Accepted | Output | Compaction | Finish  # what the client is shown of a run
+
+CANCELLED = Finish("cancelled")
+UNFINISHED = Finish("failed", message="The run broke off; the server's log has the details.")
+SHUT_DOWN = Finish("failed", message="The server is shutting down.")
+INTERRUPTED = Finish("failed", message="interrupted by a restart")
+
+
+# --- the way of a token -------------------------------------------------------------------------------------
+
+
+class Log(Protocol):
+    """Takes the events of one answer in their order: an EventLog, or a list if they are wanted at the end."""
+
+    def extend(self, events: Iterable[Event], /) -> None: ...
+
+
+class Watch(Protocol):
+    """Times one run and counts its tokens: Stopwatch of service/metrics.py."""
+
+    def note(self, outputs: list[Accepted | Output | Finish]) -> None: ...
+    def end(self) -> None: ...
+
+
+def each(stage: Callable[[A], Iterable[B]], things: Iterable[A]) -> Iterator[B]:
+    """Feed things to a stage one by one; yield what comes out of it, in order."""
+    return chain.from_iterable(map(stage, things))
+
+
+async def run(
+    prompt: Prompt,
+    make_events: Callable[[Said], Iterable[Event]],
+    event_log: Log,
+    watch: Watch,
+    sealer: URLSafeSerializer,
+    choice: int = 0,
+) -> None:
+    """Run one choice of a prompt to its end; what its client is shown of it becomes events in the log.
+
+    `make_events` writes what is shown in the form of an API: Job.feed(), Chunks.feed(). The event loop calls
+    this. It raises what Prompt.run() raises; then there was no Finish, and the caller ends the answer.
+    """
+    restorer = Restorer(prompt.request.called)
+    shown = Shown(prompt.request, sealer)
+
+    def take(outputs: Iterable[Accepted | Output | Finish]) -> None:
+        """Pass on what a step has brought: worker.Answer.feed() has decoded and parsed its tokens."""
+        outputs = [*each(restorer.feed, outputs)]  # calls, in the words of the client's tools
+        watch.note(outputs)  # metrics
+        said = each(shown.feed, outputs)  # all of it, unless this is a compaction or a warm-up
+        events = each(make_events, said)  # Responses events, or chat completion chunks
+        event_log.extend(events)  # numbered, encoded once, written, shown to every reader
+
+    try:
+        await prompt.run(take, choice)
+    finally:
+        watch.end()
+
+
+# --- the store ----------------------------------------------------------------------------------------------
+
+
+class Archive:
+    """The store, which is asked one thing at a time, and never in the event loop."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._threads = Threads(1, ThreadPoolExecutor(1, "store"))
+        self.call = self._threads.call
+
+    async def write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
+        """Store events of a background response, or the last one of another; return whether it could be."""
+        _, status, response_json = newest_of(entries)
+        frames = [entry.frame for entry in entries] if row.background else []
+        newest = row.with_response(status, response_json, time.time())
+        try:
+            await self.call(row.owner, self.store.write, newest, first_number, frames)
+        except Exception as error:  # a full disk fails every write: a line is enough
+            log.error("%s could not be stored: %s", row.id, error)
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the store after all that was asked of it."""
+        await self._threads.until_idle()
+        await self.call("", self.store.close)
+
+
+# --- a response ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Job:
+    """A response that has not ended, and the task that fills its log."""
+
+    row: Row
+    builder: Builder
+    archive: Archive
+    watch: Watch
+    sealer: URLSafeSerializer  # of a compaction
+    log: EventLog = field(default_factory=EventLog)
+    finish: Finish | None = UNFINISHED  # how it ends when its task is over; None: the next process runs it
+    n_bytes: int = 0  # what it takes of the room for background responses
+    task: asyncio.Task[None] = field(init=False)
+
+    async def start(self, turn: AbstractAsyncContextManager[Prompt]) -> None:
+        """Start the task that runs the response. `turn` is entered first; it makes the prompt, or has it."""
+        self.task = asyncio.create_task(self._fill(turn))
+        # Let it begin: a task that is cancelled before its first step would not even make the last event.
+        await asyncio.sleep(0)
+
+    def feed(self, said: Said) -> list[Event]:
+        """Make events of what the client is shown. A Finish is only remembered: end() makes its events."""
+        if isinstance(said, Finish):
+            self.finish = said
+            return []
+        return self.builder.feed(said)
+
+    def shown_row(self) -> Row:
+        """Return the row with the newest response object that readers may see."""
+        return self.row.with_response(self.log.shown.status, self.log.shown.response_json, time.time())
+
+    def stop(self, finish: Finish | None) -> None:
+        """Cancel the response unless it has ended; the first to stop it decides how it ends."""
+        if not (self.log.ended or self.task.cancelling()):
+            self.finish = finish
+            self.task.cancel()
+
+    async def _fill(self, turn: AbstractAsyncContextManager[Prompt]) -> None:
+        """Fill the log. Whatever happens, what has begun gets its terminal event, and the log ends."""
+        with closing(self.log):
+            try:
+                async with turn as prompt:
+                    await run(prompt, self.feed, self.log, self.watch, self.sealer)
+            except asyncio.CancelledError:
+                # Not raised again: by its traceback the task would hold itself, and the whole request.
+                if not self.row.background:
+                    self.finish = CANCELLED
+            except Exception as error:
+                if not self.log.status:  # no event yet: the error becomes the answer to the request
+                    raise
+                if isinstance(error, BadInput):
+                    self.finish = Finish("failed", None, error.message, error.late_code)
+                else:
+                    log.exception("the run of %s failed", self.row.id)
+            finally:
+                if self.finish and self.log.status:
+                    await self.end(self.finish)
+
+    async def end(self, finish: Finish) -> None:
+        """Append the last events. A foreground response that is kept is stored before the last: rule 1."""
+        try:
+            *others, last = self.builder.finish(finish, int(time.time()))
+        except Exception:  # rule 3 holds in spite of a bug
+            log.exception("%s could not be ended as it should be", self.row.id)
+            error = {"code": UNFINISHED.code, "message": UNFINISHED.message}
+            response = self.shown_row().response | {"status": "failed", "error": error}
+            others, last = [], {"type": "response.failed", "response": response}
+        self.log.extend(others)
+        if self.row.kept and not self.row.background:
+            entry = encode_event(len(self.log.entries), last)
+            # It is stored even if the client leaves now.
+            last["response"]["store"] = await asyncio.shield(self.archive.write(self.row, 0, [entry]))
+        self.log.extend([last])
