@@ -15,7 +15,7 @@ Rules of this file:
    rows of prompts than `max_rows` allows, so that streams do not pause while a long prompt is read.
 2. The tokens of a sequence do not depend on company, cache, preemption or drafts. A row is computed by itself
    (model.py), so it has the same bits in any chunk, and any full page may be shared or computed again.
-3. Places of the batch and chunks go round robin over owners, however many sequences an owner has.
+3. Places of the batch and prompts go round robin over owners, however many sequences an owner has.
 4. When pages run out, the youngest sequence of the owner with the most pages is preempted. No sequence is
    preempted for a draft.
 5. A sequence ends once. Its pages are free before the next step.
@@ -54,7 +54,10 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 #                   it needs next, it skips this step and finds the page later.
 # 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
 #                   the rows of MAX_CHUNKS chunks a step, and fewer while others decode. The last row of the
-#                   last chunk gives the first token of the output.
+#                   last chunk gives the first token of the output. The prompt with the fewest tokens left
+#                   goes first, and stays first until it is done: in turns of a chunk, all prompts that came
+#                   together would be done together, at the end. So that a long prompt does not wait for all
+#                   short ones, the first in turn has half of the rows, also until it is done.
 # 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token from it.
 #                   The engine may launch a step before it has read the one before. Then only the device
 #                   knows the newest token, and the span is chained to it (Span.token_ids is None).
@@ -404,13 +407,17 @@ class Scheduler:
         if n_decoding:
             n_rows = int(min(n_rows, max(max_rows - n_decoding, MIN_ROWS)))
         ready = self._ready(prefilling, in_flight)
-        share = n_rows // min(len(ready) or 1, MAX_CHUNKS)  # a short prompt does not wait for a long one
-        for sequence in ready:
-            n = min(sequence.n_ready, share, n_rows)
+        shortest = min(ready, key=lambda sequence: sequence.n_ready, default=None)
+        n_kept = n_rows // 2 if shortest not in ready[:1] else 0  # for the first in turn
+        for sequence in sorted(ready, key=lambda sequence: sequence is not shortest):
+            n = min(sequence.n_ready, n_rows - n_kept)
+            n_kept = 0
             if n > 0:
-                batch.append(self._prefill(sequence, n))
+                scheduled = self._prefill(sequence, n)
+                batch.append(scheduled)
                 n_rows -= n
-                self._last_turn[sequence.owner] = next(self._turns)
+                if scheduled.contexts:  # the prompt ends
+                    self._last_turn[sequence.owner] = next(self._turns)
         return batch
 
     def _decode(self, sequence: Sequence, max_drafts: int) -> Scheduled | None:

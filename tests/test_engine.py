@@ -246,7 +246,7 @@ def test_a_step_that_fails_ends_its_requests_alone_and_the_next_works(
 ) -> None:
     """Two chunks fill the step, so the third prompt and the fourth have to wait, and only for that."""
     chunk = engines.WatchedOps.chunk
-    jobs = [endless(n, 3, first=n) for n in (chunk, chunk, chunk + 1, 7)]
+    jobs = [endless(n, 3, first=n) for n in (chunk, chunk, chunk + 1, chunk + 7)]
     engine.fail_at = 1
     one, two, three, four = engine.together(jobs)
     assert engine.steps[1] == [chunk, chunk]

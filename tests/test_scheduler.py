@@ -80,8 +80,12 @@ def test_the_example_of_the_theory() -> None:
 @pytest.mark.parametrize(
     ("lengths", "computed"),
     [
-        ([4 * CHUNK, 4 * CHUNK, CHUNK], [CHUNK, CHUNK, 0]),  # the oldest first
-        ([5, 4 * CHUNK, 4 * CHUNK], [5, CHUNK, CHUNK - 5]),  # a short one leaves its rest to those after it
+        ([4 * CHUNK, 4 * CHUNK], [2 * CHUNK, 0]),  # the oldest first
+        (
+            [4 * CHUNK, 4 * CHUNK, 3 * CHUNK],
+            [CHUNK, 0, CHUNK],
+        ),  # beside the shortest it has half of the rows,
+        ([4 * CHUNK, 4 * CHUNK, 5], [2 * CHUNK - 5, 0, 5]),  # and what the shortest leaves
     ],
 )
 def test_prompts_share_the_budget(lengths: list[int], computed: list[int]) -> None:
@@ -179,11 +183,34 @@ def test_when_pages_run_out_the_owner_with_most_gives_way() -> None:
 
 
 def test_prompts_of_owners_are_computed_in_turn() -> None:
-    """Three prompts of A, two chunks a step: B and C do not wait for all of them."""
+    """Three prompts of A: B and C do not wait for all of them. Once begun, a prompt is done first."""
     s = scheduler(max_batch=5)
     added(s, *owned("A", 3, n_prompt=6 * CHUNK), *owned("B", 1, 6 * CHUNK), *owned("C", 1, 6 * CHUNK))
-    turns = [owners(sequence for sequence, _, _ in step(s)) for _ in range(6)]
-    assert turns == ["BC", "AB", "CA"] * 2
+    turns = [owners(sequence for sequence, _, _ in step(s)) for _ in range(9)]
+    assert turns == ["B"] * 3 + ["BC"] * 3 + ["BCA"] * 3  # those before the last one decode
+
+
+@pytest.mark.parametrize("owner", ["", "ABCDEFGH"])
+def test_prompts_that_came_together_have_their_first_tokens_one_after_another(owner: str) -> None:
+    """In turns of a chunk the first of eight prompts of 957 tokens was done when the last was."""
+    s = scheduler(n_pages=200, max_batch=8)
+    prompts = [sequence(957, first=1000 * i, owner=owner[i : i + 1]) for i in range(8)]
+    added(s, *prompts)
+    n_rows, waits = 0, dict[Sequence, int]()  # how many rows were computed before the first token of each
+    while len(waits) < 8:
+        n_rows += sum(end - start for _, start, end in step(s))
+        waits |= {one: n_rows for one in prompts if one.output and one not in waits}
+    assert [*waits] == prompts
+    assert all(wait < 1.1 * 957 * (i + 1) for i, wait in enumerate(waits.values()))
+
+
+def test_a_long_prompt_goes_on_beside_short_ones() -> None:
+    s, long = scheduler(n_pages=200, max_batch=20), sequence(900, first=20_000)
+    s.add(long)
+    for i in range(13):
+        s.add(sequence(2 * CHUNK, 1, first=200 * i))
+        step(s)
+    assert long.n_computed >= 13 * CHUNK
 
 
 def test_an_owner_finds_only_its_own_pages() -> None:
@@ -376,8 +403,8 @@ def test_a_sequence_whose_mask_is_late_holds_up_no_other() -> None:
     s, slow = scheduler(), Late()
     a, b = sequence(100, constraint=slow), sequence(5, first=1000)
     added(s, a, b)
-    assert step(s) == [(a, 0, 64), (b, 0, 5)]
-    assert step(s) == [(b, 5, 6), (a, 64, 99)]  # its prompt is computed, up to the last token
+    assert step(s) == [(b, 0, 5), (a, 0, 99)]  # its prompt is computed, up to the last token
+    assert step(s) == [(b, 5, 6)]
     assert a.n_ready == 0
     assert step(s) == [(b, 6, 7)]
     slow.is_late = False
