@@ -19,7 +19,10 @@ relay-*.toml, with a link to the server that does so:
     [DONE] after each of several choices                              the end of those that have finished
     nothing after the finish_reason, not even the end                 the end (upstreams.py waits for seconds)
     an end without a finish_reason, or without [DONE]                 whole, if one of them came
-    "eos", "STOP", "end_turn", "tool_use", "", ...                    one of OpenAI's five, or none
+    a finish_reason, and then more of the answer                      more of the answer; the last one holds
+    "eos_token", "STOP", "end_turn", "tool_use", "", ...              one of OpenAI's five, or none
+    a finish_reason that is not known                                 "stop", and it is logged
+    no choice at all, and the end                                     an error
     a call, and then the finish_reason "stop"                         tool_calls
     the role in every delta                                           once
     reasoning as `reasoning`, as `reasoning_content`, as both,        reasoning, once; a chunk has both names,
@@ -48,10 +51,12 @@ Rules of this file:
 7. The bytes of an event, of an object and of the answer are bounded, and the characters of the calls.
 """
 
+import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import sse
@@ -61,6 +66,8 @@ from gateway.metering import Meter, usage_of
 from request import ids
 from request.refusals import error_body, shown
 from request.tools import as_json
+
+log = logging.getLogger("remote")
 
 # The event loop stands still while JSON is read: 20 ms a MiB of text, 200 a MiB of the smallest objects. The
 # longest events have the whole arguments of a call, the longest objects the logprobs of a whole answer.
@@ -73,20 +80,13 @@ CALL_CHARACTERS = 2**10  # what a call counts for by itself
 MAX_BLANKS = 1024  # characters of blank text that are held until text follows
 
 # fmt: off
-#  finish_reason           OpenAI's          any other, such as "abort", is a failure; in any case
+#  words in a finish_reason, in any case; the first row holds          OpenAI's
 FINISH_REASONS = {
-    "":                    "stop",            # none came, although the answer is whole
-    "stop":                "stop",
-    "length":              "length",
-    "content_filter":      "content_filter",
-    "tool_calls":          "tool_calls",
-    "function_call":       "stop",            # of the deprecated `functions`, which are not tools
-    "tool_call":           "tool_calls",
-    "eos":                 "stop",            # https://github.com/openai/openai-dotnet/pull/267
-    "end_turn":            "stop",            # https://github.com/vercel/modelfusion/pull/343
-    "tool_use":            "tool_calls",      # Anthropic
-    "max_tokens":          "length",          # Anthropic
-    "model_length":        "length",          # Mistral
+    "abort|error|fail|cancel|timeout|disconnect":                       None,       # a failure
+    "filter|safety|sensitive|prohibited|blocklist|recitation":          "content_filter",
+    "length|max_|limit|window":                                         "length",
+    "^$|stop|eos|end|complete|finish|tool|function":                    "stop",
+    "":                                                                 "unknown",  # and read as stop
 }
 CUT = ("length", "content_filter")  # these end an answer before it is complete
 
@@ -98,6 +98,7 @@ TEXTS: dict[Channel, tuple[str, ...]] = {
 }
 # fmt: on
 
+SAYING = ("tool_calls", *(name for names in TEXTS.values() for name in names))  # members of a delta
 HEAD = ("id", "created", "model", "system_fingerprint")  # members that all chunks of an answer have alike
 
 
@@ -234,6 +235,17 @@ def text_of(value: Any) -> str:
     return value or ""
 
 
+@lru_cache(maxsize=64)  # once
+def warn_of(reason: str) -> None:
+    log.warning("The finish_reason '%s' of an upstream is not known, and read as 'stop'.", reason)
+
+
+def says_more(choice: Chunk) -> bool:
+    """Return whether a choice that has finished goes on: then its end was none."""
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(delta.get(name) for name in SAYING)
+
+
 # --- one choice ---------------------------------------------------------------------------------------------
 
 
@@ -258,8 +270,10 @@ class Choice:
     def __init__(self, asked: Asked) -> None:
         self.calls: list[ToolCall] = []  # by our index, those that are not wanted too
         self.has_said = False  # text, reasoning, a call or the end has left
-        self.is_finished = False  # a finish_reason came, or a whole message: nothing more is read
+        self.is_finished = False  # a finish_reason came, or a whole message
         self.failure = ""  # why the answer ends with an error
+        self._reason = ""  # the newest finish_reason
+        self._last: Chunk | None = None  # the newest that was read, while the end is not in it
         self._asked = asked
         self._has_role = False
         self._newest: dict[int | None, ToolCall] = {}  # by the server's index; None: the newest of all
@@ -278,24 +292,35 @@ class Choice:
             delta = {}
         choice["delta"] = delta
         self._delta(delta)
-        reason = choice.get("finish_reason") or ""  # "" is none: https://github.com/ollama/ollama/issues/4357
-        if reason or is_end:
-            choice["finish_reason"] = self._end(str(reason), delta)
+        self._last = choice
+        self.finish(choice.get("finish_reason"), is_end)
+        if "finish_reason" in choice:
+            choice["finish_reason"] = None  # until end()
+
+    def finish(self, reason: Any, is_end: bool = False) -> None:
+        if reason or is_end:  # "" is none: https://github.com/ollama/ollama/issues/4357
+            self._reason = str(reason or "")
             self.is_finished = self.has_said = True
-        elif "finish_reason" in choice:
-            choice["finish_reason"] = None
+
+    def end(self) -> None:
+        """Add to the last chunk that was read how the answer ends, if it has finished."""
+        if self.is_finished and self._last:
+            self._last["finish_reason"] = self._end(self._reason, self._last["delta"])
+            self._last = None
 
     def _end(self, reason: str, delta: Chunk) -> str | None:
         """Add to the last delta what the answer lacks; return the finish_reason, None if it is a failure.
 
         Clients take an answer without one for a cut one: https://github.com/earendil-works/pi/pull/4558
         """
-        ours = FINISH_REASONS.get(reason.lower())
+        ours = next(ours for words, ours in FINISH_REASONS.items() if re.search(words, reason, re.I))
         if ours is None:
             self.failure = f"The upstream ended its answer for the reason '{reason[:60]}'."
             return None
+        if ours == "unknown":
+            warn_of(reason[:60])
         channel, blank = self._blank
-        if blank and not self.has_said:
+        if blank and not (self._open or self.calls):
             delta |= dict.fromkeys(TEXTS[channel], blank)
         if ours in CUT:  # nothing is made up for a call that was cut
             return ours
@@ -416,6 +441,7 @@ class Answer:
         self._n_finished = 0  # choices
         self._head: Chunk = {}
         self._usage_chunk: Chunk = {}  # the newest
+        self._held: list[Chunk] = []  # since the last finish_reason: more of the answer may come
 
     @property
     def has_said(self) -> bool:
@@ -424,7 +450,7 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has its finish_reason: usage may follow, and [DONE], and nothing else."""
+        """Whether every choice has its finish_reason: usage should follow, and [DONE], and nothing else."""
         return self._n_finished == self._asked.n
 
     def feed(self, data: bytes) -> list[Chunk]:
@@ -437,7 +463,7 @@ class Answer:
 
     def close(self) -> list[Chunk]:
         """End the answer: return what it lacks. An error is the last chunk of all."""
-        chunks = self._read(self._documents.end())
+        chunks = [*self._read(self._documents.end()), *self._release()]
         unfinished = [index for index, choice in self.choices.items() if not choice.is_finished]
         if not self.is_over and (unfinished or not self.choices):
             chunks += self.fail("The upstream ended its answer before it had finished.")
@@ -447,6 +473,7 @@ class Answer:
             ends = [{"index": index, "message": None} for index in unfinished]
             end = self._head | {"object": "chat.completion.chunk", "choices": ends}
             self._says(end)
+            self._release()
             chunks.append(end)
         for choice in self.choices.values():
             if choice.failure:
@@ -458,7 +485,7 @@ class Answer:
     def fail(self, message: str, **members: Any) -> list[Chunk]:
         """End the answer with an error, unless one has ended it."""
         error = error_body(500, message, code="server_error")["error"] | members
-        chunks = [] if self.failed else [{"error": error}]
+        chunks = [] if self.failed else [*self._release(), {"error": error}]
         self.is_over = self.failed = True
         return chunks
 
@@ -471,10 +498,15 @@ class Answer:
                 if document is None:
                     # Some servers send one after each choice: https://github.com/vllm-project/vllm/pull/378
                     self.is_over = self._n_finished in (0, self._asked.n)
+                    if not self.choices:
+                        chunks += self.fail("The answer of the upstream has no choice.")
                 elif error := error_of(document):
                     chunks += self.fail(**error)
                 elif self._says(document):
-                    chunks.append(document)
+                    if document["choices"]:
+                        chunks += self._held
+                        self._held = []
+                    (self._held if self.is_finished else chunks).append(document)
                 if self.is_over:
                     break
         except (Unreadable, sse.EventTooLarge) as error:
@@ -483,6 +515,14 @@ class Answer:
             else:
                 chunks += self.fail(f"The answer cannot be used: {error}.")
         return chunks
+
+    def _release(self) -> list[Chunk]:
+        """End the choices that have finished; return what was held."""
+        for choice in self.choices.values():
+            choice.end()
+        held = self._held
+        self._held = []
+        return held
 
     def _says(self, chunk: Chunk) -> bool:
         """Put a chunk right; return whether it says anything."""
@@ -499,10 +539,16 @@ class Answer:
             is_whole = "message" in choice and "delta" not in choice
             if is_whole:
                 chunk["object"] = "chat.completion.chunk"
-            if not self.choices[index].is_finished:
-                self.choices[index].read(choice, is_end=is_whole)
-                self._n_finished += self.choices[index].is_finished
-                chunk["choices"].append(choice)
+            found = self.choices[index]
+            had_finished = found.is_finished
+            if had_finished and not says_more(choice):
+                found.finish(choice.get("finish_reason"))
+                continue
+            found.read(choice, is_end=is_whole)
+            self._n_finished += found.is_finished - had_finished
+            chunk["choices"].append(choice)
+            if n > 1:  # the end of one cannot wait until the others have ended
+                found.end()
         usage = usage_of(chunk)
         if usage is not None:
             self.meter.read(usage)

@@ -145,7 +145,7 @@ class Reply:
                 for start in range(0, len(data), PIECE_BYTES):
                     had_finished = answer.is_finished
                     chunks = answer.feed(data[start : start + PIECE_BYTES])
-                    if answer.is_finished and not had_finished:
+                    if answer.is_finished and (chunks or not had_finished):  # it may go on all the same
                         self._deadline = time.monotonic() + GRACE_S
                     yield chunks
                     if answer.is_over:
