@@ -222,6 +222,10 @@ class Config:
 
 def read_config(directory: Path) -> Config:
     """Read config.json and, if there is one, generation_config.json; raises UnsupportedModel."""
+    if not (directory / "config.json").is_file():
+        raise UnsupportedModel(
+            f"{directory} holds no model: expected config.json in it, or a GGUF file's own path"
+        )
     path = directory / "generation_config.json"
     generation: dict[str, Any] = read_json(path) if path.is_file() else {}
     return parse_config(read_json(directory / "config.json"), generation)
@@ -238,14 +242,13 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
         ends = fields.eos_token_id
     n_heads = fields.num_attention_heads
     n_kv_heads = fields.num_key_value_heads or n_heads
-    is_divisor = n_heads % n_kv_heads == 0
-    require(is_divisor, "num_key_value_heads", n_kv_heads, "a divisor of num_attention_heads")
+    require(n_heads % n_kv_heads == 0, "num_key_value_heads", n_kv_heads, "a divisor of num_attention_heads")
     head_dim = fields.head_dim or fields.hidden_size // n_heads
     rope = parse_rope(fields, head_dim)
     n_turning = rope.n_turning(head_dim)
     is_even = 0 < n_turning <= head_dim and n_turning % 2 == head_dim % 2 == 0
-    wanted = "even numbers above 0, for rotary pairs"
-    require(is_even, "head_dim, and how many of it turn,", [head_dim, n_turning], wanted)
+    sizes = [head_dim, n_turning]
+    require(is_even, "head_dim, and how many of it turn,", sizes, "even numbers above 0, for rotary pairs")
     partial = rope.partial_rotary_factor
     require(partial == 1 or model_type == "phi3", "partial_rotary_factor", partial, f"1 in a {model_type}")
     max_seq_len = fields.max_position_embeddings
@@ -364,8 +367,8 @@ def parse_rope(fields: Fields, head_dim: int) -> Rope:
         rope = replace(rope, factor=given.get("factor", context / rope.original_max_position_embeddings))
     else:
         require(rope.rope_type == "default" or "factor" in given, "factor", None, "a number")
-    is_above = rope.high_freq_factor > rope.low_freq_factor
-    require(is_above, "high_freq_factor", rope.high_freq_factor, "a number above low_freq_factor")
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    require(high > low, "high_freq_factor", high, "a number above low_freq_factor")
     return rope
 
 

@@ -55,7 +55,7 @@ class Header:
         start = self.position
         self.position += n_bytes
         if self.position > len(self._data):
-            raise ValueError(f"{n_bytes} bytes at byte {start}, but the header ends at {len(self._data)}")
+            raise ValueError(f"it is cut, or no GGUF: {n_bytes} bytes at byte {start} of {len(self._data)}")
         return self._data[start : self.position]
 
     def integer(self, n_bytes: int) -> int:
@@ -122,7 +122,9 @@ def parse(data: NDArray[np.uint8]) -> tuple[Metadata, Tensors]:
     for name, (dims, block_format, offset) in places.items():
         n_numbers, n_bytes = sizes(block_format)
         end = begin + math.prod(dims) // n_numbers * n_bytes
-        if start + offset != begin or end > len(data):
+        if end > len(data):
+            raise ValueError(f"it is cut at byte {len(data)}: tensor {name[:80]!r} ends at byte {end}")
+        if start + offset != begin:
             raise ValueError(f"tensor {name[:80]!r} does not lie at bytes {begin} to {end}, or stands twice")
         tensor = data[begin:end]
         if block_format in FLOATS:

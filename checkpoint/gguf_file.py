@@ -83,11 +83,13 @@ DIVISORS = {
     "rope_factors_short.weight": ("short_factor",),
     "rope_factors_long.weight": ("long_factor",),
 }
-OF_HEADS = ("rope.dimension_count", "attention.value_length")  # dimensions that turn, and of a value
-# Entries that would change the forward pass if they were not 0 or 1
+# Entries that would change the forward pass: the two of heads if they were not those of a key, the others if
+# they were not 0 or 1
 OTHERS = (
     "attention.sliding_window",
+    "attention.value_length",
     "expert_count",
+    "rope.dimension_count",
     "rope.scale_linear",
     "rope.scaling.attn_factor",
     "rope.scaling.yarn_attn_factor",
@@ -110,11 +112,11 @@ def config_json(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
         **entries(metadata, CONFIG_FIELDS),
     }
     head_dim = parse_config(fields, {}).head_dim
-    others = entries(metadata, {suffix: suffix for suffix in (*OF_HEADS, *OTHERS)})
-    n_turning, n_values = (others.pop(suffix, head_dim) for suffix in OF_HEADS)
+    others = entries(metadata, {suffix: suffix for suffix in OTHERS})
+    fields["partial_rotary_factor"] = others.pop("rope.dimension_count", head_dim) / head_dim
+    n_values = others.pop("attention.value_length", head_dim)
     if n_values != head_dim:
         raise UnsupportedModel(f"{architecture}.attention.value_length is {n_values}; supported: {head_dim}")
-    fields["partial_rotary_factor"] = n_turning / head_dim
     if architecture == "phi3":
         fields["sliding_window"] = others.pop("attention.sliding_window", 0) or None
     rope = entries(metadata, {"factor": "rope.scaling.factor"})
@@ -227,8 +229,7 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
         if (number := token_id(metadata, name)) is not None
     }
     templates = [{"name": "default", "template": entry(metadata, "tokenizer.chat_template", str)}]
-    with_tools = metadata.get("tokenizer.chat_template.tool_use")
-    if with_tools:
+    if with_tools := metadata.get("tokenizer.chat_template.tool_use"):
         templates.append({"name": "tool_use", "template": str(with_tools)})
     return {**tokens, "chat_template": templates}
 
@@ -256,7 +257,7 @@ def as_directory(file: Path, presets: str = "{}") -> Path:
             pass  # it runs, as another user's; or the directory is not ours
     root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    directory = root / file.stem
+    directory = root / file.name.removesuffix(".gguf")
     directory.mkdir()
     (directory / "model.gguf").symlink_to(file.absolute())
     try:

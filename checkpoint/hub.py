@@ -16,8 +16,14 @@ from checkpoint.gguf_file import as_directory
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Neither consolidated.safetensors, Mistral's second copy of the weights, nor folders (onnx/ ...) but one
-HUB_FILES = ["config.json", "generation_config.json", "tokenizer*.json", "model*.json", "model*.safetensors"]
-HUB_FILES += ["*chat_template*.jinja"]
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "model*.json",
+    "model*.safetensors",
+    "*chat_template*.jinja",
+]
 
 
 def find(model: str | None, revision: str | None = None) -> Path:

@@ -117,8 +117,7 @@ OPTIONS: dict[str, list[Any]] = {
         ("--device",                ("auto", "cuda", "cpu"), "auto",
          "where to compute; auto: on a GPU if there is one"),
         ("--weights",               ("bfloat16", "int8", "int4"), None,
-         "round the weights to this, on a CPU with Numba; the server prints the loss at its start (default: "
-         "as in the file)"),
+         "round the weights to this, on a CPU with Numba; answers become worse (default: as in the file)"),
         ("--threads N",             positive, None, "threads that compute (default: all cores)"),
         ("--max-model-len N",       positive, None,
          "context in tokens, prompt and answer (default: the model's own)"),

@@ -163,11 +163,12 @@ def test_headers_that_lie(tmp_path: Path) -> None:
         (changed(data, n_tokens - 4, b"\x0d\0\0\0"), "13 is not a valid GGUFValueType"),
         (changed(data, end, b"\xff\xff\xff\xff"),   "34359738360 bytes at byte"),
         (changed(data, end + 4, b"\x21"),           "'token_embd.weight' is Q4_1 [33, 2048]; supported"),
-        (changed(data, end + 12, HUGE),             "'token_embd.weight' does not lie at bytes"),
+        (changed(data, end + 12, HUGE),             "it is cut at byte 727296: tensor 'token_embd.weight'"),
         (changed(data, end + 12, b"\0\0"),          "'token_embd.weight' is Q4_1 [128, 0]"),
         (changed(data, norm + 12, b"\x1a"),         "attn_norm.weight' is I32 [128]; supported"),
         (changed(data, end + 20, b"\x63\0\0\0"),    "99 is not a valid GGMLQuantizationType"),
         (changed(data, end + 24, b"\x20"),          "'token_embd.weight' does not lie at bytes"),
+        (data[:-9],                                 f"it is cut at byte {len(data) - 9}: tensor 'output"),
         (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "or stands twice"),
     ]
     # fmt: on

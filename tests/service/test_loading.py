@@ -62,7 +62,7 @@ INDEX = "model.safetensors.index.json"
 DAMAGES: list[tuple[str, bytes | int | None, str]] = [
     # file                     its content, or how much is left of it          the error says
     ("config.json",            40,                                             "config.json"),
-    ("config.json",            None,                                           "config.json"),
+    ("config.json",            None,                                           "holds no model: expected"),
     ("config.json",            b'{"a":' * 10**5,                               "config.json is not JSON"),
     ("config.json",            config_with(model_type="gpt2"),                 "gpt2"),
     ("config.json",            config_with(hidden_size=256),                   "embed_tokens"),

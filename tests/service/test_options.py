@@ -56,6 +56,7 @@ def test_help() -> None:
     explained = re.findall(r"^  (?:-h, )?(--[a-z-]+)(?: \S+)?(?: {2,}|\n {10,})[a-zA-Z]", said, re.MULTILINE)
     assert {*explained} == {action.option_strings[-1] for action in PARSER._actions}
     assert "(default: None)" not in said
+    assert "loss" not in said, "of weights that are rounded: none is measured"
 
 
 # --- secrets ------------------------------------------------------------------------------------------------
