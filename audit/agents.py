@@ -19,6 +19,19 @@ must, should, advice = rules_of("agents", "responses agents")
 TOOLS: Json = {"tools": (WEATHER, TIME)}
 BOTH_TOOLS: Json = TOOLS | {"said": TOKYO}
 FORCED: Json = BOTH_TOOLS | {"tool_choice": "get_time"}
+# Rule, or an API and a rule -> what is asked
+ASKED = json.loads("""{
+    "allowed-tools":    {"tool_choice": {"type": "allowed_tools", "mode": "required",
+                                         "tools": [{"type": "function", "name": "get_time"}]}},
+    "custom-tool":      {"type": "custom", "name": "get_weather", "description": "Get the weather of a city"},
+    "namespace":        {"type": "namespace", "name": "travel", "description": "Tools for travellers"},
+    "not-run":          {"no_such_tool": {"tools": [{"type": "no_such_tool"}]},
+                         "temprature": {"temprature": 1}},
+    "orphan-result":    {"type": "function_call_output", "call_id": "call_nobody", "output": "It rains."},
+    "input-items":      {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]},
+    "responses json-object": {"text": {"format": {"type": "json_object"}}},
+    "chat json-object":      {"response_format": {"type": "json_object"}}
+}""")
 
 # --- which tool ---------------------------------------------------------------------------------------------
 
@@ -56,9 +69,7 @@ def allowed_tools(peer: Peer) -> None:
     the guide on function calling: allowed tools
     https://platform.openai.com/docs/guides/function-calling
     """
-    tools = [{"type": "function", "name": "get_time"}]
-    choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
-    assert peer.plain(**BOTH_TOOLS, tool_choice=choice).names == {"get_time"}
+    assert peer.plain(**BOTH_TOOLS, **ASKED["allowed-tools"]).names == {"get_time"}
 
 
 @must
@@ -218,8 +229,7 @@ def custom_tool(peer: Peer) -> None:
     the guide on function calling: custom tools
     https://platform.openai.com/docs/guides/function-calling
     """
-    tool = {"type": "custom", "name": "get_weather", "description": "Get the weather of a city"}
-    expect_call(peer, tool, "custom_call")
+    expect_call(peer, ASKED["custom-tool"], "custom_call")
 
 
 @must
@@ -229,9 +239,7 @@ def namespace(peer: Peer) -> None:
     the guide on function calling: namespaces; an agent finds the tool by both
     https://platform.openai.com/docs/guides/function-calling
     """
-    tools = [{"type": "function", **WEATHER}]
-    tool = {"type": "namespace", "name": "travel", "description": "Tools for travellers", "tools": tools}
-    expect_call(peer, tool, "travel_call")
+    expect_call(peer, ASKED["namespace"] | {"tools": [{"type": "function", **WEATHER}]}, "travel_call")
 
 
 @should
@@ -242,8 +250,7 @@ def not_run(peer: Peer) -> None:
     M12 https://github.com/jundot/omlx/pull/3757
     """
     path, body = peer.request()
-    changes: Json = {"no_such_tool": {"tools": [{"type": "no_such_tool"}]}, "temprature": {"temprature": 1}}
-    for name, change in changes.items():
+    for name, change in ASKED["not-run"].items():
         reply = peer.ask("POST", path, body | change)
         assert reply.is_refusal or name in reply.headers.get("warning", "")
 
@@ -269,6 +276,19 @@ def json_schema(peer: Peer) -> None:
         value = parsed(answer.text)
         fits = value.keys() == {"colour", "n"} and not Typed(value, "coloured").faults
         assert fits or answer.end == "length"
+
+
+@must
+def json_object(peer: Peer) -> None:
+    """json-object, chat-json-object: the format json_object makes a JSON object, or is refused
+
+    the guide on structured outputs: JSON mode
+    https://platform.openai.com/docs/guides/structured-outputs
+    the guide on structured outputs: JSON mode
+    https://platform.openai.com/docs/guides/structured-outputs
+    """
+    for answer in peer.both(said="Say hello in JSON.", limit=400, **ASKED[f"{peer.api} json-object"]):
+        assert is_object(answer.text) or answer.end == "length"
 
 
 # --- reasoning ----------------------------------------------------------------------------------------------

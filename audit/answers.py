@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from audit.events import TERMINAL
-from audit.peer import CALLED, CUT, PATHS, STORY, STREAMS, Peer
+from audit.peer import CALLED, CUT, PATHS, STORY, STREAMS, WEATHER, Peer
 from audit.rules import NoReply, NotApplicable, rules_of
 from audit.schema import Json, expect_members
 from audit.stream import Answer, choices_of
@@ -45,6 +45,24 @@ def answer_fields(peer: Peer) -> None:
     C22 https://github.com/lemonade-sdk/lemonade/issues/3607
     """
     expect_members(peer.plain().response, "response")
+
+
+ECHOED = json.loads("""{
+    "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 20, "tool_choice": "none", "metadata": {"a": "b"},
+    "instructions": "Be brief.", "parallel_tool_calls": false
+}""")
+
+
+@should(after="answer-fields")
+def echo(peer: Peer) -> None:
+    """echo: the response has the parameters as they were asked, and the tools
+
+    the API reference: they are members of the response; SDKs and logs show them
+    https://platform.openai.com/docs/api-reference/responses/object
+    """
+    response = peer.plain(**ECHOED, tools=(WEATHER,)).response
+    assert ECHOED.items() <= response.items(), f"expected {ECHOED} in the response"
+    assert "get_weather" in str(response["tools"])
 
 
 @must
@@ -137,6 +155,17 @@ def cut(peer: Peer) -> None:
         assert answer.end == "length"
         if peer.api == "chat" and answer.usage:
             assert answer.n_output == CUT, f"expected {CUT} tokens, as asked for, got {answer.n_output}"
+
+
+@must(profiles="chat")
+def max_completion_tokens(peer: Peer) -> None:
+    """max-completion-tokens: max_completion_tokens is the limit that max_tokens was
+
+    the API reference: max_tokens is deprecated in favor of it
+    https://platform.openai.com/docs/api-reference/chat/create
+    """
+    asked = peer.long | {"max_tokens": None, "max_completion_tokens": CUT}
+    assert peer.plain(said=STORY, **asked).n_output <= CUT
 
 
 @should

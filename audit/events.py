@@ -301,7 +301,7 @@ def annotations(capture: Capture) -> Faults:
             index = event.get("annotation_index", len(announced))
             yield from agreed(number, "annotation_index", len(announced), index)
             announced.append(event.annotation)
-            if (end := event.annotation.end_index or 0) > n_bytes:
+            if (end := event.annotation.end_index or event.annotation.index or 0) > n_bytes:
                 yield number, f"expected an annotation of a text that has come, got one up to {end}"
         elif label(event) == "response.content_part.done output_text":
             yield from agreed(number, "annotations", announced, event.part.annotations)

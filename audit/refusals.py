@@ -2,8 +2,8 @@
 
     requests of a rule --replies()--> what the server says to them, plain and with stream
 
-A rule on what must be refused is its requests, which are in its docstring: an API, and a change to a good
-body. null leaves a member out; a change that is not JSON is the body itself.
+A rule on what must be refused is its requests: an API, and a change to a good body. null leaves a member out;
+a change that is not JSON is the body itself.
 
 Authority: https://platform.openai.com/docs/guides/error-codes, and what the SDKs make of a status.
 
@@ -11,16 +11,17 @@ Not here: what is refused because it does not exist (stored.py).
 """
 
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 
 from audit.http import NOT_THERE, Reply
 from audit.peer import CUT, Peer
-from audit.rules import RULES, NotApplicable, Rule, rules_of
+from audit.rules import RULES, NotApplicable, Rule, enter_rule, rules_of
 from audit.schema import Json, expect_members
 from audit.stream import loads
 
-must, should, advice = rules_of("refusals", "chat responses")
+must, should, _ = rules_of("refusals", "chat responses")
 
 
 def replies(peer: Peer, *requests: str) -> Iterator[tuple[Json, Reply]]:
@@ -52,171 +53,211 @@ def begins_with_error(reply: Reply) -> bool:
     return "error" in first or first.get("type") in ("error", "response.failed")
 
 
-@must
-def bad_json() -> None:
-    """bad-json: a body that is not JSON is refused
+# --- what must be refused -----------------------------------------------------------------------------------
 
-    RFC 9110: what the client did wrong is a 4xx
-    B14 https://platform.openai.com/docs/api-reference/responses/create
+# Strength and profiles, and the rule that it comes after; names and title; authority; requests.
+REFUSED = """
+must of chat responses
+bad-json: a body that is not JSON is refused
 
-    responses  {"model":
-    chat       {"model":
-    """
+RFC 9110: what the client did wrong is a 4xx
+B14 https://platform.openai.com/docs/api-reference/responses/create
 
-
-@advice(after="unknown-model")
-def bad_model() -> None:
-    """bad-model: a model that is missing, or not a string, is refused
-
-    openai/openai-openapi: a string; some servers have one model, and SDKs do not insist
-    https://platform.openai.com/docs/api-reference/responses/create
-
-    responses  {"model": null}
-    responses  {"model": 42}
-    chat       {"model": 42}
-    """
+responses  {"model":
+chat       {"model":
 
 
-@should
-def unknown_model() -> None:
-    """unknown-model: a model that is not there is refused
+advice of chat responses, after unknown-model
+bad-model: a model that is missing, or not a string, is refused
 
-    an answer of another model than asked for is taken for the one asked for
-    https://platform.openai.com/docs/api-reference/responses/create
+openai/openai-openapi: a string; some servers have one model, and SDKs do not insist
+https://platform.openai.com/docs/api-reference/responses/create
 
-    responses  {"model": "no-such-model"}
-    chat       {"model": "no-such-model"}
-    """
-
-
-@must
-def bad_input() -> None:
-    """bad-input: input or messages of another shape are refused
-
-    openai/openai-openapi: input and messages have this shape
-    B14 https://platform.openai.com/docs/api-reference/responses/create
-
-    responses  {"input": null}
-    responses  {"input": 42}
-    responses  {"input": [{"role": "none", "content": "hi"}]}
-    chat       {"messages": null}
-    chat       {"messages": "hi"}
-    chat       {"messages": [{"content": "hi"}]}
-    """
+responses  {"model": null}
+responses  {"model": 42}
+chat       {"model": 42}
 
 
-@should
-def out_of_range() -> None:
-    """out-of-range: a number out of its range is refused
+should of chat responses
+unknown-model: a model that is not there is refused
 
-    openai/openai-openapi has these bounds
-    https://platform.openai.com/docs/api-reference/responses/create
+an answer of another model than asked for is taken for the one asked for
+https://platform.openai.com/docs/api-reference/responses/create
 
-    responses  {"temperature": 99}
-    responses  {"top_p": -1}
-    chat       {"presence_penalty": 99}
-    chat       {"temperature": 99}
-    chat       {"n": 0}
-    chat       {"top_logprobs": 99, "logprobs": true}
-    """
+responses  {"model": "no-such-model"}
+chat       {"model": "no-such-model"}
 
 
-@should
-def wrong_type() -> None:
-    """wrong-type: a parameter of another type is refused
+must of chat responses
+bad-input: input or messages of another shape are refused
 
-    openai/openai-openapi has these types
-    https://platform.openai.com/docs/api-reference/responses/create
+openai/openai-openapi: input and messages have this shape
+B14 https://platform.openai.com/docs/api-reference/responses/create
 
-    responses  {"stream": "yes please"}
-    responses  {"tools": "none"}
-    responses  {"temperature": "hot"}
-    chat       {"stream": "yes please"}
-    chat       {"max_tokens": "many"}
-    """
-
-
-@should(profiles="chat")
-def stream_options_alone() -> None:
-    """stream-options-alone: stream_options without stream are refused
-
-    the API reference: only set this when you set stream
-    B09 https://github.com/TelegramMessenger/cocoon/blob/b75d444766212b9b17ae2bfab1268a2e2e334b6f/runners/helpers/ValidateRequest.cpp
-
-    chat       {"stream": null, "stream_options": {"include_usage": true}}
-    """
+responses  {"input": null}
+responses  {"input": 42}
+responses  {"input": [{"role": "none", "content": "hi"}]}
+chat       {"messages": null}
+chat       {"messages": "hi"}
+chat       {"messages": [{"content": "hi"}]}
 
 
-@should(profiles="responses agents")
-def unknown_tool_choice() -> None:
-    """unknown-tool-choice: tool_choice with the name of an unknown tool is refused
+should of chat responses
+out-of-range: a number out of its range is refused
 
-    OpenAI's own server; else a client waits for a call that cannot come
-    https://platform.openai.com/docs/api-reference/responses/create
+openai/openai-openapi has these bounds
+https://platform.openai.com/docs/api-reference/responses/create
 
-    responses  {"tools": [{"type": "function", "name": "get_time", "parameters": {"type": "object"}}],
-                 "tool_choice": {"type": "function", "name": "no_such_tool"}}
-    """
-
-
-@should(profiles="responses agents")
-def bad_schema() -> None:
-    """bad-schema: a schema that is not valid is refused
-
-    the guide on structured outputs: schemas that are not supported are an error
-    https://platform.openai.com/docs/guides/structured-outputs
-
-    responses  {"text": {"format": {"type": "json_schema", "name": "x", "strict": true,
-                                     "schema": {"type": "no such type"}}}}
-    """
+responses  {"temperature": 99}
+responses  {"top_p": -1}
+chat       {"presence_penalty": 99}
+chat       {"temperature": 99}
+chat       {"n": 0}
+chat       {"top_logprobs": 99, "logprobs": true}
 
 
-@should(profiles="responses agents", after="results")
-def orphan_result() -> None:
-    """orphan-result: a result without its call is refused
+should of chat responses
+wrong-type: a parameter of another type is refused
 
-    OpenAI's own server: No tool call found for function call output
-    https://platform.openai.com/docs/guides/function-calling
+openai/openai-openapi has these types
+https://platform.openai.com/docs/api-reference/responses/create
 
-    responses  {"input": [{"role": "user", "content": "hi"},
-                           {"type": "function_call_output", "call_id": "call_nobody", "output": "It rains."}]}
-    """
-
-
-@should(profiles="responses agents", after="encrypted-reasoning")
-def forged_encrypted() -> None:
-    """forged-encrypted: encrypted_content that the server did not make is refused
-
-    OpenAI's own server: The encrypted content could not be verified
-    https://platform.openai.com/docs/guides/reasoning
-
-    responses  {"include": ["reasoning.encrypted_content"], "store": false,
-                 "input": [{"type": "reasoning", "id": "rs_1", "summary": [],
-                            "encrypted_content": "Zm9yZ2Vk"}, {"role": "user", "content": "hi"}]}
-    """
+responses  {"stream": "yes please"}
+responses  {"tools": "none"}
+responses  {"temperature": "hot"}
+chat       {"stream": "yes please"}
+chat       {"max_tokens": "many"}
 
 
-@must(profiles="stateful")
-def unknown_previous() -> None:
-    """unknown-previous: an unknown previous_response_id is refused
+should of chat
+stream-options-alone: stream_options without stream are refused
 
-    a chain that is not continued answers without its context, and no client sees it
-    F14 https://github.com/EricLBuehler/mistral.rs/blob/9e922623f24b32d41f3892b74f0eed18707f4e6c/mistralrs-server-core/src/responses.rs
+the API reference: only set this when you set stream
+B09 https://github.com/TelegramMessenger/cocoon/blob/b75d444766212b9b17ae2bfab1268a2e2e334b6f/runners/helpers/ValidateRequest.cpp
 
-    responses  {"previous_response_id": "resp_00000000000000000000000000000000"}
-    """
+chat       {"stream": null, "stream_options": {"include_usage": true}}
 
 
-@should(profiles="stateful", after="background")
-def background_refuses() -> None:
-    """background-refuses: a bad request is refused before it is accepted, in the background too
+should of responses agents
+unknown-tool-choice: tool_choice with the name of an unknown tool is refused
 
-    Azure's contract of behaviour: what is wrong is refused before it is accepted
-    F08 https://github.com/EricLBuehler/mistral.rs/blob/9e922623f24b32d41f3892b74f0eed18707f4e6c/mistralrs-server-core/src/background_tasks.rs
+OpenAI's own server; else a client waits for a call that cannot come
+https://platform.openai.com/docs/api-reference/responses/create
 
-    responses  {"background": true, "temperature": 99}
-    responses  {"background": true, "input": 42}
-    """
+responses  {"tools": [{"type": "function", "name": "get_time", "parameters": {"type": "object"}}],
+             "tool_choice": {"type": "function", "name": "no_such_tool"}}
+
+
+should of responses agents
+bad-schema: a schema that is not valid is refused
+
+the guide on structured outputs: schemas that are not supported are an error
+https://platform.openai.com/docs/guides/structured-outputs
+
+responses  {"text": {"format": {"type": "json_schema", "name": "x", "strict": true,
+                                 "schema": {"type": "no such type"}}}}
+
+
+should of responses agents, after results
+orphan-result: a result without its call is refused
+
+OpenAI's own server: No tool call found for function call output
+https://platform.openai.com/docs/guides/function-calling
+
+responses  {"input": [{"role": "user", "content": "hi"},
+                       {"type": "function_call_output", "call_id": "call_nobody", "output": "It rains."}]}
+
+
+should of responses agents, after encrypted-reasoning
+forged-encrypted: encrypted_content that the server did not make is refused
+
+OpenAI's own server: The encrypted content could not be verified
+https://platform.openai.com/docs/guides/reasoning
+
+responses  {"include": ["reasoning.encrypted_content"], "store": false,
+             "input": [{"type": "reasoning", "id": "rs_1", "summary": [],
+                        "encrypted_content": "Zm9yZ2Vk"}, {"role": "user", "content": "hi"}]}
+
+
+must of stateful
+unknown-previous: an unknown previous_response_id is refused
+
+a chain that is not continued answers without its context, and no client sees it
+F14 https://github.com/EricLBuehler/mistral.rs/blob/9e922623f24b32d41f3892b74f0eed18707f4e6c/mistralrs-server-core/src/responses.rs
+
+responses  {"previous_response_id": "resp_00000000000000000000000000000000"}
+
+
+should of stateful, after background
+background-refuses: a bad request is refused before it is accepted, in the background too
+
+Azure's contract of behaviour: what is wrong is refused before it is accepted
+F08 https://github.com/EricLBuehler/mistral.rs/blob/9e922623f24b32d41f3892b74f0eed18707f4e6c/mistralrs-server-core/src/background_tasks.rs
+
+responses  {"background": true, "temperature": 99}
+responses  {"background": true, "input": 42}
+
+
+should of responses
+unknown-include: an include that is not there is refused
+
+openai/openai-openapi has these values; else a client waits for what cannot come
+https://platform.openai.com/docs/api-reference/responses/create
+
+responses  {"include": ["no.such.thing"]}
+
+
+should of stateful, after stored
+unknown-item: a reference to an unknown item is refused
+
+openai/openai-openapi: item_reference; an answer without the item is taken for one with it
+https://platform.openai.com/docs/api-reference/responses/create
+
+responses  {"input": [{"type": "item_reference", "id": "msg_00000000000000000000000000000000"},
+                       {"role": "user", "content": "hi"}]}
+
+
+should of stateful
+unknown-conversation: an unknown conversation is refused
+
+the guide on conversation state: an answer without its conversation is taken for one with it
+https://platform.openai.com/docs/guides/conversation-state
+
+responses  {"conversation": "conv_00000000000000000000000000000000"}
+
+
+should of chat responses
+bad-image: what is no image, and what is no file, is refused
+
+the guide on images; else the model is asked of a picture that it has not seen
+https://platform.openai.com/docs/guides/images-vision
+
+responses  {"input": [{"role": "user", "content": [
+                       {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}]}
+responses  {"input": [{"role": "user", "content": [
+                       {"type": "input_file", "filename": "a.pdf",
+                        "file_data": "data:application/pdf;base64,AAAA"}]}]}
+chat       {"messages": [{"role": "user", "content": [
+                          {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]}
+
+
+should of chat responses
+wrong-value: a newer parameter of another type or value is refused
+
+openai/openai-openapi has these types and values
+https://platform.openai.com/docs/api-reference/responses/create
+
+responses  {"truncation": "sometimes"}
+responses  {"max_tool_calls": "many"}
+chat       {"max_completion_tokens": "many"}
+chat       {"logit_bias": {"0": 999}}
+chat       {"seed": "x"}
+"""
+
+for _strength, _profiles, _after, _text in re.findall(
+    r"^(\w+) of ([\w ]+)(?:, after ([\w-]+))?\n(.*?)\n(?:\n\n|\Z)", REFUSED, re.DOTALL | re.MULTILINE
+):
+    enter_rule(_text, "refusals", _profiles, _strength, _after, expect_refused)
 
 
 # --- how it is told -----------------------------------------------------------------------------------------

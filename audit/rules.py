@@ -12,7 +12,7 @@
 Authority: each rule has its own, in its docstring: names and title, a blank line, then who wrote the
 behaviour down or relies on it; the next line has the ids of tests/BUGS.md and the link to that text, or to a
 report of what happens without it. A function that is two rules may have two such pairs of lines. A rule on
-what must be refused has no more: after another blank line come its requests, see refusals.py.
+what must be refused has no function, but requests after another blank line: see refusals.py.
 
 Rules of this file:
 1. A rule that flags correct behaviour is the worst defect: what only some clients need is not a "must".
@@ -61,18 +61,23 @@ def rules_of(group: str, usual: str, before: str = "") -> list[Callable[..., Che
     def enter(strength: str, check: Check | None = None, profiles: str = usual, after: str = before) -> Check:
         if check is None:
             return partial(enter, strength, profiles=profiles, after=after)
-        beginning, authority, *requests = inspect.cleandoc(check.__doc__ or "").split("\n\n")
-        names, _, title = " ".join(beginning.split()).partition(": ")
-        rows = re.sub("\n +", " ", "".join(requests)).splitlines()
-        sources = re.findall(r"(.+)\n(?:(.+) )?(\S+)", authority)  # (who, ids of bugs, link), for each name
-        for name, (source, bugs, link) in zip(names.split(", "), sources * 2, strict=False):
-            own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
-            RULES[name] = Rule(name, group, own, strength, title, source, link, bugs, after, rows, check)
+        enter_rule(check.__doc__ or "", group, profiles, strength, after, check)
         return check
 
     # What suffers if a rule is broken. must: the specification, or an official SDK. should: some clients, and
     # OpenAI's own server keeps it. advice: no client, but people and proxies are better off with it.
     return [partial(enter, strength) for strength in ("must", "should", "advice")]
+
+
+def enter_rule(text: str, group: str, profiles: str, strength: str, after: str, check: Check) -> None:
+    """Enter a rule for each name that the text begins with, or a second one that is of chat completions."""
+    beginning, authority, *requests = inspect.cleandoc(text).split("\n\n")
+    names, _, title = " ".join(beginning.split()).partition(": ")
+    rows = re.sub("\n +", " ", "".join(requests)).splitlines()
+    sources = re.findall(r"(.+)\n(?:(.+) )?(\S+)", authority)  # (who, ids of bugs, link), for each name
+    for name, (source, bugs, link) in zip(names.split(", "), sources * 2, strict=False):
+        own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
+        RULES[name] = Rule(name, group, own, strength, title, source, link, bugs, after, rows, check)
 
 
 # --- how a rule ends ----------------------------------------------------------------------------------------

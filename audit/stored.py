@@ -11,7 +11,7 @@ Not here: what must be refused (refusals.py), connections that remember (turns.p
 import time
 from typing import NamedTuple
 
-from audit.agents import HI
+from audit.agents import ASKED, HI
 from audit.http import NOT_THERE, REFUSED, Reply
 from audit.peer import STORY, Peer, final
 from audit.rules import NoReply, NotApplicable, rules_of
@@ -154,8 +154,7 @@ def input_items(peer: Peer) -> None:
     https://platform.openai.com/docs/api-reference/responses/input-items
     """
     # As clients write a turn of the assistant, without the list that its type must have.
-    hello = {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]}
-    made = kept(peer, said=[HI, hello, HI])
+    made = kept(peer, said=[HI, ASKED["input-items"], HI])
     expect_members(made.ask("GET", "/input_items").if_there().json, "input_items")
 
 

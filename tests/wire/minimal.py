@@ -30,13 +30,14 @@ NUMBERS: dict[str, tuple[type, float, float]] = {
     "top_p": (float, 0, 1),
     "presence_penalty": (float, -2, 2),
     "n": (int, 1, 1),
+    "seed": (int, -(10**9), 10**9),
     "top_logprobs": (int, 0, 20),
     "max_tokens": (int, 1, 10**6),
     "max_output_tokens": (int, 16, 10**6),
 }
 REFUSED = ("stop", "tools", "background", "response_format", "text", "reasoning", "include", "logprobs")
 KNOWN = {
-    *("model", "stream", "stream_options", "input", "messages", "instructions", "generate", "seed"),
+    *("model", "stream", "stream_options", "input", "messages", "instructions", "generate"),
     *("store", "metadata", "previous_response_id", "tool_choice", "parallel_tool_calls", *NUMBERS, *REFUSED),
 }
 ROLES = ("user", "system", "developer", "assistant")
@@ -274,6 +275,7 @@ def compacted(body: Json) -> tuple[list[Json], Json]:
 
 def check_input(value: Any) -> None:
     expect(isinstance(value, str | list) and bool(value), "input", "a string or items")
+    expect("data:" not in str(value), "input", "no images and files")
     for item in value if isinstance(value, list) else ():
         expect(isinstance(item, dict), "input", "objects")
         kind = item.get("type", "message")
@@ -286,6 +288,7 @@ def check_input(value: Any) -> None:
 def chat(body: Json) -> tuple[list[str], Json]:
     messages = body.get("messages")
     expect(isinstance(messages, list) and bool(messages), "messages", "a list")
+    expect("data:" not in str(messages), "messages", "no images")
     expect(all(isinstance(each, dict) and "role" in each for each in messages or ()), "messages", "roles")
     words, reason = said(body.get("max_tokens"))
     head = {"id": "chatcmpl-1", "created": 1, "model": "minimal"}
