@@ -20,12 +20,11 @@ Rules of this file:
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from itsdangerous import URLSafeSerializer
 
@@ -40,9 +39,6 @@ from store import Row, Store
 from worker import Prompt
 
 log = logging.getLogger("jobs")
-
-A = TypeVar("A")
-B = TypeVar("B")
 
 Said = Accepted | Output | Compaction | Finish  # what the client is shown of a run
 
@@ -68,11 +64,6 @@ class Watch(Protocol):
     def end(self) -> None: ...
 
 
-def each(stage: Callable[[A], Iterable[B]], things: Iterable[A]) -> Iterator[B]:
-    """Feed things to a stage one by one; yield what comes out of it, in order."""
-    return chain.from_iterable(map(stage, things))
-
-
 async def run(
     prompt: Prompt,
     make_events: Callable[[Said], Iterable[Event]],
@@ -91,10 +82,10 @@ async def run(
 
     def take(outputs: Iterable[Accepted | Output | Finish]) -> None:
         """Pass on what a step has brought: worker.Answer.feed() has decoded and parsed its tokens."""
-        outputs = [*each(restorer.feed, outputs)]  # calls, in the words of the client's tools
-        watch.note(outputs)  # metrics
-        said = each(shown.feed, outputs)  # all of it, unless this is a compaction or a warm-up
-        events = each(make_events, said)  # Responses events, or chat completion chunks
+        restored = [one for output in outputs for one in restorer.feed(output)]  # calls of the client's tools
+        watch.note(restored)  # metrics
+        said = [one for output in restored for one in shown.feed(output)]  # less, if this is a compaction
+        events = [event for one in said for event in make_events(one)]  # of Responses, or chunks of chat
         event_log.extend(events)  # numbered, encoded once, written, shown to every reader
 
     try:

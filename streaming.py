@@ -118,22 +118,33 @@ class EventStream(Response):
 async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     """Work for a client, for example send an answer; raises ClientDisconnect if it leaves before the end.
 
-    Then `work` is cancelled, and with it a task that it awaits.
+    Then `work` is cancelled, and with it a task that it awaits. As asyncio.timeout() does, this cancels the
+    task that it is called in, and so needs no second one for the work.
     """
+    working = asyncio.current_task()
+    assert working
+    has_left = False
 
     async def watch() -> None:
+        nonlocal has_left
         while (await receive())["type"] != "http.disconnect":
             pass
+        has_left = True
+        working.cancel()
 
-    working = asyncio.ensure_future(work)
     watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        result = await work
+    except (Exception, asyncio.CancelledError):
+        if not has_left:  # else what it raises on its way out is dropped
+            raise
     finally:
-        await cancel(working, watching)
+        watching.cancel()
+    if not has_left:
+        return result
+    if working.uncancel():  # it is cancelled for another reason, too
+        raise asyncio.CancelledError
+    raise ClientDisconnect
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -151,24 +162,27 @@ KEEP_ALIVE = sse.comment("keep-alive")
 @asynccontextmanager
 async def kept_alive(send: Send) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
     """Yield what writes frames of a body; while none come, write comments: proxies close silent streams."""
+    loop = asyncio.get_running_loop()
     is_silent = True
+    comments: list[asyncio.Task[None]] = []  # none, or the last one
+    timer: asyncio.TimerHandle
 
     async def write(frames: bytes) -> None:
         nonlocal is_silent
         is_silent = False
         await send({"type": "http.response.body", "body": frames, "more_body": True})
 
-    async def write_comments() -> None:
-        """Write comments, one after another: the next one waits until the client has read the last."""
-        nonlocal is_silent
-        while True:
-            is_silent = True
-            await asyncio.sleep(KEEP_ALIVE_S)
-            if is_silent:
-                await write(KEEP_ALIVE)
+    def look() -> None:
+        """Write a comment after a silence, if the client has read the one before it."""
+        nonlocal is_silent, timer
+        if is_silent and all(comment.done() for comment in comments):
+            comments[:] = [loop.create_task(write(KEEP_ALIVE))]
+        is_silent = True
+        timer = loop.call_later(KEEP_ALIVE_S, look)
 
-    comments = asyncio.create_task(write_comments())
+    timer = loop.call_later(KEEP_ALIVE_S, look)
     try:
         yield write
     finally:
-        await cancel(comments)
+        timer.cancel()
+        await cancel(*comments)

@@ -66,8 +66,8 @@ async def receive(http: HttpRequest, visit: Visit) -> Parsing:
                 n_bytes = len(content)
                 if n_bytes > visit.rooms.max_body_bytes:
                     raise too_large(visit)
-                timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
                 if n_bytes > SMALL_BODY_BYTES:
+                    timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
                     visit.set_held(visit.rooms.bytes, n_bytes)
                     await visit.until_next_part()
     except TimeoutError as error:

@@ -54,6 +54,21 @@ async def test_work_ends_with_its_client() -> None:
         await while_connected(work_on(), receive)
 
 
+async def test_work_that_is_cancelled_as_its_client_leaves_is_cancelled() -> None:
+    """It runs in the task of its caller, and a stop of the server must end that."""
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def work_on() -> None:
+        working.cancel()
+        await asyncio.sleep(60)
+
+    working = asyncio.create_task(while_connected(work_on(), receive))
+    await asyncio.wait([working])
+    assert working.cancelled()
+
+
 async def written_in(
     monkeypatch: pytest.MonkeyPatch, silence_s: float, n_writes: int, wait_s: float, reads: bool = True
 ) -> list[bytes]:

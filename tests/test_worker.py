@@ -206,6 +206,23 @@ def test_what_is_demanded_ends_though_the_end_is_ignored(local: LocalWorker) -> 
     jsonschema.validate(json.loads(items[-1][1]), SCHEMA)
 
 
+# what a request has beside a short input, and whether its prompt is short
+SHORT: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"input": "hi" * 1000}, False),
+    ({"input": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}] * 99}, False),
+    ({"tools": [TOOL]}, False),
+    ({"text": {"format": {"type": "json_object"}}}, False),
+    ({"chat_template_kwargs": {"a": "b" * 9000}}, False),
+]
+
+
+@pytest.mark.parametrize(("body", "is_short"), SHORT)
+def test_only_a_short_prompt_is_made_in_the_event_loop(body: dict[str, Any], is_short: bool) -> None:
+    """Any other would stop all streams for as long as it takes."""
+    assert worker_module.is_short(request(body)) == is_short
+
+
 async def test_a_run_that_is_cancelled_finishes(local: LocalWorker) -> None:
     """Once, with the tokens that were counted until then."""
     outputs: list[Accepted | Output | Finish] = []
