@@ -247,7 +247,13 @@ class Api:
             lacks = "stream" if row.background else "background"
             message = f"This response cannot be streamed because it was not created with {lacks}=true."
             raise BadInput(message, param="stream")
-        return EventStream(await self.registry.events(row), done=self._done, after=after)
+        event_log = await self.registry.events(row)
+        if event_log is None:
+            await self._row(http, visit)  # raises if it has been deleted meanwhile
+            raise BadInput(
+                "This response can no longer be streamed: its events have expired.", param="stream"
+            )
+        return EventStream(event_log, done=self._done, after=after)
 
     async def cancel_response(self, http: HttpRequest, visit: Visit) -> Response:
         row = await self._row(http, visit)
@@ -354,7 +360,7 @@ class Api:
 
     async def health(self, http: HttpRequest, visit: Visit) -> Response:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""
-        is_ready = not self.registry.stopping.is_set() and any(worker.alive for worker in self.workers.all)
+        is_ready = not self.registry.stopping.is_set() and self.workers.alive
         health: dict[str, Any] = {"status": "ok" if is_ready else "not ready"}
         if visit.has_key:  # what others do is shown to those with a key
             health |= self.workers.counts() | {"background": len(self.registry.jobs)}

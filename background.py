@@ -31,26 +31,40 @@ from worker import Prompt, Workers
 log = logging.getLogger("background")
 
 MAX_LIVE_BYTES = 128 * 2**20  # all background responses together that have not ended
-MIN_BYTES = MAX_LIVE_BYTES // 264  # one of them, for its events; its request comes on top
-MAX_RUNNING = 8  # background responses at once; the engine's other places are left to the foreground
+MIN_BYTES = MAX_LIVE_BYTES // 264  # one of them, for what it says; its request comes on top
+MAX_RUNNING = 8  # background responses at once
+MAX_WAIT_S = 600  # for a worker that works: after a restart no upstream may have been reached yet
+POLL_S = 1
+# How often what does not change of a response, such as its tools, is held: by its builder, by each of four
+# events, and by the response objects in these.
+N_HEADS = 12
 EVICTION_INTERVAL_S = 1
 
 
 class Registry:
     """Finds responses; queues, runs and ends those in the background; stores those that are to be kept.
 
-    `is_shared`: there are several owners.
+    `is_shared`: there are several owners. `is_persistent`: the store outlives this process, so what is queued
+    at a stop waits there for the next one. `max_batch`: requests that a worker computes at once.
     """
 
-    def __init__(self, store: Store, workers: Workers, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        workers: Workers,
+        is_shared: bool = False,
+        is_persistent: bool = False,
+        max_batch: int = MAX_RUNNING + 1,
+    ) -> None:
         self.jobs: dict[str, Job] = {}  # those in the background, by id of the response
         self.stopping = asyncio.Event()  # set: no more background responses are accepted, or begin to run
         self.ended = Counter[str]()  # background responses of this process, by their last status
         self.archive = Archive(store)
         self.workers = workers
         self._store = store
+        self._end_of_queued = None if is_persistent else SHUT_DOWN
         self._call = self.archive.call
-        self._turns = Turns(MAX_RUNNING)
+        self._turns = Turns(max(1, min(MAX_RUNNING, max_batch - 1)))  # a place is left to the foreground
         self._room = Room("bytes of background responses", MAX_LIVE_BYTES, is_shared)
 
     # --- what a request asks for ----------------------------------------------------------------------------
@@ -60,9 +74,9 @@ class Registry:
         row = job.row
         if self.stopping.is_set():
             raise BadInput("The server is about to stop.", code="server_is_overloaded")
-        job.n_bytes = row.n_bytes + MIN_BYTES
-        self._room.add(row.owner, job.n_bytes)
         entries = [encode_event(number, event) for number, event in enumerate(job.builder.queue())]
+        job.n_bytes = n_held(row, entries[-1].response_json)
+        self._room.add(row.owner, job.n_bytes)
         if not await self._write(row, 0, entries):
             self._room.add(row.owner, -job.n_bytes)
             raise BadInput("The response could not be stored; try later.", code="server_is_overloaded")
@@ -85,15 +99,13 @@ class Registry:
         """Return a response as another one continues it, be it stored or not: without logprobs."""
         return await self._call(row.owner, self._store.to_continue, row)
 
-    async def events(self, row: Row) -> EventLog:
-        """Return the log of a background response; raises BadInput if its events are not there."""
+    async def events(self, row: Row) -> EventLog | None:
+        """Return the log of a background response; None if its events are not there."""
         if job := self.jobs.get(row.id):
             return job.log
         frames = await self._call(row.owner, self._store.frames, row.id)
         if not frames:
-            raise BadInput(
-                "This response can no longer be streamed: its events have expired.", param="stream"
-            )
+            return None
         *before, last = frames
         entries = [*map(Entry, before), Entry(last, row.status, row.response_json)]
         with closing(EventLog(None, entries)) as event_log:
@@ -109,8 +121,9 @@ class Registry:
         return job.shown_row()
 
     async def delete(self, row: Row) -> None:
-        """Forget a response that has ended."""
+        """Forget a response that has ended, also one whose end could not be stored yet."""
         await self._call(row.owner, self._store.delete, row.id)
+        self._leave(row.id, row.status)
 
     def counts(self) -> dict[str, Mapping[str, int]]:
         """Return how many background responses are live, and how many have ended, by their last status."""
@@ -125,14 +138,15 @@ class Registry:
             try:
                 row = await self._call("", self._store.get, id_)
                 assert row, "it cannot be read"
-                entries = (await self.events(row)).entries
+                stored = await self.events(row)
+                assert stored, "its events cannot be read"
                 job = revive(row)
-                job.builder.resume(sse.loads(sse.data(entry.frame)) for entry in entries)
-                if row.status == "queued":
-                    await self._launch(job, entries)
-                else:
-                    job.log = EventLog(partial(self._write, row), entries)
-                    await job.end(INTERRUPTED)
+                job.builder.resume(sse.loads(sse.data(entry.frame)) for entry in stored.entries)
+                job.n_bytes = n_held(row, row.response_json)
+                self._room.held[row.owner] += job.n_bytes  # even if it is too much: it has been accepted
+                await self._launch(job, stored.entries)
+                if row.status != "queued":
+                    job.stop(INTERRUPTED)
             except Exception as error:
                 log.error("%s is damaged, and set aside in the store: %r", id_, error)
                 await self._call("", self._store.set_aside, id_, time.time())
@@ -150,13 +164,12 @@ class Registry:
                     log.error("the store has a fault: %s", told)
             await asyncio.sleep(EVICTION_INTERVAL_S)
 
-    async def close(self, persistent: bool) -> None:
-        """End what runs; what is queued in a persistent store waits there for the next process."""
+    async def close(self) -> None:
+        """End what runs, and what is queued if no other process will run it."""
         self.stopping.set()
         jobs = [*self.jobs.values()]
         for job in jobs:
-            waits = persistent and job.log.status == "queued"
-            job.stop(None if waits else SHUT_DOWN)
+            job.stop(self._end_of_queued if job.log.status == "queued" else SHUT_DOWN)
         for job in jobs:
             await job.log.until_over()
 
@@ -166,14 +179,19 @@ class Registry:
         """Let a response wait for its turn; `stored` are its events in the store."""
         job.log = EventLog(partial(self._write, job.row), stored)
         self.jobs[job.row.id] = job
-        await job.start(self._turn(job.row))
+        await job.start(self._turn(job))
 
     @asynccontextmanager
-    async def _turn(self, row: Row) -> AsyncIterator[Prompt]:
+    async def _turn(self, job: Job) -> AsyncIterator[Prompt]:
         """Wait for the turn of a response, then make its prompt again: rule 3. Raises BadInput."""
+        row = job.row
         async with self._turns.turn(row.owner):
-            if self.stopping.is_set():
-                await asyncio.Future()  # until close() cancels it
+            if self.stopping.is_set():  # close() may be over, if the disk was slow to take it
+                job.stop(self._end_of_queued)
+                await asyncio.sleep(0)  # raises CancelledError
+            deadline = time.monotonic() + MAX_WAIT_S
+            while not self.workers.alive and time.monotonic() < deadline:
+                await asyncio.sleep(POLL_S)
             body = await asyncio.to_thread(items.body_of, row)
             defaults = self.workers.find(body["model"]).defaults
             request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
@@ -183,7 +201,17 @@ class Registry:
         """Store events; after the last one the store answers for the response. Return whether it could be."""
         is_written = await self.archive.write(row, first_number, entries)
         status = newest_of(entries).status
-        if is_written and status in TERMINAL and (job := self.jobs.pop(row.id, None)):
-            self.ended[status] += 1
-            self._room.add(row.owner, -job.n_bytes)
+        if is_written and status in TERMINAL:
+            self._leave(row.id, status)
         return is_written
+
+    def _leave(self, id: str, status: str) -> None:
+        """Forget the job of a response that has ended, if there still is one."""
+        if job := self.jobs.pop(id, None):
+            self.ended[status] += 1
+            self._room.add(job.row.owner, -job.n_bytes)
+
+
+def n_held(row: Row, response_json: str) -> int:
+    """Return about how many bytes a background response takes until it ends, its events included."""
+    return row.n_bytes + N_HEADS * len(response_json) + MIN_BYTES

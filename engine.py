@@ -80,7 +80,7 @@ class ModelRunner(Protocol):
 class StepOutput(NamedTuple):
     """What a step brought to one sequence: its new tokens, a stop token among them."""
 
-    tokens: list[Choice]
+    tokens: list[Choice]  # none yet: a part of the prompt is being computed
     finish: Literal["stop", "length", "failed"] | None = None  # None: more will come
     message: str = ""  # for failed: what went wrong
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
@@ -275,6 +275,8 @@ class Engine:
         try:
             self._in_flight.append((self._runner.launch(spans, contexts), batch))
             self._scheduler.counts["steps"] += 1
+            begun = [each.sequence for each in batch if each.is_prefill and not each.sequence.output]
+            self._outbox += [(sequence, StepOutput([])) for sequence in begun]
         except Exception as error:
             self._fail_batch(batch, error)
 

@@ -314,7 +314,7 @@ class Builder:
         closing = self._close(ending.item_status)
         members: dict[str, Any] = {}
         if ending.status == "completed":
-            members["completed_at"] = now
+            members["completed_at"] = max(now, self._head["created_at"])  # a clock may be set back
         if ending.status == "failed":
             members["error"] = {"code": finish.code, "message": finish.message}
         if ending.incomplete_reason:

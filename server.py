@@ -123,7 +123,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(N_THREADS, "requests"))
     is_shared = keys.n_owners > 1
-    registry = Registry(store, Workers(local, remote), is_shared)
+    registry = Registry(store, Workers(local, remote), is_shared, args.store != IN_MEMORY, args.max_batch)
     steps = Steps(local.engine, local.tokenizer.token_bytes) if local and args.debug_steps else None
     api = Api(
         registry,
@@ -163,7 +163,7 @@ async def serve(
             log.warning("waiting for what runs, at most %g s; again to stop at once", args.shutdown_grace)
         while is_busy() and signals.locked() and loop.time() < deadline:  # until another signal comes
             await asyncio.sleep(0.02)
-        await registry.close(args.store != IN_MEMORY)  # in a file what is queued waits for the next process
+        await registry.close()
         for worker in api.workers.all:
             await worker.close()  # what still runs, in the foreground, fails
         server.drop_clients()

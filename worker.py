@@ -115,6 +115,11 @@ class Workers:
         message = f"The model '{model}' does not exist; there is {names}."
         raise BadInput(message, param="model", code="model_not_found")
 
+    @property
+    def alive(self) -> bool:
+        """False: no request can be served now."""
+        return any(worker.alive for worker in self.all)
+
     async def prepare(self, request: Request, conversation: list[items.Item]) -> Prompt:
         """Make the prompt. For a compaction, make the one that asks for a summary. Raises BadInput."""
         worker = self.find(request.model)
@@ -180,11 +185,18 @@ class LocalPrompt(NamedTuple):
             REQUEST_ID.get(),
         )
 
+        is_queued = self.request.background  # until it is in a step
+
         def feed(step: StepOutput) -> bool:
+            nonlocal is_queued
+            if is_queued:
+                is_queued = False
+                take([Accepted()])
             take(answer.feed(step))
             return not answer.has_finished
 
-        take([Accepted()])  # prepare() has checked everything: only an upstream may still refuse in run()
+        if not is_queued:
+            take([Accepted()])  # prepare() has checked everything: only an upstream may still refuse in run()
         try:
             await self.worker.engine.generate(sequence, feed)
         except asyncio.CancelledError:

@@ -139,10 +139,10 @@ class Connection:
         id_ = message.get("previous_response_id")
         code = "response_not_found"
         for each in self.lanes.values():
-            if each.job and each.job.row.id == id_:
-                code, lane = "steering_not_supported", each
-            elif each.last and each.last.id == id_:
+            if each.last and each.last.id == id_:
                 code, lane = "response_already_completed", each
+            elif each.job and each.job.row.id == id_:
+                code, lane = "steering_not_supported", each
         event: dict[str, Any] = {
             "type": "response.steer.failed",
             "error": {
@@ -178,16 +178,16 @@ class Connection:
             await self._refuse(refusal, lane.name)
 
     async def _send_events(self, lane: Lane, job: Job) -> None:
-        lane.job = job
+        lane.job = job  # until all is sent: the log numbers an event for a client that steers meanwhile
         try:
             async with aclosing(job.log.read()) as logged:
                 async for frames in logged:
-                    if job.log.ended and lane.job:
-                        lane.job = None
-                        lane.next_number = len(job.log.entries)
+                    if job.log.ended:
                         await self._remember(lane, job)  # before its client knows of the end
                     for frame in frames:
                         await self._send(sse.data(frame), lane.name)
+            lane.job = None
+            lane.next_number = len(job.log.entries)
             await job.task  # raises what has refused it
         finally:
             lane.job = None

@@ -37,10 +37,10 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -429,6 +429,7 @@ class Clients:
 
     def __init__(self, world: World, laws: Laws) -> None:
         self.world, self.laws, self.law = world, laws, world.law
+        self.is_far = False
 
     @property
     def random(self) -> random.Random:
@@ -452,7 +453,7 @@ class Clients:
 
     def body(self) -> Json:
         text = " ".join(self.random.choice(WORDS) for _ in range(self.random.choice((1, 3, 30))))
-        model = FAR if self.world.chance(0.2) else "tiny"
+        model = FAR if self.is_far or self.world.chance(0.2) else "tiny"
         body: Json = {"model": model, "input": text, "max_output_tokens": self.random.choice((1, 5, 60))}
         if self.world.chance(0.1):
             parameters = {"type": "object", "description": "z" * self.random.choice((10, 3_000, 20_000))}
@@ -607,7 +608,7 @@ class Clients:
             elif type_ == "response.completed" and world.chance(0.3):
                 n_turns += 1
                 say("response.create", **self.body(), **of_lane)
-            elif type_ == "response.in_progress" and world.chance(STEERED):
+            elif type_ == "response.in_progress" and world.chance(0.3):
                 say("response.steer", input="more", **of_lane)
             if type_ == "response.created":
                 numbers[lane] = -1
@@ -615,9 +616,6 @@ class Clients:
                 numbers[lane] += 1
                 self.law(event["sequence_number"] == numbers[lane], "socket: event", event, numbers)
         connection.leave()
-
-
-STEERED = 0.0
 
 
 # --- a run --------------------------------------------------------------------------------------------------
@@ -644,6 +642,7 @@ class Simulation:
         weights = {kind: own.choice((0, 1, 1, 3)) for kind in (*OF_ONE, *OTHERS)} | {"create": 8}
         self.kinds = [kind for kind, n in weights.items() for _ in range(n)]
         self.path = IN_MEMORY if own.random() < 0.15 else ""
+        self.clients.is_far = own.random() < 0.1  # there are upstreams alone
         self.folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.exists("/dev/shm") else None)
         self.had_slow_disk = False
         self.ended_well = False  # the last process: what is in the store is as it should be
@@ -762,18 +761,21 @@ class Simulation:
 
     async def serve(self, grace: float) -> None:
         choice = self.life.choice
-        runner = HashRunner(CONFIG, self.n_pages, choice((2, 5, 16)), choice((0, 0, 1, 2)))
+        max_batch = choice((2, 5, 16))
+        self.n_places = min(max_batch - 1, background.MAX_RUNNING)
+        runner = HashRunner(CONFIG, self.n_pages, max_batch, choice((0, 0, 1, 2)))
         self.engine = SimEngine(runner, choice((0, 3)), self.loop)
         local = LocalWorker(self.engine, TOKENIZER, TEMPLATE, GRAMMARS, names=["tiny"], max_output_tokens=60)
-        upstreams = Upstreams(["http://far/v1", "http://farther/v1"], {}, Timeouts(5, 20, 10, 60, 5))
-        upstreams._client._transport = worlds.SimUpstream()
+        upstreams = Upstreams(["http://far/v1", "http://farther/v1"], {}, Timeouts(5, 20, 10, 60, probe_s=30))
         args: Any = SimpleNamespace(
             secret=["secret"], debug_steps=False, no_done_line=False, no_temporary=False, images="refuse",
             reasoning_events="openai", max_streams=choice((8, 30)), max_body=64 * 1024, host="127.0.0.1",
             allowed_host=[], cors_origin=[], shutdown_grace=grace, store=self.path or "file",
+            max_batch=max_batch,
         )  # fmt: skip
         listener: Any = None
-        await server.serve(args, Keys(KEYS), local, RemoteWorker(upstreams), self.store, listener)
+        workers = (None if self.clients.is_far else local), RemoteWorker(upstreams)
+        await server.serve(args, Keys(KEYS), *workers, self.store, listener)
 
     async def event(self, chance: random.Random) -> None:
         CHANCE.set(chance)
@@ -829,7 +831,7 @@ class Simulation:
     async def quiet(self) -> None:
         """All have left: nothing is held, nothing runs."""
         law, registry, rooms = self.world.law, PROCESS.registry, PROCESS.rooms
-        (remote,) = (worker for worker in registry.workers.all if isinstance(worker, RemoteWorker))
+        remote = registry.workers.all[-1]
         for _ in range(PATIENCE_S):
             is_at_work = self.engine.busy() or remote.busy() or registry.archive._threads.n_waiting
             if not (registry.jobs or PROCESS.connections or is_at_work):
@@ -843,7 +845,7 @@ class Simulation:
         held = [room.held for room in (rooms.streams, rooms.sockets, rooms.bytes, registry._room)]
         law(not any(any(owners.values()) for owners in held), "room is held:", held)
         law(not rooms.unanswered, "unanswered:", rooms.unanswered)
-        law(registry._turns._places._value == background.MAX_RUNNING, "turns are held")
+        law(registry._turns._places._value == self.n_places, "turns are held")
 
     async def last_look(self) -> None:
         """Every response is what its events say, in the store too."""
@@ -892,12 +894,18 @@ def run(seed: int, n_events: int = N_EVENTS, without: frozenset[str] = frozenset
 def outcomes(seeds: list[int], n_at_once: int = 1, *args: Any) -> Iterator[Json]:
     """Run seeds, each in a process of its own: all begin from the same state."""
     fork = multiprocessing.get_context("fork")
-    with fork.Pool(n_at_once, maxtasksperchild=1) as pool:
-        yield from pool.imap(partial(run_all, args), seeds, chunksize=1)
 
+    def begin(seed: int) -> Any:
+        reading, writing = fork.Pipe(duplex=False)
+        fork.Process(target=lambda: writing.send(run(seed, *args))).start()
+        writing.close()
+        return reading
 
-def run_all(args: tuple[Any, ...], seed: int) -> Json:
-    return run(seed, *args)
+    running = deque(map(begin, seeds[:n_at_once]))
+    for seed in seeds[n_at_once:]:
+        yield running.popleft().recv()
+        running.append(begin(seed))
+    yield from (reading.recv() for reading in running)
 
 
 def law_of(error: str) -> str:
@@ -971,7 +979,7 @@ def main() -> int:
             if not args.words or any(word in str(mutant) for word in args.words):
                 print(f"{mutant.module}: {mutant.undoes}: {plant(mutant, args.seeds)}", flush=True)
         return 0
-    logging.basicConfig(level=logging.INFO, handlers=[worlds.Errors()])
+    logging.basicConfig(level=logging.WARNING, handlers=[worlds.Errors()])
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -15,7 +15,7 @@ import pytest
 from engine import BROKEN, CLOSING, GAVE_UP, Engine, StepOutput
 from helpers import engines
 from helpers.engines import Answer, WatchedEngine, alone, answer, endless, play, started, steps_of
-from sampling import Sampling
+from sampling import Choice, Sampling
 from scheduler import Mask, Scheduler
 
 
@@ -87,10 +87,10 @@ def test_the_next_step_is_launched_before_tokens_are_fed(n_ahead: int, n_fed: in
     """Else the event loop's work with them takes the interpreter from the launch. While the sixth step is
     launched the fourth has been read, and its token waits; if no step is in flight none waits.
     """
-    fed: list[StepOutput] = []
+    fed: list[Choice] = []
 
     def feed(step: StepOutput) -> bool:
-        fed.append(step)
+        fed.extend(step.tokens)
         return True
 
     async def main(engine: WatchedEngine) -> None:
@@ -120,7 +120,7 @@ def test_tokens_are_fed_in_the_context_of_their_request(engine: Engine) -> None:
         await engine.generate(endless(1, 3), feed)
 
     play(main())
-    assert seen == ["req_1"] * 3
+    assert seen == ["req_1"] * 4  # the prompt, and three tokens
 
 
 def test_it_is_busy_from_the_moment_it_is_asked(engine: Engine) -> None:

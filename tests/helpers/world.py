@@ -31,6 +31,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ import model
 import scheduler
 from checkpoint.config import Config
 from engine import Feed
+from gateway import upstreams
 from sampling import NO_TOKEN, Choice
 from sampling import Context as SamplingContext
 from store import Row, Store
@@ -570,6 +572,9 @@ class SimUpstream(httpx.AsyncBaseTransport):
                 frames = [*frames[:n_sent], None]
         headers = {"content-type": "text/event-stream"}
         return httpx.Response(200, headers=headers, stream=SimBody(frames, WORLD.random.choice((0.001, 0.1))))
+
+
+upstreams.httpx.AsyncClient = partial(httpx.AsyncClient, transport=SimUpstream())  # type: ignore
 
 
 # --- the log ------------------------------------------------------------------------------------------------
