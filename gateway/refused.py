@@ -8,25 +8,37 @@ Rules of this file:
 1. A refusal keeps its status as far as clients of OpenAI know it. Any other is a 502: the fault lies between
    the two servers.
 2. An error that comes with status 200 has the status that is its code, 502 if that is none.
+3. What the client has sent is asked first. If the refusal names what this server has added, or what another
+   spelling would mend, the upstream is asked once more.
 """
 
+import copy
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from email.utils import format_datetime, parsedate_to_datetime
+from math import ceil
+from typing import Any
 
 from completions import Chunk
 from gateway.answers import Unreadable, document, error_of
+from request.messages import content_text, paragraphs
 from request.refusals import BadInput
 
 # fmt: off
 #  upstream's   ours    any other is a 502
 STATUS = {
     400:        400,
+    402:        402,
     404:        404,
+    408:        408,
+    409:        400,   # the SDK would try again
     413:        413,
     422:        400,   # FastAPI's, and no client of OpenAI's knows it
     429:        429,
     503:        503,
+    504:        504,
+    529:        503,   # Anthropic's: overloaded
 }
 # fmt: on
 
@@ -49,8 +61,10 @@ def read_refused(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
         error = error_of(document(body)) or {}
     found = refused_by(status, error)
     retry_after = headers.get("retry-after", "")
-    if re.fullmatch("[0-9]{1,9}", retry_after):
-        found.retry_after = retry_after
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", retry_after):
+        found.retry_after = str(ceil(float(retry_after)))
+    with suppress(ValueError):
+        found.retry_after = format_datetime(parsedate_to_datetime(retry_after), usegmt=True)
     return found
 
 
@@ -70,3 +84,50 @@ def refused_by(status: int, error: Chunk) -> Refused:
     return Refused(
         our_status, message, param if isinstance(param, str) else None, code if isinstance(code, str) else ""
     )
+
+
+# --- what an upstream does not take -------------------------------------------------------------------------
+
+
+def one_system_message(body: Chunk) -> Chunk:
+    """Put all system messages into one at the beginning, as templates want it that know no later one."""
+    messages = body["messages"]
+    told = [message for message in messages if message.get("role") in ("system", "developer")]
+    others = [message for message in messages if message not in told]
+    text = paragraphs(*(content_text(message.get("content"), "messages") for message in told))
+    return body | {"messages": [{"role": "system", "content": text}, *others]}
+
+
+def without_strict(body: Chunk) -> Chunk:
+    """Leave out what the front has added to the functions of a call that is forced."""
+    tools = copy.deepcopy(body.get("tools") or [])
+    for tool in tools:
+        tool.get("function", {}).pop("strict", None)
+    return body | {"tools": tools}
+
+
+def with_newer_limit(body: Chunk) -> Chunk:
+    body = {"max_completion_tokens": body["max_tokens"]} | body
+    del body["max_tokens"]
+    return body
+
+
+# fmt: off
+#  what an upstream's refusal says      what it is asked then, once: the body with no more than it takes
+ONCE_MORE = {
+    "max_completion_tokens":             with_newer_limit,
+    "strict|additionalProperties":       without_strict,
+    "system message|system role":        one_system_message,
+}
+# fmt: on
+
+
+def without_what_is_refused(body: Mapping[str, Any], refused: Refused) -> Mapping[str, Any]:
+    """Return the body as an upstream may take it that has refused it with 400, else the same."""
+    for words, changed in ONCE_MORE.items():
+        if refused.status == 400 and re.search(words, f"{refused.message} {refused.param}", re.I):
+            with suppress(
+                LookupError, TypeError, AttributeError, BadInput
+            ):  # what a client sent may be no chat
+                return changed({**body})
+    return body

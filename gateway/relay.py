@@ -74,7 +74,7 @@ def leave(opening: asyncio.Future[Reply]) -> None:
 # Headers that say something of the answer or of the account, which holds for the client too. All others
 # describe the connection, or tell the client's browser what only this server may tell it.
 # https://platform.openai.com/docs/api-reference/debugging-requests
-FORWARDED = (b"openai-model", b"openai-processing-ms", b"openai-version", b"x-ratelimit-")
+FORWARDED = (b"openai-model", b"openai-processing-ms", b"openai-version", b"warning", b"x-ratelimit-")
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -29,7 +29,7 @@ from gateway.refused import Refused
 from gateway.relay import RelayedChat, asking
 from gateway.upstreams import Reply, Upstreams
 from request import params
-from request.messages import arguments_as_text
+from request.messages import Message, arguments_as_text
 from request.params import Request
 
 PRESET = (*params.SAMPLING, "stop", "stop_token_ids", "ignore_eos")  # parameters that an upstream may preset
@@ -43,7 +43,7 @@ READ_HERE = ("model", "stream", "stream_options", "n", "tools", "tool_choice", "
 def chat_body(request: Request, model: str) -> dict[str, Any]:
     """Return the request as the body of a chat completion."""
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-    body["messages"] = arguments_as_text(request.messages)
+    body["messages"] = [both_names(message) for message in arguments_as_text(request.messages)]
     known = request.sampling | vars(request)
     body |= {name: known[name] for name in PRESET if name in request.explicit}  # rule 2
     # fmt: off
@@ -64,8 +64,18 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
     return body
 
 
+def both_names(message: Message) -> Message:
+    """Return a message with its reasoning by both names: vLLM reads one, llama.cpp and SGLang the other."""
+    if "reasoning_content" not in message:
+        return message
+    return message | {"reasoning": message["reasoning_content"]}
+
+
 def tools_and_choice(request: Request) -> dict[str, Any]:
     tools = marked(request.tools, request)
+    for tool in tools:
+        if not tool["function"]["description"]:  # chat templates want one; some upstreams refuse an empty one
+            del tool["function"]["description"]
     spec = request.structured_output
     choice: Any = "auto" if request.called else "none"
     if spec and spec.functions:

@@ -37,7 +37,7 @@ import httpx2 as httpx
 from completions import Chunk
 from gateway.answers import Answer, Asked, document, objects
 from gateway.metering import Meter
-from gateway.refused import Refused, read_refused, refused_by
+from gateway.refused import Refused, read_refused, refused_by, without_what_is_refused
 
 log = logging.getLogger("upstreams")
 
@@ -248,8 +248,13 @@ class Upstreams:
                 refusal = error
         raise refusal
 
-    async def _ask(self, upstream: Upstream, body: Mapping[str, Any], meter: Meter, asked: Asked) -> Reply:
-        """Ask this upstream, and wait until its answer has begun; raises Refused."""
+    async def _ask(
+        self, upstream: Upstream, body: Mapping[str, Any], meter: Meter, asked: Asked, is_first: bool = True
+    ) -> Reply:
+        """Ask this upstream, and wait until its answer has begun; raises Refused.
+
+        If it names what it does not take, the first refusal is not the last word.
+        """
         reply = Reply(upstream, self._timeouts)
         try:
             async with asyncio.timeout(self._timeouts.first_byte_s):
@@ -259,7 +264,14 @@ class Upstreams:
         except BaseException as error:
             reply.close()
             if isinstance(error, UNREACHABLE):
-                raise Refused(502, f"The upstream gave no answer to a request ({reason(error)}).") from error
+                status = 504 if isinstance(error, TimeoutError) else 502
+                raise Refused(
+                    status, f"The upstream gave no answer to a request ({reason(error)})."
+                ) from error
+            if is_first and isinstance(error, Refused):
+                other = without_what_is_refused(body, error)
+                if other != body:
+                    return await self._ask(upstream, other, meter, asked, is_first=False)
             raise
         meter.upstream = upstream.url
         return reply

@@ -107,7 +107,8 @@ def parse(json_text: bytes) -> Any:
     if n_values(outside) > MAX_VALUES:
         raise too_many_values()
     try:
-        value = sse.loads(json_text)  # UTF-8, not the UTF-16 which json takes: RFC 8259, section 8.1
+        # UTF-8, not the UTF-16 which json takes: RFC 8259, section 8.1. Half a surrogate pair is U+FFFD.
+        value = sse.loads(json_text, "replace")
         if nesting(outside) > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     except ValueError as error:

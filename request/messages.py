@@ -31,7 +31,7 @@ from typing import Any
 import sse
 from request.body import MAX_VALUES, n_values, outside_strings, too_many_values
 from request.ids import PREFIXES
-from request.refusals import BadInput, missing, no_images
+from request.refusals import BadInput, missing, no_images, wrong_value
 from request.tool_items import (
     CALL_IDS,
     IMAGE_MEMBERS,
@@ -174,16 +174,25 @@ ITEM_TYPES = (*PREFIXES, *TOOL_ITEMS)
 SUMMARY = "Summary of the conversation so far:\n"
 
 
-def add_item(conversation: Conversation, item: Place) -> None:
-    """Add what an item says; the easy form of a message has no type."""
-    type_ = item.get("type", one_of(*ITEM_TYPES), "message")
+def add_item(conversation: Conversation, item: Place) -> str:
+    """Add what an item says; the easy form of a message has no type.
+
+    Return what of it cannot be read as it was meant, for the Warning of the answer; "" as a rule.
+    """
+    type_ = item.get("type", text, "message")
     match type_:
         case "message":
             add_message(conversation, item)
         case "reasoning":
             # The model's own words; a summary is in another's, and no model was trained on it.
-            if reasoning := item.get("content", content_text, ""):
+            reasoning = item.get("content", content_text, "")
+            is_sealed = item.members.get("encrypted_content") and not reasoning
+            if is_sealed:  # by another server, or with another secret: items.py could not open it
+                reasoning = readable(item.members.get("summary"))
+            if reasoning:
                 conversation.add_text("assistant", reasoning, "reasoning_content")
+            if is_sealed:
+                return "reasoning.encrypted_content"
         case "function_call" | "custom_tool_call":
             add_call(conversation, type_.partition("_")[0], item.need("call_id", text), item)
         case "function_call_output" | "custom_tool_call_output":
@@ -193,8 +202,32 @@ def add_item(conversation: Conversation, item: Place) -> None:
             conversation.add_text("user", SUMMARY + item.need("summary", text))
         case "compaction_trigger" | "additional_tools":
             pass  # nothing was said: items.py and params.py do what they ask for
-        case _:
+        case _ if type_ in TOOL_ITEMS:
             add_tool_item(conversation, item, type_)
+        case _:
+            add_unknown_item(conversation, item, type_)
+            return str(type_)
+    return ""
+
+
+def readable(content: Any) -> str:
+    """Return the text in the content of an item that nobody here knows; "" if there is none."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "\n".join(part for part in texts if isinstance(part, str))
+
+
+def add_unknown_item(conversation: Conversation, item: Place, type_: str) -> None:
+    """Tell what an item of an unknown type says; if it were refused a client would send it for ever.
+
+    Such is Codex's agent_message: https://github.com/openai/codex/issues/33551
+    """
+    said = readable(item.members.get("content"))
+    if not said:
+        raise wrong_value(f"{item.path}.type", "a known type, or content with text", type_)
+    ends = [f"{name} {item.members[name]}" for name in ("author", "recipient") if name in item.members]
+    role = ROLES.get(str(item.members.get("role")), "user")
+    conversation.add_text(role, f"{', '.join([type_, *ends])}:\n{said}")
 
 
 def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
@@ -217,17 +250,21 @@ Items = list[Object]
 
 def from_responses(
     items: Items, instructions: str | None, chain: Items
-) -> tuple[list[Message], list[DeclaredTool]]:
-    """Return the messages of a chain, then of the input, and the tools that items bring; raises BadInput."""
+) -> tuple[list[Message], list[DeclaredTool], list[str]]:
+    """Return the messages of a chain, then of the input, the tools that items bring, and what is not read.
+
+    Raises BadInput.
+    """
     conversation = Conversation()
     brought = []
+    not_read = []
     if instructions:
         conversation.add_text("system", instructions)
     for item in objects(chain, "previous_response_id") + objects(items, "input"):
-        add_item(conversation, item)
+        not_read.append(add_item(conversation, item))
         if item.members.get("type") in ("additional_tools", "tool_search_output"):
             brought += item.need("tools", list_of(read_tool))
-    return conversation.close("input"), brought
+    return conversation.close("input"), brought, [*filter(None, not_read)]
 
 
 # --- Chat Completions: messages -----------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def from_responses(body: Any, defaults: Defaults, owner: str = "") -> Request:
 
 def responses_request(values: Object, chain: messages.Items, input: messages.Items) -> Request:
     """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
-    conversation, brought = messages.from_responses(input, values["instructions"], chain)
+    conversation, brought, not_read = messages.from_responses(input, values["instructions"], chain)
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
     echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
         "tools": [entry.echo for entry in values["tools"]],
@@ -301,6 +301,7 @@ def responses_request(values: Object, chain: messages.Items, input: messages.Ite
     }
     by_chats_names = {
         "messages": conversation,
+        "not_run": values["not_run"] + not_read,
         "echo": echo,
         # A warm-up chooses one token, with the last row of the prompt; the client does not see it.
         "max_tokens": values["max_output_tokens"] if generate else 1,
@@ -318,7 +319,8 @@ def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/chat/completions; raises BadInput."""
     values = read(CHAT, body, defaults, owner) | {"echo": {}}
     values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
-    values["logprobs"] |= values["top_logprobs"] > 0
+    if values["top_logprobs"] and not values["logprobs"]:
+        raise wrong_value("top_logprobs", "'logprobs' to be true when it is set", values["top_logprobs"])
     values["messages"] = messages.from_chat(values["messages"])
     return request(values, "response_format.json_schema.schema", [])
 

@@ -8,9 +8,10 @@
 uvicorn speaks both protocols. Limits are added by what is documented: the methods that asyncio calls on a
 protocol, those that httptools calls for what it has parsed, and the protocol of the package `websockets`.
 Of uvicorn itself a dozen names are used that are not documented, so pyproject.toml allows no later minor one:
-HttpToolsProtocol with connections, parser, headers, url, scope, handle_websocket_upgrade and
-on_response_complete; WebSocketsSansIOProtocol with conn and read_paused; shutdown of both; Server with
-capture_signals and server_state.
+HttpToolsProtocol with connections, parser, headers, url, scope, handle_websocket_upgrade, _start_asgi_task
+and on_response_complete; its cycle with chunked_encoding and expected_content_length;
+WebSocketsSansIOProtocol with conn and read_paused; shutdown of both; Server with capture_signals and
+server_state.
 
 The life of a connection ("<" is from the client):
 
@@ -49,7 +50,7 @@ from typing import Any
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidHandshake
@@ -205,6 +206,16 @@ class Limited(asyncio.Protocol):
 # --- HTTP ---------------------------------------------------------------------------------------------------
 
 
+async def send_as_it_is(cycle: Any, send: Send, message: Message) -> None:
+    """Send to a client of HTTP/1.0, which knows no chunks: RFC 9112, section 6.1.
+
+    uvicorn sends a body as it is if it expects each of its parts to be as long as it is.
+    """
+    cycle.chunked_encoding = False
+    cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
+
+
 BAD_HTTP_ANSWER = (
     "HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     "x-request-id: %s\r\nConnection: close\r\n\r\n%s"
@@ -290,6 +301,11 @@ class Protocol(Limited, HttpToolsProtocol):
         self.headers = []  # what still comes are trailers, not headers: RFC 9110, section 6.5.1
         if b"expect" in names:  # the body comes when the application asks for it
             self.pass_on()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            cycle.send = partial(send_as_it_is, cycle, cycle.send)
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self.n_framing_bytes -= len(body)

@@ -39,10 +39,12 @@ def test_changed_or_of_another_key() -> None:
         assert refusal.value.code == "invalid_encrypted_content"
 
 
+@pytest.mark.bug("P19")
 def test_reasoning_comes_back_without_its_text() -> None:
     """The model reads the same prompt, be the reasoning given back as text or as the blob alone.
 
-    Without `include` there is no blob, not even null: the schema of Open Responses knows none there.
+    Without `include` there is no blob, not even null: the schema of Open Responses knows none there. A blob
+    of another server is left out, and named: refused, it would come again for ever.
     """
     with serve("--secret", "kept over restarts") as server:
         plain, _ = server.post("/v1/responses", THINK | {"include": []}).json["output"]
@@ -58,4 +60,7 @@ def test_reasoning_comes_back_without_its_text() -> None:
         assert counts[0] == counts[1]
     with serve() as stranger:
         reply = stranger.post("/v1/responses", body)
-        assert (reply.status, reply.json["error"]["param"]) == (400, "input[1].encrypted_content")
+        assert reply.status == 200
+        bare["summary"] = [{"type": "summary_text", "text": "Two and two."}]
+        reply = stranger.post("/v1/responses", body)
+        assert "reasoning.encrypted_content" in reply.headers["warning"]

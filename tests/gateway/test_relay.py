@@ -94,9 +94,8 @@ def test_every_frame_leaves_before_the_next_comes(line_end: bytes) -> None:
     *others, end, used, _ = FRAMES
     for frame in others:
         assert frames_of_chunks(reader.feed(frame.replace(b"\n", line_end))) == frame
-    assert reader.feed(end) == []  # more may come
-    assert frames_of_chunks(reader.feed(used + DONE)) == end
-    assert frames_of_chunks(reader.close()) == used
+    assert reader.feed(end + used + DONE) == []  # more might come
+    assert frames_of_chunks(reader.close()) == end + used
 
 
 @pytest.mark.bug("B13")
@@ -129,6 +128,9 @@ ERRORS: list[tuple[int, Any, tuple[int, str | None, str], str]] = [
     (400, {"message": LONG, "code": 400},        (400, None, "context_length_exceeded"),  LONG),
     (500, {"message": LONG},                     (502, None, ""),                         LONG),
     (401, "Bad key",                             (502, None, ""), "The upstream does not take this"),
+    (402, NO,                                    (402, None, ""),                         "No."),
+    (409, NO,                                    (400, None, ""),                         "No."),
+    (529, NO,                                    (503, None, ""),                         "No."),
     (429, NO | {"code": "rate_limit_exceeded"},  (429, None, "rate_limit_exceeded"),      "No."),
     (503, None,                                  (503, None, ""), "The upstream answered with status 503."),
     (400, {"message": "x" * 50_000, "param": 7}, (400, None, ""),                         "xxx"),
@@ -167,9 +169,11 @@ def test_an_error_in_the_first_frame_has_its_status(error: Json, status: int) ->
         assert (found.status, found.message) == (status, "No.")
 
 
-def test_retry_after_is_seconds() -> None:
+@pytest.mark.bug("P08")
+def test_retry_after_is_seconds_or_a_date() -> None:
     """Bug: 500, for a header cannot hold a euro."""
-    for theirs, ours in (("7", "7"), ("\u20ac", ""), ("soon", "")):
+    date = "Fri, 27 Nov 2026 10:00:00 GMT"
+    for theirs, ours in (("7", "7"), ("1.5", "2"), (date, date), ("\u20ac", ""), ("soon", "")):
         assert refused.read_refused(429, {"retry-after": theirs}, b"").retry_after == ours
 
 
@@ -182,6 +186,60 @@ async def test_an_upstream_names_what_the_client_has_sent() -> None:
             with pytest.raises(Refused) as caught:
                 await asked
             assert caught.value.param == param
+
+
+def refuses_once(message: str) -> Answer:
+    """Answers 400 to the first completion, and then as it should."""
+    answers = [says(json_answer({"error": NO | {"message": message}}, "400 Bad Request"))]
+    return lambda exchange: (answers.pop() if answers else SAYS_STREAM)(exchange)
+
+
+SYSTEMS = [{"role": role, "content": role[0]} for role in ("system", "developer", "user")]
+F_ONCE = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+MENDED: list[tuple[str, Json, Json]] = [
+    # what the upstream says, what is asked, what is asked then
+    ("'strict' needs additionalProperties: false", F_ONCE, {}),
+    ("Use 'max_completion_tokens' instead.", {"max_tokens": 3}, {"max_completion_tokens": 3}),
+    (
+        "System message must be at the beginning",
+        {"messages": SYSTEMS},
+        {"messages": [{"role": "system", "content": "s\n\nd"}, SYSTEMS[2]]},
+    ),
+]
+
+
+@pytest.mark.bug("P04")
+@pytest.mark.bug("P05")
+@pytest.mark.parametrize(("message", "more", "then"), MENDED)
+async def test_what_an_upstream_refuses_is_asked_once_more(message: str, more: Json, then: Json) -> None:
+    """Without what the client has not sent, or as that upstream spells it; and it is asked twice, no more."""
+    async with over(refuses_once(message)) as (worker, (asked,)):
+        await passed(worker, ASK | more)
+    kept = {name: value for name, value in (ASK | more).items() if name != "max_tokens"}
+    assert asked.exchanges[1].body == kept | then
+    refuses = says(json_answer({"error": NO | {"message": message}}, "400 Bad Request"))
+    async with over(refuses) as (worker, (asked,)):
+        with pytest.raises(Refused):
+            await passed(worker, ASK | more)
+        assert len(asked.exchanges) == 2
+
+
+@pytest.mark.bug("P08")
+async def test_silence_is_a_504() -> None:
+    async with over(hangs, timeouts=QUICK._replace(first_byte_s=0.2)) as (worker, _):
+        with pytest.raises(Refused) as caught:
+            await passed(worker, ASK)
+    assert caught.value.status == 504
+
+
+@pytest.mark.bug("P03")
+async def test_reasoning_goes_back_by_both_names() -> None:
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}], "summary": []}
+    items = [{"role": "user", "content": "a"}, thought, {"role": "assistant", "content": "b"}]
+    async with over(SAYS_STREAM) as (worker, (asked,)):
+        await said(worker, input=[*items, items[0]])
+    turn = asked.exchanges[0].body["messages"][1]
+    assert (turn["reasoning"], turn["reasoning_content"]) == ("Hm.", "Hm.")
 
 
 # --- one request, in this process ---------------------------------------------------------------------------
@@ -551,7 +609,7 @@ async def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.Lo
 
 ANY = {"type": "object"}
 TOOLS = [{"type": "function", "name": name, "parameters": ANY} for name in ("f", "g")]
-F: Json = {"type": "function", "function": {"name": "f", "description": "", "parameters": ANY}}
+F: Json = {"type": "function", "function": {"name": "f", "parameters": ANY}}
 G: Json = {"type": "function", "function": F["function"] | {"name": "g"}}
 STRICT_F, STRICT_G = (tool | {"function": tool["function"] | {"strict": True}} for tool in (F, G))
 SCHEMA = {"name": "n", "schema": {"type": "object"}, "strict": True}

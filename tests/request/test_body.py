@@ -123,3 +123,12 @@ def test_the_parser_rests_as_long_as_it_has_worked(monkeypatch: pytest.MonkeyPat
     with pytest.raises(BadInput):
         asyncio.run(parse(b"[1"))
     assert rests == [0.25, 0.5]
+
+
+@pytest.mark.bug("P18")
+def test_half_a_surrogate_pair_is_a_replacement_character() -> None:
+    """Such a text stays in the history of its client: a refusal would be for ever."""
+    assert body.parse(rb'{"content": "cut \ud83d", "b": "\ud83d\ude00"}') == {
+        "content": "cut \ufffd",
+        "b": "\U0001f600",
+    }

@@ -437,3 +437,36 @@ def test_a_model_without_template_is_refused_at_once(tmp_path: Path, config: str
     with pytest.raises(BadTemplate) as error:
         ChatTemplate.load(tmp_path)
     assert words in str(error.value)
+
+
+# --- what other servers and newer clients say ---------------------------------------------------------------
+
+# fmt: off
+#    item                                                                        what the model reads
+TOLD = [
+    ({"type": "agent_message", "author": "/root", "recipient": "/root/sub",
+      "content": [{"type": "input_text", "text": "hello"}]},
+     "agent_message, author /root, recipient /root/sub:\nhello"),
+    ({"type": "note_of_2027", "content": "hello"},                               "note_of_2027:\nhello"),
+]
+# fmt: on
+
+
+@pytest.mark.bug("P10")
+@pytest.mark.parametrize(("item", "said"), TOLD)
+def test_an_item_of_an_unknown_type_is_told_as_text(item: dict[str, Any], said: str) -> None:
+    request = params.from_responses({"model": "m", "input": [user("q"), item]}, {})
+    assert request.messages[1] == user(said)
+    assert request.not_run == (item["type"],)
+    with pytest.raises(BadInput, match="content with text"):
+        params.from_responses({"model": "m", "input": [item | {"content": [{"type": "x"}]}]}, {})
+
+
+@pytest.mark.bug("P19")
+def test_reasoning_that_cannot_be_opened_is_told_by_its_summary() -> None:
+    summary = [{"type": "summary_text", "text": "Two and two."}]
+    thought = {"type": "reasoning", "encrypted_content": "of another server", "summary": summary}
+    body = {"model": "m", "input": [user("q"), thought, assistant("4"), user("r")]}
+    request = params.from_responses(body, {})
+    assert request.messages[1]["reasoning_content"] == "Two and two."
+    assert request.not_run == ("reasoning.encrypted_content",)

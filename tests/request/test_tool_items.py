@@ -51,7 +51,7 @@ TOLD: list[tuple[list[Json], str, Json, Json | None]] = [
 @pytest.mark.parametrize(("items", "function", "arguments", "result"), TOLD)
 def test_told_as_calls_of_functions(items: list[Json], function: str, arguments: Json, result: Any) -> None:
     """It was a 400, and the end of the session."""
-    (turn, *outcome), _ = from_responses(items, None, [])
+    (turn, *outcome), *_ = from_responses(items, None, [])
     (said,) = turn["tool_calls"]
     assert said["function"] == {"name": function, "arguments": arguments}
     told = {"role": "tool", "tool_call_id": said["id"], "name": function, "content": json.dumps(result)}
@@ -96,7 +96,7 @@ def test_images_are_refused_by_their_place_or_told_of(item: Json, param: str) ->
         from_responses([before, item], None, [])
     assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")
     assert "--images placeholder" in refusal.value.message
-    told, _ = from_responses([before, *with_image_texts([item])], None, [])
+    told, *_ = from_responses([before, *with_image_texts([item])], None, [])
     assert IMAGE_TEXT in str(told)
 
 

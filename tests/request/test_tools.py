@@ -87,7 +87,7 @@ def test_what_a_template_renders_is_read_back(text: str) -> None:
     """A custom call in the history is written as the model would write it now."""
     call = {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": text}
     output = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"}
-    messages, _ = from_responses([{"role": "user", "content": "hi"}, call, output], None, [])
+    messages, *_ = from_responses([{"role": "user", "content": "hi"}, call, output], None, [])
     prompt = scripted.TEMPLATES["hermes"].render(messages, [PATCH.definition()], datetime(2026, 1, 1))
     written = prompt[prompt.rindex("<tool_call>") : prompt.rindex("</tool_call>") + len("</tool_call>")]
     restorer, parser = Restorer(TOOLS), Parser(DIALECTS["hermes"])

@@ -379,3 +379,14 @@ async def test_an_answer_may_take_longer_than_a_connection_is_kept(monkeypatch: 
     assert not wire.is_closed
     kept = connections.http_config(Starlette(), options.arguments().parse_args([]))
     assert kept.timeout_keep_alive == connections.NEVER_S
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(server: Server) -> None:
+    """RFC 9112, section 6.1: its body ends when the connection closes."""
+    request = http_bytes(RESPONSES, HI | {"stream": True})
+    with server.connect(request.replace(b"HTTP/1.1", b"HTTP/1.0")) as client:
+        read = b"".join(iter(lambda: client.recv(65536), b""))
+    head, _, body = read.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert body.startswith(b"event: response.created\ndata: ")
+    assert body.endswith(b"data: [DONE]\n\n")
