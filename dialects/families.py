@@ -14,10 +14,13 @@ Rules of this file:
 Not here: following the tables (channels.py), writing grammars (structured_output.py).
 """
 
+import logging
 from collections.abc import Collection
 
 from channels import CallReader, Dialect, Forms, State, Transitions
 from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
+
+log = logging.getLogger("dialects")
 
 # fmt: off
 #  (state now,    marker)              next state
@@ -189,12 +192,17 @@ def recognised(template: str, takes_tools: bool) -> str:
     """Return the name of the first dialect whose signs are all in the chat template.
 
     A template that takes no tools has not taught the model to call: tools are then described as Hermes does
-    (request/template.py), and so the model will call.
+    (request/template.py), and so the model will call. A template that teaches another form is named in the
+    log: its model answers, but its calls are not found.
     """
     matching = (name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
     name = next(matching)  # the last row has no signs
     if DIALECTS[name].call_markers and not takes_tools:
         return "hermes"
+    if name == "hermes" and HERMES_CALLS[0] not in template:
+        log.warning(
+            "the chat template teaches calls in a form that no dialect here reads: calls will be text"
+        )
     return name
 
 

@@ -161,7 +161,7 @@ NOT_BUILT = (
     "include_stop_str_in_output", "add_special_tokens", "truncate_prompt_tokens", "thinking_token_budget",
     "repetition_detection", "documents", "chat_template", "continue_final_message", "min_tokens",
     "moderation", "background_options", "prompt", "context_management", "audio", "prediction",
-    "web_search_options", "functions", "function_call",
+    "web_search_options",
 )  # fmt: skip
 # And these with true, or 1, which is their default.
 NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_generation_prompt")
@@ -170,7 +170,8 @@ reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
 stream_options = members(include_usage=boolean)
 
-NOT_HERE = "It is not built here: leave it out. For functions there are 'tools' and 'tool_choice'."
+NOT_HERE = "It is not built here: leave it out."
+TOOLS_INSTEAD = "It is not built here: there are 'tools' and 'tool_choice'."
 
 # fmt: off
 #   in chat completions       in the Responses API
@@ -215,6 +216,7 @@ COMMON = SAMPLING | {
     "service_tier":           Parameter(hint),
     "user":                   Parameter(hint),
     **dict.fromkeys(NOT_BUILT,      Parameter(refused(NOT_HERE, False, "", []))),
+    **dict.fromkeys(("functions", "function_call"), Parameter(refused(TOOLS_INSTEAD, False, "", []))),
     **dict.fromkeys(NOT_TURNED_OFF, Parameter(refused(NOT_HERE, True))),
 }
 

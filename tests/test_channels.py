@@ -436,6 +436,15 @@ def test_the_template_says_which_dialect_it_is(file: str) -> None:
     assert families.recognised("[TOOL_CALLS]", takes_tools=False) == "hermes"
 
 
+@pytest.mark.bug("P13")
+def test_a_template_that_teaches_other_calls_is_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    """It was taken for Hermes without a word, and its calls arrived as text."""
+    assert families.recognised("<tool_call> {{ tools }}", takes_tools=True) == "hermes"
+    assert caplog.text == ""
+    assert families.recognised("Reply with [f(x=1)]. {{ tools }}", takes_tools=True) == "hermes"
+    assert "no dialect here reads" in caplog.text
+
+
 # fmt: off
 FOUND = [
     # vocabulary           template             tools    markers,   and those that are tokens
