@@ -107,9 +107,7 @@ def order(capture: Capture) -> Faults:
     state = "start"
     beside: dict[int, str] = {}  # output_index -> state of an item of a hosted tool that is open
     for number, event in of_the_response(capture):
-        if state == "end":
-            return
-        if event.type not in EVENTS:
+        if state == "end" or event.type not in EVENTS:
             continue
         place, name = event.output_index, label(event)
         before = beside.get(place, "beside" if beside else state)
@@ -167,7 +165,8 @@ def status(capture: Capture) -> Faults:
         row = ROWS["told"][event_type] | ROWS["status"].get(response.status, {})
         for fault in unfit(response, row):
             yield number, f"{event_type}: {fault}"
-        if (response.completed_at or response.created_at or 0) < (response.created_at or 0):
+        created_at = response.created_at or 0
+        if (response.completed_at or created_at) < created_at:
             yield number, "expected completed_at not to be before created_at"
 
 
@@ -301,8 +300,8 @@ def annotations(capture: Capture) -> Faults:
             index = event.get("annotation_index", len(announced))
             yield from agreed(number, "annotation_index", len(announced), index)
             announced.append(event.annotation)
-            if (end := event.annotation.end_index or event.annotation.index or 0) > n_bytes:
-                yield number, f"expected an annotation of a text that has come, got one up to {end}"
+            if (event.annotation.end_index or event.annotation.index or 0) > n_bytes:
+                yield number, f"expected an annotation of a text that has come, got {event.annotation}"
         elif label(event) == "response.content_part.done output_text":
             yield from agreed(number, "annotations", announced, event.part.annotations)
 

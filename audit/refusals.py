@@ -28,7 +28,7 @@ def replies(peer: Peer, *requests: str) -> Iterator[tuple[Json, Reply]]:
     """Yield (change, reply) for the requests to endpoints that the server has, plain and with stream."""
     for row, stream in itertools.product(requests, (False, True)):
         api, text = row.split(maxsplit=1)
-        change = loads(text)
+        change = loads(text.replace("FOXES", "fox " * 200_000))
         path, good = peer.request(api=api, limit=CUT, stream=stream)
         if peer.once(path, good).status in NOT_THERE:
             continue
@@ -40,8 +40,8 @@ def replies(peer: Peer, *requests: str) -> Iterator[tuple[Json, Reply]]:
 def expect_refused(peer: Peer, rule: Rule) -> None:
     """Judge by a rule that is its requests."""
     all_replies = [reply for _, reply in replies(peer, *rule.requests)]
-    if rule.name == "unknown-model" and all(reply.status == 200 for reply in all_replies):
-        raise NotApplicable("whatever name is asked for is served")
+    if rule.name in ("unknown-model", "too-long") and all(reply.status == 200 for reply in all_replies):
+        raise NotApplicable("whatever is asked for is served")
     for reply in all_replies:
         peer.show(reply.connection)
         assert reply.is_refusal or begins_with_error(reply)  # see the rule refused-by-status
@@ -198,6 +198,16 @@ responses  {"background": true, "temperature": 99}
 responses  {"background": true, "input": 42}
 
 
+must of chat responses
+too-long: a prompt that is longer than the context is refused, or read
+
+the API reference on truncation: disabled, so a request that exceeds the context fails with a 400
+https://platform.openai.com/docs/api-reference/responses/create
+
+responses  {"input": "FOXES"}
+chat       {"messages": [{"role": "user", "content": "FOXES"}]}
+
+
 should of responses
 unknown-include: an include that is not there is refused
 
@@ -278,7 +288,7 @@ def refused_by_status(peer: Peer) -> None:
     B13 https://platform.openai.com/docs/guides/error-codes
     """
     # A refusal that comes as the first frame of a stream is a success for all of them.
-    for name in ("out-of-range", "wrong-type", "bad-input"):
+    for name in ("out-of-range", "wrong-type", "bad-input", "too-long"):
         for _, reply in replies(peer, *RULES[name].requests):
             assert not begins_with_error(reply)
 

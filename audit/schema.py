@@ -89,8 +89,7 @@ class Typed(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         type_ = self.types.get(name, "any")
-        fitted = [fit(empty, type_) for empty in EMPTY]
-        return next((value for value in fitted if value is not WRONG), "")
+        return next((value for empty in EMPTY if (value := fit(empty, type_)) is not WRONG), "")
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -125,8 +124,7 @@ def fit(value: Any, type_: str) -> Any:
             return WRONG if WRONG in entries else entries
         text = value if isinstance(value, str) or one[:1] != "=" else json.dumps(value)
         if one in ("any", f"={text}") or type(value).__name__ in BASIC.get(one, "").split():
-            is_out = (one == "id" and not value) or (one == "time" and value > LATEST)
-            return WRONG if is_out else value
+            return WRONG if (one == "id" and not value) or (one == "time" and value > LATEST) else value
     return WRONG
 
 

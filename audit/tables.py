@@ -177,7 +177,7 @@ response              = id:id object:=response created_at:time model:id output:[
                         max_tool_calls?:int previous_response_id?:id prompt_cache_key?:text
                         reasoning?:reasoning safety_identifier?:text service_tier?:text store?:bool
                         text?:format_of_text top_logprobs?:int truncation?:=auto|=disabled user?:text
-                        presence_penalty?:num frequency_penalty?:num moderation?:moderation
+                        presence_penalty?:num frequency_penalty?:num moderation?:dict
                         prompt_cache_retention?:text
 failure               = code:id message
 incomplete            = reason?:text
@@ -266,15 +266,9 @@ event response.steer.failed                  = steer:any error:any
 
 chunk                 = id:id object:=chat.completion.chunk created:time model
                         choices:[choice] usage?:usage error?:any service_tier?:text
-                        system_fingerprint?:text obfuscation?:text moderation?:moderation
+                        system_fingerprint?:text obfuscation?:text moderation?:dict
 choice                = index:int delta:delta finish_reason:text|null message?:delta
                         logprobs?:chat_logprobs
-moderation            = input:moderated output:moderated
-moderated             = type:=moderation_results|=moderation_result|=error
-moderated error       = code message
-moderated moderation_results = model results:[moderated]
-moderated moderation_result  = model flagged:bool categories:dict category_scores:dict
-                        category_applied_input_types:dict
 chat_logprobs         = content?:[chat_token] refusal?:[chat_token]
 delta                 = role?:text|null content?:text|null refusal?:text|null tool_calls?:[call]
 call                  = index?:int id?:text|null type?:=function|=custom|null
@@ -289,11 +283,9 @@ sealed                = encrypted_content fingerprint
 changing              = status output usage error incomplete_details completed_at service_tier store
 
 announced             = status:=in_progress content:=[] summary:=[] text:= refusal:= arguments:= input:=
-                        code:= command:= tools:=[] queries:=[]
+                        code:= command:=
 announced mcp_approval_request = arguments:any
 announced tool_search_call     = status:=in_progress arguments:any
-announced tool_search_output   = status:=in_progress tools:any
-announced additional_tools     = tools:any
 announced shell_call_output    = status:=in_progress|=completed
 announced program_output       = status:=in_progress|=completed|=incomplete
 announced computer_call_output = status:any
