@@ -332,20 +332,20 @@ class Scheduler:
         while self.waiting and self._free_slots:
             sequence = self._in_turn(self.waiting, self.running)[0]
             # One that runs alone always has enough pages: none is longer than the pool.
-            if self.running and self._n_lacking_pages(sequence) > 0:
+            if self.running and self._n_lacking_pages(sequence, self.running) > 0:
                 return
             self._last_turn[sequence.owner] = next(self._turns)
             self.waiting.remove(sequence)
             self.running.append(sequence)
             sequence.slot = self._free_slots.pop()
 
-    def _n_lacking_pages(self, newcomer: Sequence) -> int:
+    def _n_lacking_pages(self, newcomer: Sequence, others: list[Sequence]) -> int:
         """Return how many more pages must be free before it may run beside the others; 0 or less: none.
 
         There must be pages for all tokens of all sequences, and one more for each that runs.
         """
-        n_lacking = len(self.running) - self.pool.n_free
-        for sequence in [newcomer, *self.running]:
+        n_lacking = len(others) - self.pool.n_free
+        for sequence in [newcomer, *others]:
             n_lacking += max(0, sequence.n_tokens // PAGE + 1 - len(sequence.page_table))
         hashes = map(newcomer.page_hash, range((newcomer.n_tokens - 1) // PAGE))
         return n_lacking - len(list(takewhile(self.pool.is_in_use, hashes)))
@@ -372,7 +372,9 @@ class Scheduler:
         if n_running[newcomer.owner] or not several:
             return None
         surplus = self._youngest_of_largest_owner(several)
-        if self._n_lacking_pages(newcomer) > len(surplus.page_table):
+        others = [sequence for sequence in self.running if sequence is not surplus]
+        kept = {page for sequence in others for page in sequence.page_table}  # it may share pages with them
+        if self._n_lacking_pages(newcomer, others) > len({*surplus.page_table} - kept):
             return None
         return surplus
 

@@ -84,7 +84,7 @@ BACKLOG = 4096  # connections that the system holds until we accept them; a clie
 ACCEPTED_A_TURN = 16  # connections in a turn of the event loop: the work for each takes half a millisecond
 READY_A_TURN = 16  # connections that are read or written, for the same reason
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
-MIN_CONNECTIONS = 16  # with fewer a server would only seem to answer
+MIN_FILES = 112  # OWN_FILES, and those of 16 connections: with fewer a server would only seem to answer
 OWN_FILES = 80  # the store, the model, pipes, logs, connections that are accepted to be dropped
 
 
@@ -125,9 +125,8 @@ def max_connections(max_streams: int) -> int:
     n_files = 2 * (max_streams + MAX_IDLE) + OWN_FILES
     if hard_limit != resource.RLIM_INFINITY:
         n_files = min(n_files, hard_limit)
-    n_needed = 2 * MIN_CONNECTIONS + OWN_FILES
-    if n_files < n_needed:
-        raise ValueError(f"the system allows {n_files} open files: expected {n_needed} or more (ulimit -n)")
+    if n_files < MIN_FILES:
+        raise ValueError(f"the system allows {n_files} open files: expected {MIN_FILES} or more (ulimit -n)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard_limit))
     return (n_files - OWN_FILES) // 2
 
@@ -363,18 +362,18 @@ class Protocol(Limited, HttpToolsProtocol):
         """Answer what is not HTTP. If a whole request came before it, that has its answer, the last one."""
         if self.state == "started" and self.cycle.response_started:  # nothing may stand amid that answer
             self.transport.abort()
-        refuse(self.transport, error, is_answered=self.state != "whole")
         if self.state == "whole":
             self.shutdown()
+            log.info("400: %s", error)
+        else:
+            refuse(self.transport, error)
 
 
-def refuse(
-    transport: asyncio.Transport, error: BaseException, status: str = BAD_REQUEST, is_answered: bool = True
-) -> None:
+def refuse(transport: asyncio.Transport, error: BaseException, status: str = BAD_REQUEST) -> None:
     """Log a refusal; send it, as the last answer on the connection, unless that is closing."""
     request_id = new_id("req")
     log.info("%.3s: %s: %s", status, request_id, error)
-    if is_answered and not transport.is_closing():
+    if not transport.is_closing():
         message = f"Invalid HTTP request received: {error}."
         body = sse.dumps(error_body(int(status[:3]), message, code="invalid_http"))
         transport.write((BAD_HTTP_ANSWER % (status, len(body), request_id, body)).encode())
@@ -432,8 +431,8 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
         with contextlib.suppress(InvalidHandshake):
             super().data_received(data)
         if error := self.conn.handshake_exc:
-            is_version = getattr(error, "name", "") == "Sec-WebSocket-Version"
-            refuse(self.transport, error.__cause__ or error, BAD_VERSION if is_version else BAD_REQUEST)
+            status = BAD_VERSION if "-Version" in str(error) else BAD_REQUEST
+            refuse(self.transport, error.__cause__ or error, status)
         elif self.conn.n_frames > MAX_FRAMES:
             self.transport.abort()
 

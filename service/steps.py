@@ -126,11 +126,14 @@ class Steps:
             kept = list(self.steps)  # a copy: the engine's thread adds steps meanwhile
             if part := [each for each in kept if each[0]["step"] >= next_step][:STEPS_A_TURN]:
                 next_step = part[-1][0]["step"] + 1
-                yield b"".join(self._frame(visit.owner, *each) for each in part)
+                frames = b""
+                for step, shares in part:
+                    sequences = [
+                        share | texts if whose == visit.owner else share  # rule 3
+                        for whose, share, texts in shares
+                    ]
+                    frames += sse.encode(sse.dumps(step | {"sequences": sequences}))
+                yield frames
                 await visit.until_next_part()
             else:
                 await asyncio.sleep(POLL_S)
-
-    def _frame(self, owner: str, step: Members, shares: list[Share]) -> bytes:
-        sequences = [share | texts if whose == owner else share for whose, share, texts in shares]  # rule 3
-        return sse.encode(sse.dumps(step | {"sequences": sequences}))

@@ -67,6 +67,7 @@ class Lane:
     name: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
     job: Job | None = None  # whose events are being sent
+    visit: Visit | None = None  # what its turn holds
     next_number: int = 0  # the next sequence_number while no response is running
     last: Row | None = None  # its last response: rule 3
 
@@ -128,13 +129,13 @@ class Connection:
             case "response.create":
                 self.tasks.create_task(self._take_turn(lane, json_text))
             case "response.steer":
-                await self._steer(lane, message)
+                await self._steer(lane, message, len(json_text))
             case "response.processed":
                 pass  # Codex has read an answer
             case other:
                 await self._refuse(wrong_value("type", "'response.create'", other), lane.name)
 
-    async def _steer(self, lane: Lane, message: dict[str, Any]) -> None:
+    async def _steer(self, lane: Lane, message: dict[str, Any], n_bytes: int) -> None:
         """Say why a response is not steered: in its lane, or if it has none, in the lane of the message."""
         id_ = message.get("previous_response_id")
         code = "response_not_found"
@@ -152,7 +153,8 @@ class Connection:
             },
             "steer": {"input": message.get("input"), "previous_response_id": id_},
         }
-        if lane.job:  # its log gives the number
+        if lane.job and lane.visit:  # its log gives the number, and keeps the event until the turn ends
+            lane.visit.add_bytes(n_bytes)
             lane.job.log.extend([event])
         else:
             event["sequence_number"] = lane.next_number
@@ -168,6 +170,7 @@ class Connection:
                 visit.add_bytes(len(json_text))
                 visit.set_streams()
                 async with lane.turn:
+                    lane.visit = visit
                     if self.registry.stopping.is_set():
                         raise BadInput("The server is about to stop.", code="server_is_overloaded")
                     job, prompt, _ = await self.begin(parsed(json_text, visit), visit, memory=self.memory())

@@ -1,21 +1,16 @@
 """scheduler.py without an engine and without a model: sequences in, what the next step computes out.
 
-The steps of these tests run nowhere: finish() says what they have chosen. In the last test they run on a
-device whose KV cache holds, in place of keys and values, the text that they belong to.
+The steps of these tests run nowhere: finish() says what they have chosen. What holds in every order of
+events is in explore.py; here is what it leaves open, such as whose turn it is and how many rows a step has.
 """
 
-from collections import deque
 from collections.abc import Iterable
-from functools import reduce
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from helpers.engines import WatchedScheduler
-from model import PAGE, Span
+from model import PAGE
 from sampling import NO_TOKEN, Choice, Sampling
 from scheduler import MIN_ROWS, Scheduled, Scheduler, Sequence, prompt_lookup
 
@@ -213,17 +208,6 @@ def test_a_long_prompt_goes_on_beside_short_ones() -> None:
     assert long.n_computed >= 13 * CHUNK
 
 
-def test_an_owner_finds_only_its_own_pages() -> None:
-    """Another's `cached_tokens` told what is in a prompt, page by page."""
-    s = scheduler()
-    a, again, b = (sequence(2 * PAGE, 1, owner=owner) for owner in "AAB")
-    for one in (a, again, b):
-        s.add(one)
-        while not one.finish:
-            step(s)
-    assert (a.n_cached, again.n_cached, b.n_cached) == (0, PAGE, 0)
-
-
 # --- prefix cache -------------------------------------------------------------------------------------------
 
 
@@ -297,20 +281,6 @@ def test_what_is_found_again_after_a_preemption_is_not_counted_as_cached() -> No
     s.remove(old)
     assert rows(s.schedule()) == [(young, 2 * PAGE, 2 * PAGE + 1)]
     assert (young.n_cached, s.counts["cached_tokens"]) == (0, 0)
-
-
-def test_none_is_preempted_while_a_step_is_in_flight() -> None:
-    """That step may end a sequence."""
-    s = scheduler(n_pages=3)
-    old, young = sequence(PAGE - 1), sequence(PAGE - 1, first=1000)
-    added(s, old, young)
-    first = s.schedule()
-    second = s.schedule([first])
-    assert rows(second) == [(old, PAGE - 1, PAGE), (young, PAGE - 1, PAGE)]
-    assert s.schedule([first, second]) == []
-    finish(s, first, 7, STOP)
-    assert rows(s.schedule([second])) == [(old, PAGE, PAGE + 1)]
-    assert s.counts["preemptions"] == 0
 
 
 # --- drafts and masks ---------------------------------------------------------------------------------------
@@ -413,119 +383,3 @@ def test_a_sequence_whose_mask_is_late_holds_up_no_other() -> None:
     assert step(s) == [(b, 8, 9)]
     slow.is_late = False
     assert step(s) == [(a, 100, 101), (b, 9, 10)]
-
-
-# --- any order of things ------------------------------------------------------------------------------------
-
-
-def extended(text: int, token_id: int) -> int:
-    """What stands for a text in these tests: a number that tells its last token, and depends on all."""
-    return hash((text, token_id)) // 16 * 16 + token_id
-
-
-def chosen(text: int) -> int:
-    """The token that follows a text: mostly the one that a lookup expects, now and then a stop token."""
-    if text // 16 % 8:
-        return {2: 3, 3: 4, 4: 5}.get(text % 16, 2)
-    return text // 128 % 10
-
-
-class Device:
-    """Runs steps in the order of their launch; a place of its KV cache holds the text up to there."""
-
-    def __init__(self, n_pages: int, max_batch: int) -> None:
-        self.places = [[0] * PAGE for _ in range(n_pages)]
-        self.newest = [0] * max_batch  # the token that a slot chose last
-
-    def run(self, span: Span) -> list[Choice]:
-        text = 0
-        if span.start > 0:
-            page, place = divmod(span.start - 1, PAGE)
-            text = self.places[span.pages[page]][place]
-        texts = []
-        for position, token_id in enumerate(span.token_ids or [self.newest[span.slot]], span.start):
-            text = extended(text, token_id)
-            self.places[span.pages[position // PAGE]][position % PAGE] = text
-            texts.append(text)
-        choices = [Choice(chosen(text)) for text in texts[len(texts) - span.n_wanted :]]
-        if choices:
-            self.newest[span.slot] = choices[-1].token_id
-        return choices
-
-    def check(self, one: Sequence) -> None:
-        """All that a sequence has read is still there."""
-        text = 0
-        for position, token_id in enumerate(one.token_ids(0, min(one.n_computed, one.n_tokens))):
-            text = extended(text, token_id)
-            assert self.places[one.page_table[position // PAGE]][position % PAGE] == text
-
-
-def undisturbed(one: Sequence) -> list[int]:
-    text, output = reduce(extended, one.prompt, 0), list[int]()
-    while len(output) < one.max_tokens and not one.stop_token_ids.intersection(output):
-        output.append(chosen(text))
-        text = extended(text, output[-1])
-    return output
-
-
-sequences = st.builds(
-    Sequence,
-    st.builds(
-        lambda first, n: [first, *[2, 3, 4, 5] * 80][:n],
-        st.integers(0, 3),
-        st.sampled_from([1, 5, 63, 64, 65, 100, 128, 129, 200, 300]),
-    ),
-    st.sampled_from([1, 20, 150]),
-    st.sampled_from([frozenset([STOP]), frozenset[int](), frozenset[int]()]),
-    st.just(GREEDY),
-    owner=st.sampled_from(["A", "A", "B"]),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(sequences, min_size=2, max_size=7),
-    st.sampled_from([8, 10, 64]),  # 8 hold the longest prompt and output
-    st.integers(0, 3),
-    st.sampled_from([0, 1, 5]),
-    st.sampled_from([1, 30, 1000]),
-    st.sampled_from([4, 5, 1000]),
-)
-def test_nothing_disturbs_a_sequence(
-    asked: list[Sequence], n_pages: int, n_ahead: int, speculate: int, max_rows: int, max_wanted: int
-) -> None:
-    """Each sequence gets the output that it has alone, and what it reads in the KV cache is its own text."""
-    s = scheduler(n_pages, max_batch=4, speculate=speculate, max_wanted=max_wanted)
-    device = Device(n_pages, max_batch=4)
-    in_flight: deque[tuple[list[Scheduled], list[list[Choice]]]] = deque()
-    coming = deque(asked)
-    watched = WatchedScheduler()
-    while coming or s.waiting or s.running or in_flight:
-        if coming:
-            s.add(coming.popleft())
-        batch = s.schedule([earlier for earlier, _ in in_flight], max_rows)
-        if batch:
-            in_flight.append((batch, [device.run(scheduled.span) for scheduled in batch]))
-        for one in s.running:
-            device.check(one)
-        read: tuple[list[Scheduled], list[list[Choice]]] = [], []
-        if in_flight and (not batch or len(in_flight) > n_ahead):
-            read = in_flight.popleft()
-            for scheduled, choices in zip(*read, strict=True):
-                s.postprocess(scheduled, choices)
-        check_invariants(s)
-        watched.observe(s, *read, 0)
-    assert watched.violations == []
-    assert len(watched.tokens) == sum(len(one.output) for one in asked)
-    assert [one.output for one in asked] == [undisturbed(one) for one in asked]
-    assert s.pool.n_free == n_pages
-
-
-def check_invariants(s: Scheduler) -> None:
-    assert len({one.slot for one in s.running}) == len(s.running) <= 4
-    for one in s.running:
-        assert one.n_computed <= len(one.page_table) * PAGE
-        assert one.n_computed <= one.n_tokens + one.n_unread
-    assert all(one.slot is None and not one.page_table for one in s.waiting)
-    n_used_pages = len({page for one in s.running for page in one.page_table})
-    assert s.pool.n_free == s.pool.n_pages - n_used_pages

@@ -1,7 +1,7 @@
 """GET /debug/steps over the real server: what the engine did, step by step; what is kept, and who reads it.
 
 That a step shows the scheduler's state is held where a scheduler has most to do: WatchedScheduler of
-helpers/engines.py looks at each step of test_scheduler.py, test_scheduling.py and test_engine.py.
+helpers/engines.py looks at each step of test_scheduling.py and test_engine.py.
 """
 
 import asyncio

@@ -9,6 +9,7 @@ import json
 import re
 import tomllib
 import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from itertools import groupby
@@ -287,6 +288,22 @@ def test_a_response_is_not_steered(client: ClientConnection) -> None:
     assert why_not(events[-1], id_) == "response_already_completed"
     assert {event["stream_id"] for event in events} == {"a"}
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
+
+
+def test_what_steers_a_turn_is_bounded_in_bytes(locked: Server) -> None:
+    """Bug: each was kept until the response ended, and there was no room to count them in: 595 MB."""
+    large = {"type": "response.steer", "input": "x" * 900_000}
+    with locked.websocket(additional_headers=MINE) as client:
+        send(client, RUNS)
+        id_ = json.loads(client.recv(timeout=30))["response"]["id"]
+        for _ in range(14):
+            client.send(json.dumps(large | {"previous_response_id": id_}))
+        codes = Counter[str]()
+        while codes.total() < 14:
+            codes[json.loads(client.recv(timeout=30)).get("error", {}).get("code", "")] += 1
+            del codes[""]  # of other events
+    assert codes.keys() == {"steering_not_supported", "rate_limit_exceeded"}
+    assert codes["steering_not_supported"] < 12  # 16 MB for two keys
 
 
 @pytest.mark.bug("M13")
