@@ -299,12 +299,15 @@ class Known:
     asked_to_delete: bool = False
     cancelled: bool = False
     was_queued: bool = False  # when the last process was killed
+    was_left: bool = (
+        False  # its client has left this process: what has begun ends, and is stored if it is kept
+    )
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a pulse with each object that is seen
 
     def forget(self) -> None:
         """Know no more than that it was accepted."""
         self.status, self.final, self.frames = "queued", b"", {}
-        self.deleted = self.cancelled = self.faulted = False
+        self.deleted = self.cancelled = self.faulted = self.was_left = False
 
     @property
     def is_background(self) -> bool:
@@ -373,6 +376,8 @@ class Laws:
                     continue
                 number += 1
                 has_ended = self.saw_event(known, number, frame)
+                if b"response.output_item.done" in frame and self.world.chance(0.1):
+                    connection.leave()  # while the last event is on its way to the store
             if number - after >= n_wanted:
                 connection.leave()
         if connection.status == 200 and connection.is_whole:
@@ -487,6 +492,7 @@ class Clients:
                 known.accepted = known.is_background
                 self.laws.saw(known, connection.json, connection.body)
         known.news.set()
+        known.was_left = bool(known.id) and not known.faulted and not PROCESS.is_stopping
         if racing:
             await racing
         if connection.is_whole and connection.status not in (200, 429, 503):
@@ -719,6 +725,7 @@ class Simulation:
             self.laws.known.clear()  # it was in memory
         for known in self.laws.known:
             known.was_queued = live.get(known.id) == "queued" and not is_cut
+            known.was_left = False
             known.accepted &= not is_cut
             if known.faulted or is_cut:
                 known.forget()
@@ -851,6 +858,7 @@ class Simulation:
         """Every response is what its events say, in the store too."""
         law = self.world.law
         for known in [known for known in self.laws.known if known.id]:
+            known.accepted |= known.was_left and not known.faulted
             got = await self.clients.get(known)
             if got.status != 200:
                 continue
