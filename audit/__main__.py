@@ -73,7 +73,7 @@ OPTIONS = """
 --write-expect  file    write such a file; it keeps the lines of --expect that still hold
 --junit         file    write a report for CI, as JUnit XML
 --html          file    write a page for people
---compare       files   make one page of several reports that --json has printed
+--compare       files   make one page (--html, or compared.html) of reports that --json has printed
 """
 KINDS: dict[str, Json] = {
     "flag": {"action": "store_true"},
@@ -113,11 +113,7 @@ def main() -> int:
                 print(*report.listed(RULES[name]), sep="\n")
         elif options.compare:
             servers = {path.stem: json.loads(path.read_bytes()) for path in options.compare}
-            page = report.page({"servers": servers})
-            if options.html:
-                options.html.write_text(page, encoding="utf-8")
-            else:
-                print(page)
+            (options.html or Path("compared.html")).write_text(report.page({"servers": servers}), "utf-8")
         elif options.target is None:
             parser.print_help(sys.stderr)
             return 2
@@ -127,11 +123,8 @@ def main() -> int:
             return judge_recording(options)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-    except (OSError, ValueError, NotApplicable, NoReply, AssertionError) as error:
-        print("error:", *str(error).split(), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: stopped before the first verdict", file=sys.stderr)
+    except (OSError, ValueError, NotApplicable, NoReply, AssertionError, KeyboardInterrupt) as error:
+        print("error:", *(str(error) or "stopped before the first verdict").split(), file=sys.stderr)
         return 2
     return 0
 

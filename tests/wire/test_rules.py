@@ -64,6 +64,14 @@ def test_rule(our_peer: Peer, rule: str) -> None:
     assert judge(our_peer, rule) == Result(rule, "pass")
 
 
+def test_clients_are_kept_apart_in_a_small_pool() -> None:
+    """In 32 pages, which change hands all the time; the mutants that leak are seen from outside."""
+    with serve("--kv-memory", "2M") as server:
+        crowded = Peer(server.url + "/v1", "tiny")
+        for rule in ("isolation", "chat-isolation"):
+            assert judge(crowded, rule) == Result(rule, "pass")
+
+
 def test_a_minimal_server_is_not_accused() -> None:
     """What it does not have it may refuse: then the rule does not apply; most rules do."""
     with Minimal() as server:
