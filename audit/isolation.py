@@ -99,9 +99,10 @@ def isolation(peer: Peer) -> None:
     enough_s = peer.seconds_left() / 2
     # 1. Alone, twice: who is told something else has {}, which differs from nothing.
     alone: dict[int, Json] = {}
-    for n in range(len(CODES)):
-        if peer.seconds_left() > enough_s and (answer := told(peer, n)):
-            alone[n] = {} if differ(answer, told(peer, n)) else answer
+    with suppress(NoReply):  # the time is over
+        for n in range(len(CODES)):
+            if peer.seconds_left() > enough_s and (answer := told(peer, n)):
+                alone[n] = {} if differ(answer, told(peer, n)) else answer
     clients = [*alone][1:]
     if not clients:
         raise NotApplicable("clients with codes are refused, or wait too long")
