@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, help="a file that the table is written to, too")
     for flag, (default, about) in {"--repeat": (5, "rounds"), **options}.items():
         nargs = "+" if isinstance(default, list) else None
-        [one] = {type(each) for each in default} if nargs else {type(default or "")}
-        parser.add_argument(flag, type=one, nargs=nargs, default=default, help=about)
+        kind = type(default[0] if nargs else default)
+        parser.add_argument(flag, type=kind, nargs=nargs, default=default, help=about)
     run(parser.parse_args(argv[1:]))
 
 

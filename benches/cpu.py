@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> None:
 
 OPTIONS: Options = {
     **decoding.options("", [128], [32], [1, MAX_BATCH]),
-    "--threads": (os.cpu_count(), "for ours and for llama.cpp"),
+    "--threads": (os.cpu_count() or 1, "for ours and for llama.cpp"),
     "--perplexity": (0, "measure it on so many tokens of prose"),
     "--weights": (["file"], "file, as they are there, or as of server.py: bfloat16, int8, int4"),
 }
