@@ -22,7 +22,7 @@ Rules of this file:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +32,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.websockets import WebSocket
 
+import blocks
 import completions
 import sse
 from background import Registry
 from completions import Chunk
 from event_log import EventLog
 from gateway.remote import RemoteWorker
-from jobs import UNFINISHED, Job, Log, run
+from jobs import UNFINISHED, Job, Log, failure, run
 from request import items, params, query
 from request.body import Parsing, receive
 from request.ids import item_ids, new_id
@@ -51,7 +52,7 @@ from service.metrics import Metrics, Stopwatch
 from service.steps import Steps
 from service.websocket import AS_BODY, Connection
 from store import TERMINAL, Row
-from streaming import SSE_HEADERS, EventStream, JsonAnswer, json_response, while_connected
+from streaming import KEEP_ALIVE, SSE_HEADERS, EventStream, JsonAnswer, json_response, while_connected
 from worker import Prompt
 
 log = logging.getLogger("api")
@@ -100,6 +101,8 @@ class Api:
             ("POST",   "/v1/responses/{id}/cancel",      self.cancel_response),
             ("GET",    "/v1/responses/{id}/input_items", self.list_input_items),
             ("POST",   "/v1/chat/completions",           self.create_completion),
+            ("POST",   "/v1/messages",                   self.create_message),
+            ("POST",   "/v1/messages/count_tokens",      self.count_message_tokens),
             ("GET",    "/v1/models",                     self.list_models),
             ("GET",    "/v1/models/{id:path}",           self.get_model),
             ("GET",    "/health",                        self.health),
@@ -294,36 +297,61 @@ class Api:
     # --- chat completions -----------------------------------------------------------------------------------
 
     async def create_completion(self, http: HttpRequest, visit: Visit) -> Response:
+        """Answer with chunks as they come, or folded to the completion; an upstream's answer is relayed."""
+        prompt = await self._prompt(http, visit, params.from_chat)
+        return await self._answer(http, prompt, self._run_completion, completions.fold, sse.DONE)
+
+    async def _prompt(
+        self, http: HttpRequest, visit: Visit, read: Callable[..., params.Request], **more: Any
+    ) -> Response | Prompt:
+        """Receive a body, and refuse it or make its prompt. `more`: members that the body may lack."""
         parsing = await receive(http, visit)
         visit.set_streams()
-        prompt = await while_connected(self._begin_completion(parsing, visit), http.receive)
-        if isinstance(prompt, Response):  # that of an upstream
-            return prompt
-        headers = self._warning(prompt.request)
-        if prompt.request.stream:
-            event_log = EventLog()
-            task = asyncio.create_task(self._run_completion(prompt, event_log))
-            task.add_done_callback(lambda _: event_log.close())
-            return EventStream(event_log, task, sse.DONE, more_headers=headers)
-        chunks: list[Chunk] = []
-        await while_connected(self._run_completion(prompt, chunks), http.receive)
-        completion = await asyncio.to_thread(completions.fold, chunks)
-        self._refuse_failed(completion.get("error"))
-        return await asyncio.to_thread(json_response, 200, completion, headers)
+        return await while_connected(self._begin_completion(parsing, visit, read, **more), http.receive)
 
-    async def _begin_completion(self, parsing: Parsing, visit: Visit) -> Response | Prompt:
-        """Refuse a body, or make its prompt; an upstream's answer is relayed. Raises BadInput."""
+    async def _begin_completion(
+        self,
+        parsing: Parsing,
+        visit: Visit,
+        read: Callable[..., params.Request] = params.from_chat,
+        **more: Any,
+    ) -> Response | Prompt:
+        """Refuse a body, or make its prompt; an upstream's chat completion is relayed. Raises BadInput."""
         async with parsing as body:
             worker = self.workers.find(params.model_name(body))
-            if isinstance(worker, RemoteWorker):
+            if isinstance(worker, RemoteWorker) and read is params.from_chat:
                 relayed = await asyncio.to_thread(worker.pass_through, body)
                 visit.set_streams(relayed.n_choices)
                 return relayed
             if self.image_texts:
                 body["messages"] = items.with_image_texts(body.get("messages"))
-            request = await visit.call(params.from_chat, body, worker.defaults, visit.owner)
+            request = await visit.call(read, more | body, worker.defaults, visit.owner)
             visit.set_streams(request.n)
         return await worker.prepare(request)
+
+    async def _answer(
+        self,
+        http: HttpRequest,
+        prompt: Response | Prompt,
+        run: Callable[[Prompt, Log], Coroutine[None, None, None]],
+        fold: Callable[[list[Chunk]], Chunk],
+        done: bytes = b"",
+        keep_alive: bytes = KEEP_ALIVE,
+    ) -> Response:
+        """Answer with the chunks or events that `run` makes: as they come, or folded."""
+        if isinstance(prompt, Response):  # that of an upstream
+            return prompt
+        headers = self._warning(prompt.request)
+        if prompt.request.stream:
+            event_log = EventLog()
+            task = asyncio.create_task(run(prompt, event_log))
+            task.add_done_callback(lambda _: event_log.close())
+            return EventStream(event_log, task, done, more_headers=headers, keep_alive=keep_alive)
+        chunks: list[Chunk] = []
+        await while_connected(run(prompt, chunks), http.receive)
+        answer = await asyncio.to_thread(fold, chunks)
+        self._refuse_failed(answer.get("error"))
+        return await asyncio.to_thread(json_response, 200, answer, headers)
 
     async def _run_completion(self, prompt: Prompt, event_log: Log) -> None:
         """Run all choices of a prompt; their chunks go to the log as they come."""
@@ -347,6 +375,31 @@ class Api:
             log.exception("a chat completion failed")
             event_log.extend(chunks.feed(0, UNFINISHED))
         event_log.extend(chunks.end())
+
+    # --- messages -------------------------------------------------------------------------------------------
+
+    async def create_message(self, http: HttpRequest, visit: Visit) -> Response:
+        """Answer POST /v1/messages with events as they come, or folded to the message."""
+        prompt = await self._prompt(http, visit, params.from_messages)
+        return await self._answer(http, prompt, self._run_message, blocks.fold, keep_alive=blocks.PING)
+
+    async def count_message_tokens(self, http: HttpRequest, visit: Visit) -> Response:
+        prompt = await self._prompt(http, visit, params.from_messages, max_tokens=1)
+        assert not isinstance(prompt, Response)  # only chat completions are relayed
+        return json_response(200, {"input_tokens": await prompt.count_tokens()})
+
+    async def _run_message(self, prompt: Prompt, event_log: Log) -> None:
+        """Run a prompt; the events of its message go to the log as they come. Raises what refuses it."""
+        request = prompt.request
+        head = {"id": new_id("msg"), "model": self.workers.spoken_name(request.model)}
+        builder = blocks.Builder(head, new_id, items.sealer(self.secret, request.owner, "thinking").dumps)
+        sealer = items.sealer(self.secret, request.owner, "compaction")
+        try:
+            await run(prompt, builder.feed, event_log, Stopwatch(self.metrics), sealer)
+        except Exception as error:
+            if builder.state == "start":
+                raise
+            event_log.extend(builder.feed(failure(error, head["id"])))
 
     # --- models, health -------------------------------------------------------------------------------------
 

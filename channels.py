@@ -113,6 +113,8 @@ class Usage:
 class Accepted:
     """The first thing a worker says of a request: it cannot be refused any more."""
 
+    input_tokens: int = 0  # of its prompt; 0: only the upstream can count them
+
 
 class Finish(NamedTuple):
     """The last thing a worker says of a request."""
@@ -121,6 +123,7 @@ class Finish(NamedTuple):
     usage: Usage | None = None
     message: str = ""  # what went wrong, if the reason is "failed"
     code: str = "server_error"
+    stop_sequence: str = ""  # the stop string that ended it
 
 
 def is_object(arguments: str) -> bool:
@@ -391,6 +394,7 @@ class Parser:
     ) -> None:
         self.state = state
         self.stopped = False
+        self.stop_sequence = ""  # the one that stopped it
         self._dialect = dialect
         self._schemas = schemas or {}
         self._one_call = one_call
@@ -580,6 +584,7 @@ class Parser:
             if isinstance(part, str):
                 self._show(self._trimming.release())
                 self.stopped = True
+                self.stop_sequence = part
                 return
             self._show(self._trimming.without_trailing(part))
 

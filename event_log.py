@@ -6,8 +6,8 @@
 Authority: https://platform.openai.com/docs/guides/background for what a reader may ask for.
 
 Rules of this file:
-1. An event's number is its place in the log: 0, 1, 2, ... without a gap. The chunks of a completion have
-   none.
+1. An event's number is its place in the log: 0, 1, 2, ... without a gap. Chunks of a completion and
+   events of a message have none.
 2. An event is encoded when it is appended, together with the response object in it; background.py encodes
    those that must be in the store before that. Readers, the store and GET share those bytes, and nothing
    can change them.
@@ -44,7 +44,7 @@ def encode_event(number: int, event: Event) -> Entry:
     """Encode an event, or a chunk of chat: rule 2. Raises ValueError for what JSON cannot say."""
     numbered = event
     status = response_json = ""
-    if "type" in event:
+    if event.get("type", "").startswith("response."):
         numbered = {"type": event["type"], "sequence_number": number, **event}
     if "response" in event:
         status = event["response"]["status"]

@@ -48,6 +48,14 @@ SHUT_DOWN = Finish("failed", message="The server is shutting down.")
 INTERRUPTED = Finish("failed", message="interrupted by a restart")
 
 
+def failure(error: Exception, id: str) -> Finish:
+    """Return how an answer ends whose run has raised after it was accepted."""
+    if isinstance(error, BadInput):
+        return Finish("failed", None, error.message, error.late_code)
+    log.error("the run of %s failed", id, exc_info=error)
+    return UNFINISHED
+
+
 # --- the way of a token -------------------------------------------------------------------------------------
 
 
@@ -176,10 +184,7 @@ class Job:
             except Exception as error:
                 if not self.log.status:  # no event yet: the error becomes the answer to the request
                     raise
-                if isinstance(error, BadInput):
-                    self.finish = Finish("failed", None, error.message, error.late_code)
-                else:
-                    log.exception("the run of %s failed", self.row.id)
+                self.finish = failure(error, self.row.id)
             finally:
                 if self.finish and self.log.status:
                     await self.end(self.finish)

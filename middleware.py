@@ -40,11 +40,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api import Api
 from request.ids import REQUEST_ID, new_id
-from request.refusals import MAX_SHOWN, BadInput, shown
+from request.refusals import MAX_SHOWN, BadInput, error_body, messages_error, shown
 from request.room import Rooms
 from service import webpage
 from service.metrics import Metrics
-from streaming import error_response
+from streaming import json_response
 
 log = logging.getLogger("middleware")
 
@@ -109,7 +109,8 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
             if "headers" in message:  # the start of a reply, or of a WebSocket
                 unanswered.discard(request_id)
                 status = message.get("status", SWITCHING_PROTOCOLS)
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                ids = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
         try:
@@ -154,10 +155,11 @@ class Keys:
         if not self._digests:
             return ""
         offered = OFFERED_KEY.search(headers.get("sec-websocket-protocol", ""))
-        key = BEARER.fullmatch(headers.get("authorization", "").strip()) or offered
+        bearer = BEARER.fullmatch(headers.get("authorization", "").strip()) or offered
+        key = bearer[1] if bearer else headers.get("x-api-key")  # Anthropic's
         if not key:
             return None
-        owner = digest(key[1])
+        owner = digest(key)
         matches = [hmac.compare_digest(owner, each) for each in self._digests]  # with all of them: rule 2
         return owner if any(matches) else None
 
@@ -176,10 +178,10 @@ def turned_away(
             f"This server has no API keys, and answers only where it is called by its address or a name that "
             f"it knows, not by {shown(host)}: start it with --allowed-host NAME, or with --api-key KEY."
         )
-        return error_response(421, message, None, "host_not_allowed")
+        return error_response(scope, 421, message, None, "host_not_allowed")
     if not scope["visit"].has_key and scope["path"] not in KEYLESS_PATHS:
-        message = "Incorrect or missing API key: send 'Authorization: Bearer KEY'."
-        response = error_response(401, message, None, "invalid_api_key")
+        message = "Incorrect or missing API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'."
+        response = error_response(scope, 401, message, None, "invalid_api_key")
         response.headers["WWW-Authenticate"] = "Bearer"  # "MUST send": RFC 9110, section 15.5.2
         return response
     is_socket = scope["type"] == "websocket" and scope["path"] == "/v1/responses"
@@ -189,7 +191,7 @@ def turned_away(
             "There is no WebSocket here: expected its handshake (RFC 6455, section 4.1) as GET "
             "/v1/responses, or POST /v1/responses, with stream=true for events."
         )
-        response = error_response(426, message, None, "unsupported_protocol")
+        response = error_response(scope, 426, message, None, "unsupported_protocol")
         response.headers.update({"Upgrade": "HTTP/1.1", "Connection": "Upgrade"})  # section 15.5.22
         return response
     origin = headers.get("origin", "")
@@ -199,7 +201,7 @@ def turned_away(
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if is_socket or (scope["method"] == "POST" and content_type != "application/json"):
         expected = "Expected 'Content-Type: application/json', or a site that --cors-origin names"
-        return error_response(403, f"{expected}; got {shown(origin)}.", None, "origin_not_allowed")
+        return error_response(scope, 403, f"{expected}; got {shown(origin)}.", None, "origin_not_allowed")
     return None
 
 
@@ -214,11 +216,23 @@ def is_ours(host: str | None, names: Set[str]) -> bool:
 # --- errors -------------------------------------------------------------------------------------------------
 
 
+def error_response(
+    scope: Scope, status: int, message: str, param: str | None = None, code: str | None = None
+) -> Response:
+    """Return an error in the form of the API that was called."""
+    body = error_body(status, message, param, code)
+    if scope["path"].startswith("/v1/messages"):
+        body = messages_error(status, message, code, REQUEST_ID.get())
+    return json_response(status, body)
+
+
 async def on_error(http: HttpRequest, error: Exception) -> Response:
     """Answer any exception with an error object."""
     match error:
         case BadInput():
-            response = error_response(error.status, error.message, error.param, error.code or None)
+            response = error_response(
+                http.scope, error.status, error.message, error.param, error.code or None
+            )
             if error.retry_after:
                 response.headers["Retry-After"] = error.retry_after
             return response
@@ -228,8 +242,8 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
             if error.status_code == 404:
                 paths = dict.fromkeys(route.path for route in routes)
                 message = f"{message}; there is {', '.join(paths)}"
-                return error_response(404, message, None, "unknown_url")
-            response = error_response(error.status_code, message, None, "method_not_allowed")
+                return error_response(http.scope, 404, message, None, "unknown_url")
+            response = error_response(http.scope, error.status_code, message, None, "method_not_allowed")
             # Of all routes with this path, while Starlette names the first one's: RFC 9110, section 15.5.6.
             allowed = [route.methods for route in routes if route.matches(http.scope)[0] is Match.PARTIAL]
             response.headers["Allow"] = ", ".join(sorted(set().union(*allowed)))
@@ -238,4 +252,4 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
             return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left
         case _:
             message = f"{type(error).__name__} in the server; its log has the details."
-            return error_response(500, message, None, "server_error")
+            return error_response(http.scope, 500, message, None, "server_error")

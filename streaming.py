@@ -1,7 +1,7 @@
 """Answers over HTTP: a log as a stream of server-sent events, or one JSON object; clients that disconnect.
 
     EventLog --EventStream--> frames as they come           JSON text --JsonAnswer--> an answer, in pieces
-    status, message --error_response()--> an error          work --while_connected()--> its result
+    work --while_connected()--> its result
 
 Authority: https://platform.openai.com/docs/guides/error-codes; https://asgi.readthedocs.io for disconnects.
 
@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 import sse
 from event_log import EventLog
-from request.refusals import RETRY_AFTER_S, error_body
+from request.refusals import RETRY_AFTER_S
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ PIECE_BYTES = 64 * 1024  # a piece of a large answer: about what a connection ta
 # A stream is silent for twice as long at most: "a comment line [...] every 15 seconds or so", says
 # html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 KEEP_ALIVE_S = 7.5
+
+KEEP_ALIVE = sse.comment("keep-alive")
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),  # open-metadata/OpenMetadata#29532
@@ -68,10 +70,6 @@ def json_response(status: int, body: Any, headers: Mapping[str, str] | None = No
     return JsonAnswer(sse.dumps(body), status, headers)
 
 
-def error_response(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
-    return json_response(status, error_body(status, message, param, code))
-
-
 @dataclass(eq=False)
 class EventStream(Response):
     """Answers with the events of a log that follow number `after`, as they come, then with `done`.
@@ -86,6 +84,7 @@ class EventStream(Response):
     done: bytes = b""
     after: int = -1
     more_headers: Mapping[str, str] | None = None
+    keep_alive: bytes = KEEP_ALIVE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -102,7 +101,7 @@ class EventStream(Response):
                 await self.task  # raises the refusal while an HTTP status can still say it
         headers = [*SSE_HEADERS, *Headers(self.more_headers).raw]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with kept_alive(send) as write, aclosing(self.log.read(self.after)) as logged:
+        async with kept_alive(send, self.keep_alive) as write, aclosing(self.log.read(self.after)) as logged:
             async for frames in logged:
                 await write(b"".join(frames))
         if self.task:
@@ -156,12 +155,10 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 
 # --- a stream that is silent --------------------------------------------------------------------------------
 
-KEEP_ALIVE = sse.comment("keep-alive")
-
 
 @asynccontextmanager
-async def kept_alive(send: Send) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """Yield what writes frames of a body; while none come, write comments: proxies close silent streams."""
+async def kept_alive(send: Send, frame: bytes) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+    """Yield what writes frames of a body; while none come, write `frame`: proxies close silent streams."""
     loop = asyncio.get_running_loop()
     is_silent = True
     comments: list[asyncio.Task[None]] = []  # none, or the last one
@@ -176,7 +173,7 @@ async def kept_alive(send: Send) -> AsyncIterator[Callable[[bytes], Awaitable[No
         """Write a comment after a silence, if the client has read the one before it."""
         nonlocal is_silent, timer
         if is_silent and all(comment.done() for comment in comments):
-            comments[:] = [loop.create_task(write(KEEP_ALIVE))]
+            comments[:] = [loop.create_task(write(frame))]
         is_silent = True
         timer = loop.call_later(KEEP_ALIVE_S, look)
 

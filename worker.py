@@ -185,18 +185,21 @@ class LocalPrompt(NamedTuple):
             REQUEST_ID.get(),
         )
 
+        accepted = Accepted(
+            len(self.token_ids)
+        )  # prepare() has checked everything: only an upstream may refuse
         is_queued = self.request.background  # until it is in a step
 
         def feed(step: StepOutput) -> bool:
             nonlocal is_queued
             if is_queued:
                 is_queued = False
-                take([Accepted()])
+                take([accepted])
             take(answer.feed(step))
             return not answer.has_finished
 
         if not is_queued:
-            take([Accepted()])  # prepare() has checked everything: only an upstream may still refuse in run()
+            take([accepted])
         try:
             await self.worker.engine.generate(sequence, feed)
         except asyncio.CancelledError:
@@ -422,7 +425,8 @@ class Answer:
             said += self._parser.close(cut=end != "stop")
             reason = "stop" if self._parser.stopped else end
             self.has_finished = True
-            said.append(Finish(reason, self._usage, step.message))
+            stop_sequence = self._parser.stop_sequence
+            said.append(Finish(reason, self._usage, step.message, stop_sequence=stop_sequence))
         return said
 
     def _feed_token(self, token: Choice) -> list[Output]:

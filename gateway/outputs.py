@@ -82,6 +82,9 @@ class Outputs:
             self._send(self._call)
         if choice.get("finish_reason") in CUT:
             self._finish = Finish(choice["finish_reason"])
+        stop = choice.get("stop_reason") or choice.get("matched_stop")  # vLLM's name, and SGLang's
+        if isinstance(stop, str):  # of a stop token it is the id
+            self._finish = self._finish._replace(stop_sequence=stop)
 
     # --- logprobs -------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
         # At 0 llama.cpp sends no logprobs at all; left out, it sends 20 alternatives.
         "top_logprobs":         request.n_top_logprobs or None,
         "chat_template_kwargs": request.template_kwargs or None,
-        "reasoning_effort":     (request.echo.get("reasoning") or {}).get("effort"),
+        "reasoning_effort":     request.reasoning_effort,
         "response_format":      response_format(request),
         "parallel_tool_calls":  None if request.parallel_tool_calls or not request.tools else False,
     }
@@ -108,8 +108,8 @@ def marked(tools: list[dict[str, Any]], request: Request) -> list[dict[str, Any]
 
 def response_format(request: Request) -> dict[str, Any] | None:
     """Return the format of the text in chat's form; None: the text is free."""
-    members = request.echo["text"]["format"] | {}
-    kind = members.pop("type")
+    members = request.response_format | {}
+    kind = members.pop("type", "text")
     if kind == "text":
         return None
     return {"type": kind} | ({kind: members} if members else {})

@@ -2,6 +2,7 @@
 
     items, instructions, chain --from_responses()--> [Message, ...]
     messages                   --from_chat()-------> [Message, ...]
+    system, messages           --from_blocks()-----> [Message, ...]
 
     reasoning "Hm.", message "Sure.", function_call f, function_call_output "42"
       --> {role: assistant, reasoning_content: "Hm.", content: "Sure.", tool_calls: [f]}, {role: tool, "42"}
@@ -25,6 +26,7 @@ Rules of this file:
 """
 
 import copy
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -42,7 +44,7 @@ from request.tool_items import (
     TOOL_ITEMS,
 )
 from request.tools import CLIENT_TOOLS, DeclaredTool, as_json, called_name, flat, read_tool
-from request.validation import Object, Place, list_of, one_of, place, text, text_or_array
+from request.validation import Object, Place, boolean, list_of, mapping, one_of, place, text, text_or_array
 
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
 
@@ -53,9 +55,13 @@ Message = Object  # role, content (a string); reasoning_content, tool_calls; too
 
 
 class Conversation:
-    """The messages so far, as a chat template takes them; texts that become one are joined at the end."""
+    """The messages so far, as a chat template takes them; texts that become one are joined at the end.
 
-    def __init__(self) -> None:
+    With `joins_users` what the user says without an answer in between is one message, too.
+    """
+
+    def __init__(self, joins_users: bool = False) -> None:
+        self._joins_users = joins_users
         self._messages: list[Message] = []
         self._current: Message = {}  # the last turn; {}: results of its calls have come
         self._n_calls = 0
@@ -69,7 +75,8 @@ class Conversation:
 
         A turn of the assistant is one message, and so is what the system says at one place (rules 1 and 2).
         """
-        if role == "user" or self._current.get("role") != role:
+        is_apart = role == "user" and not self._joins_users
+        if is_apart or self._current.get("role") != role:
             self._current = {"role": role, "content": []}
             self._messages.append(self._current)
         return self._current
@@ -135,7 +142,7 @@ PART_TEXTS = {
     "refusal":        "refusal",
 }
 # fmt: on
-IMAGES = ("input_image", "image_url")  # types of parts
+IMAGES = ("input_image", "image_url", "image")  # types of parts
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 objects = list_of(place, MAX_ITEMS)
@@ -145,13 +152,14 @@ def content_text(content: Any, path: str) -> str:
     """Return the text of a string, or of an array of parts: a line each, as vLLM and llama.cpp join them."""
     if isinstance(text_or_array(content, path), str):
         return str(content)
-    lines = []
-    for part in objects(content, path):
-        if part.members.get("type") in IMAGES:
-            raise no_images(f"{part.path}.type")
-        member = PART_TEXTS[part.need("type", one_of(*PART_TEXTS))]
-        lines.append(part.need(member, text))
-    return "\n".join(lines)
+    return "\n".join(map(part_text, objects(content, path)))
+
+
+def part_text(part: Place) -> str:
+    if part.members.get("type") in IMAGES:
+        raise no_images(f"{part.path}.type")
+    member = PART_TEXTS[part.need("type", one_of(*PART_TEXTS))]
+    return str(part.need(member, text))
 
 
 def add_message(conversation: Conversation, message: Place) -> None:
@@ -309,6 +317,54 @@ def arguments_as_text(messages: list[Message]) -> list[Message]:
             function = call["function"]
             function["arguments"] = as_json(function["arguments"])
     return copies
+
+
+# --- Messages: content blocks -------------------------------------------------------------------------------
+
+
+# Claude Code's first words, of which some change with each request: the prefix cache would hold nothing.
+# https://github.com/anthropics/claude-code/issues/68900
+BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?")
+
+
+def from_blocks(messages: list[Place], system: str) -> list[Message]:
+    """Return the messages of a request of the Messages API; raises BadInput.
+
+    "Consecutive `user` or `assistant` turns in your request will be combined into a single turn."
+    """
+    conversation = Conversation(joins_users=True)
+    if system := BILLING.sub("", system):
+        conversation.add_text("system", system)
+    for message in messages:
+        role = message.need("role", one_of("user", "assistant", "system"))
+        content = message.need("content", text_or_array)
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        for block in objects(content, f"{message.path}.content"):
+            add_block(conversation, role, block)
+    made = conversation.close("messages")
+    if made[-1]["role"] == "assistant":
+        why = "This model does not support assistant message prefill."
+        raise BadInput(f"{why} The conversation must end with a user message.", param="messages")
+    return made
+
+
+def add_block(conversation: Conversation, role: str, block: Place) -> None:
+    match block.members.get("type"):
+        case "thinking":
+            conversation.add_text("assistant", block.need("thinking", text), "reasoning_content")
+        case "redacted_thinking":
+            pass  # only the server that has said it can read it
+        case "tool_use":
+            written = as_json(block.need("input", mapping))
+            conversation.add_call(block.need("id", text), block.need("name", text), written)
+        case "tool_result":
+            result = block.get("content", content_text, "")
+            if block.get("is_error", boolean, False):
+                result = f"Error: {result}"
+            conversation.add_result(block.need("tool_use_id", text), result, f"{block.path}.tool_use_id")
+        case _:
+            conversation.add_text(role, part_text(block))
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
     body of POST /v1/responses         --from_responses()--> Request
     body of POST /v1/chat/completions  --from_chat()-------> Request
+    body of POST /v1/messages          --from_messages()---> Request
 
 A new parameter is one row of COMMON (both APIs), RESPONSES or CHAT: the check of its value, its default, and
 whether the response object repeats it. One that is only to be refused is a name in NOT_BUILT. What a
@@ -26,12 +27,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from request import messages
-from request.refusals import BadInput, shown, wrong_value
+from request.refusals import BadInput, missing, shown, wrong_value
 from request.tools import (
     MAX_TOOLS,
     DeclaredTool,
     StructuredOutput,
     Tool,
+    read_client_tool,
     read_tool,
     structured_output,
     text_format,
@@ -40,6 +42,7 @@ from request.tools import (
 from request.validation import (
     Check,
     Object,
+    Place,
     boolean,
     hint,
     integer,
@@ -49,6 +52,7 @@ from request.validation import (
     number,
     one_of,
     pairs_of,
+    place,
     refused,
     string,
     text,
@@ -69,6 +73,8 @@ class Request:
     messages: list[messages.Message]
     tools: list[Object]  # as chat templates take them, even if tool_choice is none
     called: dict[str, Tool]  # tools that may be called, by their names in `tools`; {}: tool_choice is none
+    response_format: Object  # of the text, in Responses' form, as an upstream is asked for it
+    reasoning_effort: str | None
     structured_output: StructuredOutput | None  # None: the model may say anything
     named_call: bool  # tool_choice names the one tool to call
     stream: bool
@@ -139,6 +145,23 @@ EFFORTS = {
     "max":     "high",
 }
 # fmt: on
+
+# fmt: off
+#   thinking.type     effort, if output_config has none
+THINKING = {
+    "enabled":        "high",
+    "adaptive":       "high",
+    "between_tools":  "low",
+    "disabled":       "none",
+}
+#   tool_choice.type  in chat completions; "tool" names one
+TOOL_CHOICES = {
+    "auto":           "auto",
+    "any":            "required",
+    "none":           "none",
+    "tool":           "function",
+}
+# fmt: on
 MAX_NOT_RUN = 8  # names in Request.not_run
 MAX_NAME = 64  # characters of each
 SERVICE_TIER = "default"  # the only one here
@@ -169,6 +192,11 @@ NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_ge
 reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
 stream_options = members(include_usage=boolean)
+thinking = members(type=one_of(*THINKING), budget_tokens=count, display=text)
+output_config = members(
+    effort=one_of(*EFFORTS),
+    format=members(type=one_of("json_schema"), schema=mapping),
+)
 
 NOT_HERE = "It is not built here: leave it out."
 TOOLS_INSTEAD = "It is not built here: there are 'tools' and 'tool_choice'."
@@ -238,6 +266,23 @@ RESPONSES = COMMON | {
     "n":                      Parameter(refused("A response is one answer; ask for each.", 1), 1),
     "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
     **{old: Parameter(refused(f"In the Responses API it is '{new}'.")) for old, new in MOVED.items()},
+}
+
+# The parameters of others that Messages takes: all but those that Anthropic has by another name.
+SHARED = (*SAMPLING, "model", "stream", "stop_token_ids", "ignore_eos", "chat_template_kwargs")
+
+MESSAGES = {name: COMMON[name] for name in SHARED} | {
+    "messages":               Parameter(messages.objects,                []),
+    "system":                 Parameter(messages.content_text,           ""),
+    "max_tokens":             Parameter(integer(0, 2**31)),  # 0: the prompt is computed, nothing is said
+    "stop_sequences":         Parameter(list_of(string(1, MAX_STOP), 64), []),
+    "tools":                  Parameter(list_of(read_client_tool, MAX_TOOLS), []),
+    "tool_choice":            Parameter(place,                           Place({"type": "auto"}, "")),
+    "thinking":               Parameter(thinking,                        {}),
+    "output_config":          Parameter(output_config,                   {}),
+    "service_tier":           Parameter(hint),
+    "metadata":               Parameter(hint),
+    "cache_control":          Parameter(hint),  # the prefix cache needs none
 }
 
 CHAT = COMMON | {
@@ -325,6 +370,41 @@ def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
         raise wrong_value("top_logprobs", "'logprobs' to be true when it is set", values["top_logprobs"])
     values["messages"] = messages.from_chat(values["messages"])
     return request(values, "response_format.json_schema.schema", [])
+
+
+def from_messages(body: Any, defaults: Defaults, owner: str = "") -> Request:
+    """Check a body of POST /v1/messages; raises BadInput."""
+    values = {name: row.default for name, row in COMMON.items()} | read(MESSAGES, body, defaults, owner)
+    if values["max_tokens"] is None:
+        raise missing("max_tokens")
+    choice: Place = values["tool_choice"]
+    calls: Any = TOOL_CHOICES[choice.need("type", one_of(*TOOL_CHOICES))]
+    if calls == "function":
+        calls = {"type": calls, "name": choice.need("name", text)}
+    blocks = [block for each in values["messages"] for block in each.members.get("content", ())]
+    not_run = [f"thinking.{name}" for name in ("budget_tokens", "display") if name in values["thinking"]]
+    if any(isinstance(block, dict) and block.get("type") == "redacted_thinking" for block in blocks):
+        not_run.append("redacted_thinking")  # only the server that has said it can read it
+    config = values["output_config"]
+    effort = THINKING.get(values["thinking"].get("type"))
+    if effort != "none":
+        effort = config.get("effort", effort)
+    by_chats_names = {
+        "messages": messages.from_blocks(values["messages"], values["system"]),
+        "echo": {},
+        "n": 1,
+        "max_tokens": values["max_tokens"] or 1,
+        "generate": values["max_tokens"] > 0,
+        "stop": values["stop_sequences"],
+        "explicit": values["explicit"] | ({"stop"} if values["stop_sequences"] else set()),
+        "tool_choice": calls,
+        "parallel_tool_calls": not choice.get("disable_parallel_tool_use", boolean, False),
+        "logprobs": False,
+        "response_format": {"name": "answer", **config["format"]} if "format" in config else {},
+        "reasoning_effort": effort,
+        "not_run": values["not_run"] + not_run,
+    }
+    return request(values | by_chats_names, "output_config.format.schema", [])
 
 
 def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Request:

@@ -1,8 +1,10 @@
 """Refusals: what is wrong with a request, and the error object and status that say so.
 
     what came --wrong_type(), ...--> BadInput --error_body()--> {"error": {message, type, param, code}}
+                                              --messages_error()--> that of the Messages API
 
-Authority: https://platform.openai.com/docs/guides/error-codes; openai-openapi, `Error`.
+Authority: https://platform.openai.com/docs/guides/error-codes; openai-openapi, `Error`;
+https://platform.claude.com/docs/en/api/errors
 
 Rules of this file:
 1. null means absent: a null in place of a required value is a missing value, never one of a wrong type.
@@ -103,6 +105,18 @@ ERROR_TYPES = {
     401:    "authentication_error",
     429:    "rate_limit_error",
 }
+
+#  status   type in the Messages API
+MESSAGES_TYPES = {
+    401:    "authentication_error",
+    403:    "permission_error",
+    404:    "not_found_error",
+    413:    "request_too_large",
+    429:    "rate_limit_error",
+    500:    "api_error",
+    502:    "api_error",
+    503:    "overloaded_error",
+}
 # fmt: on
 
 RETRY_AFTER_S = {429: 10, 503: 10}  # seconds, by status: these may be tried again
@@ -115,3 +129,11 @@ def error_body(
     others = "server_error" if status >= 500 else "invalid_request_error"
     type_ = ERROR_TYPES.get(status, others)
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+
+
+def messages_error(status: int, message: str, code: str | None, request_id: str) -> dict[str, Any]:
+    """Return the body of an error of the Messages API."""
+    if code == "context_length_exceeded":  # by these words Claude Code knows that it has to compact
+        message = f"prompt is too long: {message}"
+    error = {"type": MESSAGES_TYPES.get(status, "invalid_request_error"), "message": message}
+    return {"type": "error", "error": error, "request_id": request_id}

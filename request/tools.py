@@ -182,6 +182,16 @@ def read_tool(value: Any, path: str, namespace: str = "") -> DeclaredTool:
     return DeclaredTool(echo, [made._replace(custom=True, grammar=grammar)])
 
 
+def read_client_tool(value: Any, path: str) -> DeclaredTool:
+    """Read an entry of `tools` in the Messages API, where `custom`, or no type, is a function."""
+    tool = place(value, path)
+    if tool.get("type", text, "custom") != "custom":
+        return DeclaredTool(tool.members, [])  # rule 3
+    name, schema = tool.need("name", identifier), tool.need("input_schema", mapping)
+    made = Tool(name, "", tool.get("description", text, None), schema, tool.get("strict", boolean, False))
+    return DeclaredTool(tool.members, [made])
+
+
 # --- tool_choice --------------------------------------------------------------------------------------------
 
 Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools

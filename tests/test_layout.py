@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "sse":             set(),
     "store":           set(),
     "responses":       {"channels", "sse"},
+    "blocks":          {"channels", "responses", "sse"},
     "tokenizer":       {"channels"},
     "audit":           set(),
     "model":           {"checkpoint", "sampling"},
@@ -52,7 +53,7 @@ MAY_IMPORT = {
     "service":         {"background", "channels", "checkpoint", "devices", "dialects", "engine", "gateway",
                         "jobs", "model", "request", "responses", "sampling", "scheduler", "sse", "store",
                         "streaming", "tokenizer", "worker"},
-    "api":             {"background", "completions", "event_log", "gateway", "jobs", "request",
+    "api":             {"background", "blocks", "completions", "event_log", "gateway", "jobs", "request",
                         "responses", "service", "sse", "store", "streaming", "worker"},
     "middleware":      {"api", "request", "service", "streaming"},
     "bench":           set(),
@@ -155,14 +156,14 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           32_700,  # the root, bench.py too
-    "audit":      21_800,
+    "":           34_400,  # the root, bench.py too; blocks.py and its endpoints took what benches/ gave back
+    "audit":      21_800,  # with the rules on a crowd, and what makes a run stand in a CI
     "benches":     7_200,
     "checkpoint": 10_400,
     "devices":    17_500,
     "dialects":    8_400,
-    "gateway":     9_660,
-    "request":    15_000,
+    "gateway":     9_700,
+    "request":    16_150,  # bodies of three APIs
     "service":     8_200,
 }
 # fmt: on

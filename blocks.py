@@ -1,0 +1,230 @@
+"""Deltas to the events of the Messages API: one content block after another; events to the whole message.
+
+    [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the message
+
+Authority: https://platform.claude.com/docs/en/build-with-claude/streaming and the event types of the
+`anthropic` package.
+
+Why a builder of its own, and not a translation of the events of responses.py: a block has one index, no part
+and no closing copy of its text, so a translator would know both grammars and hold back what only one needs.
+
+Rules of this file:
+1. The answer without `stream` is the fold of the same events.
+2. Every event is made by `Builder._event`, where GRAMMAR decides whether it may come now. `Builder._stop`
+   alone stops a block; a block that says nothing is not started.
+3. A thinking block ends with its signature, also if a limit has cut it: clients drop those without one.
+4. Counts of tokens are totals: those of message_delta replace those of message_start. What the prefix cache
+   held is not among the input_tokens.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import sse
+from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, Usage, is_object
+from responses import IllegalEvent
+
+Event = dict[str, Any]  # as on the wire
+
+PING = sse.encode(sse.dumps({"type": "ping"}), "ping")  # keeps a silent stream alive
+
+# What a model says, the events that are made of it, and the state after each:
+#
+#     Accepted(usage)             message_start                               between
+#     Delta("analysis", "Hm.")    content_block_start 0 thinking              thinking
+#                                 content_block_delta 0 thinking_delta        thinking
+#     Delta("final", "Hi")        content_block_delta 0 signature_delta       signed
+#                                 content_block_stop 0                        between
+#                                 content_block_start 1 text                  text
+#                                 content_block_delta 1 text_delta            text
+#     Finish("stop")              content_block_stop 1                        between
+#                                 message_delta                               ending
+#                                 message_stop                                end
+
+# --- the tables ---------------------------------------------------------------------------------------------
+
+# fmt: off
+#  (state,      event, and the block or delta in it)       next state
+GRAMMAR = {
+    ("start",    "message_start"):                         "between",
+
+    ("between",  "content_block_start thinking"):          "thinking",
+    ("thinking", "content_block_delta thinking_delta"):    "thinking",
+    ("thinking", "content_block_delta signature_delta"):   "signed",
+    ("signed",   "content_block_stop"):                    "between",
+
+    ("between",  "content_block_start text"):              "text",
+    ("text",     "content_block_delta text_delta"):        "text",
+    ("text",     "content_block_stop"):                    "between",
+
+    ("between",  "content_block_start tool_use"):          "tool_use",
+    ("tool_use", "content_block_delta input_json_delta"):  "tool_use",
+    ("tool_use", "content_block_stop"):                    "between",
+
+    ("between",  "message_delta"):                         "ending",
+    ("ending",   "message_stop"):                          "end",
+    ("between",  "error"):                                 "end",
+}
+
+
+class BlockKind(NamedTuple):
+    """How the blocks of one kind start and grow."""
+
+    block: Event  # when it starts; a call's has an id and a name too
+    delta: str    # type of its deltas
+    member: str   # of a delta: more of the block's text
+
+
+THOUGHT = BlockKind({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking")
+TEXT    = BlockKind({"type": "text", "text": ""},                          "text_delta",     "text")
+CALL    = BlockKind({"type": "tool_use", "input": {}},                     "input_json_delta", "partial_json")
+
+#   channel        block
+KINDS = {
+    "analysis":    THOUGHT,
+    "commentary":  TEXT,
+    "final":       TEXT,
+    "refusal":     TEXT,
+}
+
+#   finish reason    stop_reason
+STOP_REASONS = {
+    "stop":           "end_turn",
+    "length":         "max_tokens",
+    "content_filter": "refusal",
+}
+# fmt: on
+
+
+# --- the builder --------------------------------------------------------------------------------------------
+
+
+class Builder:
+    """Builds one message.
+
+    `head`: its id and model. `new_id(prefix)` draws an id; `seal(text)` makes the signature of a thought.
+    """
+
+    def __init__(self, head: Event, new_id: Callable[[str], str], seal: Callable[[str], str]) -> None:
+        self.state = "start"
+        self._head = head
+        self._new_id = new_id
+        self._seal = seal
+        self._index = -1  # of the newest block
+        self._open: BlockKind | None = None
+        self._thought: list[str] = []  # of the open block
+        self._end = "end_turn"  # the stop_reason, unless a limit or a stop sequence ends the message
+
+    def feed(self, said: Accepted | Output | Compaction | Finish) -> list[Event]:
+        """Return the events of one thing that the client is shown."""
+        match said:
+            case Accepted(n_tokens):
+                usage = usage_object(Usage(n_tokens, 0))
+                end = {"stop_reason": None, "stop_sequence": None, "usage": usage}
+                message = {"type": "message", "role": "assistant", **self._head, "content": [], **end}
+                return [self._event("message_start", message=message)]
+            case Delta(channel, text):
+                if channel == "refusal":
+                    self._end = "refusal"
+                started = [] if not text or self._open is KINDS[channel] else self._start(KINDS[channel], {})
+                return [*started, *self._grow(text)]
+            case Call(name):
+                self._end = "tool_use"
+                return self._start(CALL, {"id": self._new_id("toolu"), "name": name})
+            case Arguments(text):
+                return self._grow(text)
+            case Finish("failed"):
+                error = {"type": "api_error", "message": said.message}
+                return [*self._stop(), self._event("error", error=error)]
+            case Finish(reason, usage):
+                stopped = self._stop()
+                why = self._end if reason == "stop" else STOP_REASONS[reason]
+                if said.stop_sequence:
+                    why = "stop_sequence"
+                delta = {"stop_reason": why, "stop_sequence": said.stop_sequence or None}
+                ended = self._event("message_delta", delta=delta, usage=usage_object(usage or Usage(0, 0)))
+                return [*stopped, ended, self._event("message_stop")]
+            case Close():
+                return self._stop()
+        return []
+
+    def _start(self, kind: BlockKind, call: Event) -> list[Event]:
+        stopped = self._stop()
+        self._index += 1
+        self._open = kind
+        return [*stopped, self._event("content_block_start", content_block=kind.block | call)]
+
+    def _grow(self, text: str) -> list[Event]:
+        kind = self._open
+        if not (text and kind):
+            return []
+        if kind is THOUGHT:
+            self._thought.append(text)
+        return [self._event("content_block_delta", delta={"type": kind.delta, kind.member: text})]
+
+    def _stop(self) -> list[Event]:
+        """Stop the open block, a thought with its signature."""
+        events = []
+        if self._open is THOUGHT:
+            signature = {"type": "signature_delta", "signature": self._seal("".join(self._thought))}
+            events.append(self._event("content_block_delta", delta=signature))
+            self._thought = []
+        if self._open:
+            events.append(self._event("content_block_stop"))
+        self._open = None
+        return events
+
+    def _event(self, type_: str, **members: Any) -> Event:
+        """Make an event; raises IllegalEvent (rule 2)."""
+        what = members.get("content_block") or members.get("delta", {})
+        label = f"{type_} {what['type']}" if "type" in what else type_
+        if (self.state, label) not in GRAMMAR:
+            raise IllegalEvent(f"can't send {label} in state {self.state!r}")
+        self.state = GRAMMAR[self.state, label]
+        place = {"index": self._index} if type_.startswith("content_block") else {}
+        return {"type": type_, **place, **members}
+
+
+def usage_object(usage: Usage) -> Event:
+    return {
+        "input_tokens": usage.input_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+# --- events to a message ------------------------------------------------------------------------------------
+
+
+def fold(events: Iterable[Event]) -> Event:
+    """Return the message that a stream amounts to; the error, if it ends in one."""
+    message: Event = {}
+    said: dict[str, list[str]] = {}  # by the deltas of the open block
+    for event in events:
+        match event:
+            case {"message": started}:
+                message = started | {"content": []}
+            case {"content_block": block}:
+                message["content"].append(block)
+                said = {}
+            case {"index": _, "delta": delta}:
+                for member in delta.keys() - {"type"}:
+                    said.setdefault(member, []).append(delta[member])
+            case {"type": "content_block_stop"}:
+                members = {name: "".join(texts) for name, texts in said.items()}
+                message["content"].append(message["content"].pop() | whole(members))
+            case {"delta": delta, "usage": usage}:
+                message |= {**delta, "usage": usage}
+            case {"type": "error"}:
+                return event
+    return message
+
+
+def whole(members: dict[str, str]) -> Event:
+    """Return the members of a block that its deltas have said; an input that a limit has cut is {}."""
+    if "partial_json" not in members:
+        return members
+    written = members["partial_json"]
+    return {"input": sse.loads(written) if is_object(written) else {}}

@@ -1,0 +1,104 @@
+"""Laws of blocks.py over any outputs and any end; the `anthropic` package's own accumulator is the judge."""
+
+import itertools
+import json
+from typing import Any
+
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+import sse
+from blocks import Builder, fold
+from channels import Accepted, Call, Delta, Finish, Output, Usage
+from event_log import encode_event
+from helpers import laws
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+ended = st.builds(
+    Finish,
+    st.sampled_from(["stop", "length", "content_filter"]),
+    st.none() | laws.usages,
+    st.just(""),
+    st.just("server_error"),
+    st.sampled_from(["", "END"]),
+)
+
+
+def events_of(outputs: list[Output | Finish]) -> list[dict[str, Any]]:
+    number = itertools.count()
+    builder = Builder({"id": "msg_1", "model": "m"}, lambda prefix: f"{prefix}_{next(number)}", str.upper)
+    events = [event for said in [Accepted(7), *outputs] for event in builder.feed(said)]
+    return [json.loads(sse.data(encode_event(0, event).frame)) for event in events]
+
+
+@given(laws.outputs, ended)
+def test_shape_and_order(outputs: list[Output], finish: Finish) -> None:
+    """One block is open at a time, its deltas are of its kind, a thought is signed once and last."""
+    events = events_of([*outputs, finish])
+    assert [event["type"] for event in events][0 :: len(events) - 1] == ["message_start", "message_stop"]
+    assert events[-2]["type"] == "message_delta"
+    kinds = {"text": ["text_delta"], "thinking": ["thinking_delta"], "tool_use": ["input_json_delta"]}
+    blocks = -1
+    open_deltas: list[str] | None = None
+    for event in events[1:-2]:
+        EVENT.validate_python(event)
+        match event["type"]:
+            case "content_block_start":
+                assert open_deltas is None
+                blocks += 1
+                kind, open_deltas = event["content_block"]["type"], []
+            case "content_block_delta":
+                assert open_deltas is not None
+                open_deltas.append(event["delta"]["type"])
+            case "content_block_stop":
+                assert open_deltas is not None
+                if kind == "thinking":
+                    assert open_deltas.pop() == "signature_delta"
+                assert {*open_deltas} <= {*kinds[kind]}
+                assert kind == "tool_use" or open_deltas  # no empty block
+                open_deltas = None
+        assert event["index"] == blocks
+    assert open_deltas is None
+
+
+@given(laws.outputs, ended)
+def test_the_fold_is_what_a_client_accumulates(outputs: list[Output], finish: Finish) -> None:
+    events = events_of([*outputs, finish])
+    message = fold(events)
+    Message.model_validate(message, strict=True)
+    snapshot: Any = None
+    for event in events:
+        if event.get("delta", {}).get("type") == "input_json_delta":
+            continue  # the client parses what is no JSON in its own way
+        snapshot = accumulate_event(
+            event=EVENT.validate_python(event), current_snapshot=snapshot, json_bufs={}
+        )
+    told = snapshot.to_dict()
+    for block in message["content"]:
+        block.pop("input", None)
+    for block in told["content"]:
+        block.pop("input", None)
+    assert told["content"] == message["content"]
+    for name in ("stop_reason", "stop_sequence", "usage"):
+        assert told[name] == message[name]
+
+
+def test_ends() -> None:
+    def end(*outputs: Output | Finish) -> tuple[str, str | None]:
+        message = fold(events_of([*outputs]))
+        return message["stop_reason"], message["stop_sequence"]
+
+    usage = Usage(10, 4, 1, 3)
+    assert end(Delta("final", "a"), Finish("stop", usage)) == ("end_turn", None)
+    assert end(Call("f"), Finish("stop", usage)) == ("tool_use", None)
+    assert end(Call("f"), Finish("length", usage)) == ("max_tokens", None)
+    assert end(Delta("refusal", "no"), Finish("stop", usage)) == ("refusal", None)
+    assert end(Finish("content_filter", usage)) == ("refusal", None)
+    assert end(Delta("final", "a"), Finish("stop", usage, stop_sequence="E")) == ("stop_sequence", "E")
+    usage_told = fold(events_of([Finish("stop", usage)]))["usage"]
+    assert (usage_told["input_tokens"], usage_told["cache_read_input_tokens"]) == (7, 3)
+    failed = fold(events_of([Delta("final", "a"), Finish("failed", None, "broke")]))
+    assert failed == {"type": "error", "error": {"type": "api_error", "message": "broke"}}

@@ -1,0 +1,174 @@
+"""POST /v1/messages over the wire: the `anthropic` SDK, by itself and through a front, refusals, counts."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+import sse
+from helpers.serving import Server, serve
+from request import params
+
+Json = dict[str, Any]
+ASK: Json = {"model": "tiny", "max_tokens": 200}
+TWO: Json = ASK | {"messages": [{"role": "user", "content": "What is 2+2?"}]}
+WEATHER: Json = {
+    "name": "get_weather",
+    "description": "Get the weather of a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALLS: Json = ASK | {
+    "messages": [{"role": "user", "content": "What is the weather in Tokyo?"}],
+    "tools": [WEATHER],
+    "tool_choice": {"type": "tool", "name": "get_weather"},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("--api-key", "key", "--api-key", "other") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def front(server: Server) -> Iterator[Server]:
+    """The same model behind a front, which is asked for the same."""
+    with serve("--upstream", f"{server.url}/v1", "--upstream-api-key", "key", model=None) as started:
+        yield started
+
+
+GREEDY: Json = {"extra_body": {"temperature": 0}}  # a parameter that the SDK has no more
+
+
+def client_of(server: Server) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=60)
+
+
+def shown(message: Any) -> Any:
+    """A message without what differs from one answer to the next."""
+    content = [block.to_dict() for block in message.content]
+    for block in content:
+        for name in ("id", "signature"):
+            block.pop(name, None)
+    return content, message.stop_reason, message.usage.output_tokens
+
+
+@pytest.mark.parametrize("body", [TWO, CALLS], ids=["text", "call"])
+def test_the_stream_is_the_answer(server: Server, front: Server, body: Json) -> None:
+    """What the SDK accumulates of a stream is the answer without one, here and behind a front."""
+    answers = []
+    for each in (server, front):
+        client = client_of(each)
+        plain = client.messages.create(**body, **GREEDY)
+        with client.messages.stream(**body, **GREEDY) as stream:
+            streamed = stream.get_final_message()
+        assert shown(streamed) == shown(plain)
+        assert plain.usage.input_tokens + (plain.usage.cache_read_input_tokens or 0) > 0
+        answers.append(shown(plain))
+    assert answers[0] == answers[1]
+
+
+def test_an_agent_goes_on(server: Server) -> None:
+    """A call, its result, an answer; thoughts come back with their signature."""
+    client = client_of(server)
+    called = client.messages.create(**CALLS, **GREEDY)
+    (call,) = [block for block in called.content if block.type == "tool_use"]
+    assert (called.stop_reason, call.name) == ("tool_use", "get_weather")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "no such city", "is_error": True}
+    messages = [*CALLS["messages"], {"role": "assistant", "content": called.to_dict()["content"]}]
+    messages.append({"role": "user", "content": [result]})
+    body = CALLS | {"messages": messages, "tool_choice": {"type": "auto"}}
+    answer = client.messages.create(**body, **GREEDY)
+    assert answer.stop_reason in ("end_turn", "max_tokens", "tool_use")
+    asked: Any = {"messages": messages, "model": "tiny", "tools": [WEATHER]}
+    counted = client.messages.count_tokens(**asked)
+    usage = answer.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_a_stop_sequence_is_named(server: Server) -> None:
+    """vllm-project/vllm#48273"""
+    answer = client_of(server).messages.create(**TWO, **GREEDY, stop_sequences=["END", " plus"])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " plus")
+
+
+REFUSED: list[tuple[Json, int, str, str]] = [
+    ({"model": "tiny", "max_tokens": 1}, 400, "invalid_request_error", "messages"),
+    (TWO | {"model": "nope"}, 404, "not_found_error", "nope"),
+    ({"model": "tiny", "messages": TWO["messages"]}, 400, "invalid_request_error", "max_tokens"),
+    (
+        TWO | {"messages": [{"role": "user", "content": "long " * 20_000}]},
+        400,
+        "invalid_request_error",
+        "prompt is",
+    ),
+    (TWO | {"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
+    (
+        TWO
+        | {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]},
+        400,
+        "invalid_request_error",
+        "messages[0].content[0].id",
+    ),
+]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("body", "status", "kind", "words"), REFUSED, ids=lambda value: str(value)[:20])
+def test_a_refusal_has_its_status(
+    server: Server, body: Json, status: int, kind: str, words: str, is_stream: bool
+) -> None:
+    """And Anthropic's form, before the first event: aibridge#56, llmgateway#2532."""
+    reply = server.post("/v1/messages?beta=true", body | {"stream": is_stream}, x_api_key="key")
+    assert (reply.status, reply.json["type"], reply.json["error"]["type"]) == (status, "error", kind)
+    assert words in reply.json["error"]["message"]
+    assert reply.json["request_id"] == reply.headers["request-id"]
+
+
+def test_a_key_is_asked_for(server: Server) -> None:
+    reply = server.post("/v1/messages", TWO)
+    assert (reply.status, reply.json["error"]["type"]) == (401, "authentication_error")
+
+
+def test_events_have_names_and_no_numbers(server: Server) -> None:
+    reply = server.post("/v1/messages", TWO | {"stream": True}, x_api_key="key")
+    events = sse.Parser().feed(reply.body)
+    assert [event.type for event in events] == [json.loads(event.data)["type"] for event in events]
+    assert all("sequence_number" not in json.loads(event.data) for event in events)
+
+
+def test_models_are_listed_for_both_sdks(server: Server) -> None:
+    assert [model.id for model in client_of(server).models.list()] == ["tiny"]
+
+
+def test_what_a_request_says_is_read() -> None:
+    """A result that is an error says so; words that change with each request do not stand before the prompt.
+
+    https://github.com/anthropics/claude-code/issues/68900: they emptied the prefix cache.
+    """
+    use = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "gone", "is_error": True}
+    turns = [*TWO["messages"], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    body = TWO | {"system": "x-anthropic-billing-header: cch=1;\nBe brief.", "messages": turns}
+    request = params.from_messages(body, {})
+    assert [request.messages[0]["content"], request.messages[-1]["content"]] == ["Be brief.", "Error: gone"]
+    warm_up = params.from_messages(TWO | {"max_tokens": 0}, {})
+    assert (warm_up.generate, warm_up.max_tokens) == (False, 1)
+
+
+def test_what_is_not_run_is_named(server: Server) -> None:
+    """Hosted tools (vllm-project/vllm#46790), budgets and what only Anthropic can read."""
+    thoughts = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "4"}]
+    messages = [*TWO["messages"], {"role": "assistant", "content": thoughts}, *TWO["messages"]]
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    more = {
+        "tools": [search],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "context_management": {},
+    }
+    reply = server.post("/v1/messages", TWO | more | {"messages": messages}, x_api_key="key")
+    assert reply.status == 200
+    for name in ("web_search_20250305", "thinking.budget_tokens", "context_management", "redacted_thinking"):
+        assert name in reply.headers["warning"]
