@@ -157,7 +157,9 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 @asynccontextmanager
-async def kept_alive(send: Send, frame: bytes) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+async def kept_alive(
+    send: Send, frame: bytes = KEEP_ALIVE
+) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
     """Yield what writes frames of a body; while none come, write `frame`: proxies close silent streams."""
     loop = asyncio.get_running_loop()
     is_silent = True
