@@ -89,8 +89,10 @@ class StepOutput(NamedTuple):
 # Takes what a step has brought to its sequence, and returns whether more is wanted.
 Feed = Callable[[StepOutput], bool]
 
-# Called after each step that has been read, with the scheduler as it is then, the batch, the choices that the
-# runner has returned, and the seconds. The batch is empty if only the scheduler has changed.
+# A step that has been read: its batch, the choices that the runner has returned, and the seconds.
+Read = tuple[list[Scheduled], list[list[Choice]], float]
+
+# Called after each step, with the scheduler as it is then and what was read; the batch is empty if nothing was.
 Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 
@@ -215,13 +217,13 @@ class Engine:
             self._launch(batch)
         self._flush_outbox()
         is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
+        read: Read = [], [], 0.0
         if self._in_flight and (is_far_enough_ahead or not batch):
-            self._read()
-        else:
-            self.observer(self._scheduler, [], [], 0.0)
+            read = self._read()
+        self._end_constraints()
+        self.observer(self._scheduler, *read)
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
             self._flush_outbox()
-        self._end_constraints()
 
     def _end_constraints(self) -> None:
         """End the processes that make masks for sequences that have left the batch, ended or preempted."""
@@ -280,14 +282,14 @@ class Engine:
         except Exception as error:
             self._fail_batch(batch, error)
 
-    def _read(self) -> None:
-        """Take over what the oldest step in flight has chosen."""
+    def _read(self) -> Read:
+        """Take over what the oldest step in flight has chosen; return it, but nothing of one that failed."""
         ticket, batch = self._in_flight.popleft()
         try:
             choices = self._runner.read(ticket)
         except Exception as error:
             self._fail_batch(batch, error)
-            return
+            return [], [], 0.0
         self._n_failed_steps = 0
         read_at = time.perf_counter()
         seconds = read_at - self._began_at
@@ -303,7 +305,7 @@ class Engine:
                 self._outbox.append((sequence, output))
             elif sequence.finish == "failed":
                 self._fail(sequence, NO_NUMBERS)
-        self.observer(self._scheduler, batch, choices, seconds)
+        return batch, choices, seconds
 
     # --- what comes out -------------------------------------------------------------------------------------
 
