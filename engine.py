@@ -92,7 +92,7 @@ Feed = Callable[[StepOutput], bool]
 # A step that has been read: its batch, the choices that the runner has returned, and the seconds.
 Read = tuple[list[Scheduled], list[list[Choice]], float]
 
-# Called after each step, with the scheduler as it is then and what was read; the batch is empty if nothing was.
+# Called after each step, with the scheduler as it is then and what was read: an empty batch if nothing was.
 Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 
