@@ -81,16 +81,16 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
 
 def context_length(config: Config, option: int | None) -> int:
     """Return the longest context in tokens, prompt and answer; raises UnsupportedModel."""
-    default = config.max_seq_len
-    if config.rope.short_factor:  # longrope: up to this length it is as trained (checkpoint/rope.py)
-        default = min(default, config.rope.original_max_position_embeddings)
-    length = option or default
+    length, rope = config.max_seq_len, config.rope
+    if rope.short_factor != rope.long_factor:  # up to this length it is as trained (checkpoint/rope.py)
+        length = rope.original_max_position_embeddings
+    length = option or length
     longest = min(config.max_seq_len, MAX_POSITION_DIMS // config.head_dim)
     if not 2 <= length <= longest:
-        limits = f"expected 2 to {longest}, the limit of the model or of the table of rotary positions"
-        if option:
-            raise UnsupportedModel(f"--max-model-len {option}: {limits}")
-        raise UnsupportedModel(f"a context of {length} tokens: {limits}; give --max-model-len")
+        asked = f"--max-model-len {option}" if option else f"without --max-model-len, {length} tokens"
+        raise UnsupportedModel(
+            f"{asked}: expected 2 to {longest}, the limit of the model or of the table of rotary positions"
+        )
     return length
 
 

@@ -40,6 +40,14 @@ def test_weights_that_the_ops_cannot_round_are_refused(config: Config) -> None:
     assert loading.packs(rounding, config, "int8") == []
 
 
+def test_the_context_of_longrope(config: Config) -> None:
+    """Where its short list holds, unless a longer one is asked for; of one list it is the model's."""
+    rope = replace(config.rope, original_max_position_embeddings=64, short_factor=(1.0,), long_factor=(2.0,))
+    two, one = (replace(config, rope=replace(rope, long_factor=numbers)) for numbers in ((2.0,), (1.0,)))
+    assert [loading.context_length(c, None) for c in (two, one, config)] == [64, 2048, 2048]
+    assert loading.context_length(two, 2048) == 2048
+
+
 def test_memory_by_default() -> None:
     """What there is room for, but no more than all that run at once can use."""
     assert loading.pool(1, 1000, 3, None, 10**6) == 3 * 16
