@@ -307,7 +307,10 @@ async def test_how_a_run_ends(how: str, in_background: bool) -> None:
 
     async with registry_of() as registry:
         asked = row(background=in_background)
-        frames = await laws.read(await started(registry, asked, says))
+        job = job_of(registry, asked)
+        await start(registry, job, says)
+        frames = await laws.read(job.log)
+        await job.task  # raises nothing: the end has told it
         events = parsed(frames)
         laws.check_order(events)
         response = events[-1]["response"]
