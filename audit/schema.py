@@ -56,7 +56,8 @@ AFTER = {event: state for (_, event), state in ORDER.items()}
 
 def label(event: "Typed") -> str:
     """Name an event as GRAMMAR does: its type, and the type of the item or part that it opens or ends."""
-    return f"{event.type} {(event.item or event.part).type}".rstrip()
+    inner = event.item or event.part
+    return f"{event.type} {inner.type}" if inner else f"{event.type}"
 
 
 # --- objects against their table ----------------------------------------------------------------------------

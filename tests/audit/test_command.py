@@ -189,6 +189,7 @@ def test_the_page_is_drawn(tmp_path: Path) -> None:
             for rule in view.locator("details").all():
                 rule.evaluate("rule => rule.open = true")
             assert shown in view.inner_text("body")
+            assert "Rules of this file" not in view.inner_text("body"), "it is a comment"
             assert view.evaluate("document.documentElement.scrollWidth") <= 390
 
 

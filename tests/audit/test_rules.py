@@ -144,6 +144,8 @@ def test_a_recording_is_judged(tmp_path: Path) -> None:
 
     summary = "21 events of a responses stream"
     assert judged(GOOD["responses"]) == (0, f"OK. {summary}\n")
+    unknown = GOOD["responses"].replace(b"response.in_progress", b"response.in_progres")
+    assert judged(unknown, "--html", str(tmp_path / "unknown.html"))[0] == 1
     bad = GOOD["responses"].replace(b'"item_id":"msg_2",', b"")
     status, text = judged(bad)
     fault, *_, last = text.splitlines()
