@@ -21,6 +21,7 @@ Rules of this file:
    refused because a machine is busy.
 """
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -249,9 +250,10 @@ class ChatTemplate:
             tree = ENVIRONMENT.parse(GENERATION.sub(r"\1with", source))
             for loop in tree.find_all(nodes.For):
                 loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
-            self._template = ENVIRONMENT.from_string(tree)
             tracing = Tracing()
-            self._tracing_template = TRACING_ENVIRONMENT.from_string(tracing.visit(tree), tracing.texts)
+            traced = tracing.visit(copy.deepcopy(tree))  # Jinja folds the constants of what it compiles
+            self._tracing_template = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
+            self._template = ENVIRONMENT.from_string(tree)
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
