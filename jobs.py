@@ -93,7 +93,7 @@ async def run(
         restored = [one for output in outputs for one in restorer.feed(output)]  # calls of the client's tools
         watch.note(restored)  # metrics
         said = [one for output in restored for one in shown.feed(output)]  # less, if this is a compaction
-        events = [event for one in said for event in make_events(one)]  # of Responses, or chunks of chat
+        events = (event for one in said for event in make_events(one))  # made one by one, as they are logged
         event_log.extend(events)  # numbered, encoded once, written, shown to every reader
 
     try:

@@ -327,12 +327,13 @@ def arguments_as_text(messages: list[Message]) -> list[Message]:
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?")
 
 
-def from_blocks(messages: list[Place], system: str) -> list[Message]:
-    """Return the messages of a request of the Messages API; raises BadInput.
+def from_blocks(messages: list[Place], system: str) -> tuple[list[Message], list[str]]:
+    """Return the messages of a request of the Messages API, and the types of blocks that are not known here.
 
-    "Consecutive `user` or `assistant` turns in your request will be combined into a single turn."
+    Raises BadInput. "Consecutive `user` or `assistant` turns in your request will be combined into a single turn."
     """
     conversation = Conversation(joins_users=True)
+    unknown: list[str] = []
     if system := BILLING.sub("", system):
         conversation.add_text("system", system)
     for message in messages:
@@ -341,20 +342,21 @@ def from_blocks(messages: list[Place], system: str) -> list[Message]:
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         for block in objects(content, f"{message.path}.content"):
-            add_block(conversation, role, block)
+            unknown.append(add_block(conversation, role, block))
     made = conversation.close("messages")
     if made[-1]["role"] == "assistant":
         why = "This model does not support assistant message prefill."
         raise BadInput(f"{why} The conversation must end with a user message.", param="messages")
-    return made
+    return made, [*filter(None, unknown)]
 
 
-def add_block(conversation: Conversation, role: str, block: Place) -> None:
+def add_block(conversation: Conversation, role: str, block: Place) -> str:
+    """Add what a block says; return its type if that is not known here, else ""."""
     match block.members.get("type"):
         case "thinking":
             conversation.add_text("assistant", block.need("thinking", text), "reasoning_content")
         case "redacted_thinking":
-            pass  # only the server that has said it can read it
+            return "redacted_thinking"  # only the server that has said it can read it
         case "tool_use":
             written = as_json(block.need("input", mapping))
             conversation.add_call(block.need("id", text), block.need("name", text), written)
@@ -363,8 +365,12 @@ def add_block(conversation: Conversation, role: str, block: Place) -> None:
             if block.get("is_error", boolean, False):
                 result = f"Error: {result}"
             conversation.add_result(block.need("tool_use_id", text), result, f"{block.path}.tool_use_id")
-        case _:
+        case "text" | "image" | None:
             conversation.add_text(role, part_text(block))
+        case other:
+            add_unknown_item(conversation, block, str(other))
+            return str(other)
+    return ""
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------

@@ -381,16 +381,14 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "") -> Request:
     calls: Any = TOOL_CHOICES[choice.need("type", one_of(*TOOL_CHOICES))]
     if calls == "function":
         calls = {"type": calls, "name": choice.need("name", text)}
-    blocks = [block for each in values["messages"] for block in each.members.get("content", ())]
+    told, left_out = messages.from_blocks(values["messages"], values["system"])
     not_run = [f"thinking.{name}" for name in ("budget_tokens", "display") if name in values["thinking"]]
-    if any(isinstance(block, dict) and block.get("type") == "redacted_thinking" for block in blocks):
-        not_run.append("redacted_thinking")  # only the server that has said it can read it
     config = values["output_config"]
     effort = THINKING.get(values["thinking"].get("type"))
     if effort != "none":
         effort = config.get("effort", effort)
     by_chats_names = {
-        "messages": messages.from_blocks(values["messages"], values["system"]),
+        "messages": told,
         "echo": {},
         "n": 1,
         "max_tokens": values["max_tokens"] or 1,
@@ -402,7 +400,7 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "") -> Request:
         "logprobs": False,
         "response_format": {"name": "answer", **config["format"]} if "format" in config else {},
         "reasoning_effort": effort,
-        "not_run": values["not_run"] + not_run,
+        "not_run": values["not_run"] + not_run + left_out,
     }
     return request(values | by_chats_names, "output_config.format.schema", [])
 

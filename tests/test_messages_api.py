@@ -104,6 +104,12 @@ REFUSED: list[tuple[Json, int, str, str]] = [
         "invalid_request_error",
         "prompt is",
     ),
+    (
+        TWO | {"messages": [{"role": "user", "content": 5}]},
+        400,
+        "invalid_request_error",
+        "messages[0].content",
+    ),
     (TWO | {"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
     (
         TWO
@@ -161,7 +167,9 @@ def test_what_a_request_says_is_read() -> None:
 def test_what_is_not_run_is_named(server: Server) -> None:
     """Hosted tools (vllm-project/vllm#46790), budgets and what only Anthropic can read."""
     thoughts = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "4"}]
-    messages = [*TWO["messages"], {"role": "assistant", "content": thoughts}, *TWO["messages"]]
+    found = {"type": "web_search_tool_result", "content": [{"type": "web_search_result", "text": "2+2 is 4"}]}
+    answered = {"role": "assistant", "content": [*thoughts, found]}
+    messages = [*TWO["messages"], answered, *TWO["messages"]]
     search = {"type": "web_search_20250305", "name": "web_search"}
     more = {
         "tools": [search],
@@ -170,5 +178,11 @@ def test_what_is_not_run_is_named(server: Server) -> None:
     }
     reply = server.post("/v1/messages", TWO | more | {"messages": messages}, x_api_key="key")
     assert reply.status == 200
-    for name in ("web_search_20250305", "thinking.budget_tokens", "context_management", "redacted_thinking"):
+    for name in (
+        "web_search_20250305",
+        "thinking.budget_tokens",
+        "context_management",
+        "redacted_thinking",
+        "web_search_tool_result",
+    ):
         assert name in reply.headers["warning"]

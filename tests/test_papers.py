@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import textwrap
 import tomllib
 from collections.abc import Iterator
 
@@ -74,6 +75,14 @@ def test_functions_that_are_named_exist() -> None:
     named = re.findall(r"`([\w/]+\.py):([\w.]+)`", TEXT)
     assert named
     assert [pair for pair in named if pair[1] not in functions(tree(ROOT / pair[0]).body)] == []
+
+
+def test_the_readme_quotes_the_way_of_a_token() -> None:
+    source = (ROOT / "jobs.py").read_text(encoding="utf-8")
+    functions = (node for node in ast.walk(tree(ROOT / "jobs.py")) if isinstance(node, ast.FunctionDef))
+    (take,) = (node for node in functions if node.name == "take")
+    assert textwrap.dedent(ast.get_source_segment(source, take, padded=True) or "") in README
+    assert len(take.body) <= 15
 
 
 def test_the_readme_and_the_tour_list_the_spine() -> None:
