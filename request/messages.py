@@ -330,7 +330,8 @@ BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?")
 def from_blocks(messages: list[Place], system: str) -> tuple[list[Message], list[str]]:
     """Return the messages of a request of the Messages API, and the types of blocks that are not known here.
 
-    Raises BadInput. "Consecutive `user` or `assistant` turns in your request will be combined into a single turn."
+    "Consecutive `user` or `assistant` turns in your request will be combined into a single turn." Raises
+    BadInput.
     """
     conversation = Conversation(joins_users=True)
     unknown: list[str] = []
