@@ -98,7 +98,7 @@ def test_ends() -> None:
     assert end(Delta("refusal", "no"), Finish("stop", usage)) == ("refusal", None)
     assert end(Finish("content_filter", usage)) == ("refusal", None)
     assert end(Delta("final", "a"), Finish("stop", usage, stop_sequence="E")) == ("stop_sequence", "E")
-    said = [Delta("final", "a"), Delta("final", "b"), Finish("stop", usage)]
+    said: list[Output | Finish] = [Delta("final", "a"), Delta("final", "b"), Finish("stop", usage)]
     assert fold(events_of(said))["content"] == [{"type": "text", "text": "ab"}]  # one block, not one a delta
     usage_told = fold(events_of([Finish("stop", usage)]))["usage"]
     assert (usage_told["input_tokens"], usage_told["cache_read_input_tokens"]) == (7, 3)
