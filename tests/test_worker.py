@@ -43,6 +43,7 @@ TO_F = ["commentary", " to=functions.f ", "<|constrain|>", "json", "<|message|>"
 TURNS: dict[str, list[str]] = {
     "hermes":      [*THOUGHT, "<tool_call>", *JSON_CALL, "</tool_call>"],
     "qwen3-coder": [*THOUGHT, "<tool_call>", *XML_CALL, "</tool_call>"],
+    "granite":     [*THOUGHT, "<|tool_call|>", "[", *JSON_CALL, "]"],
     "llama":       [*THOUGHT, "<|python_tag|>", *JSON_CALL],
     "mistral":     [*ANSWER, "[TOOL_CALLS]", "f", "[ARGS]", '{"s": "', "é", '"}'],
     "mistral-v3":  [*ANSWER, "[TOOL_CALLS]", "[", *JSON_CALL, "]"],
