@@ -56,15 +56,16 @@ class TracedEngine(Engine):
 
     async def generate(self, sequence: Sequence, feed: Feed) -> None:
         def record(step: StepOutput) -> bool:
-            self.steps.append((step, []))
+            if step.tokens:  # else a part of the prompt has been computed
+                self.steps.append((step, []))
             return feed(step)
 
         await super().generate(sequence, record)
 
     def take(self, outputs: Any) -> None:
-        if outputs == [Accepted()]:
+        if outputs and isinstance(outputs[0], Accepted):
             self.steps = []
-        else:
+        elif outputs:
             self.steps[-1][1].extend(outputs)
 
 
