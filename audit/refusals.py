@@ -23,12 +23,14 @@ from audit.stream import loads
 
 must, should, _ = rules_of("refusals", "chat responses")
 
+N_FOXES = 200_000  # words: more than the context of any model that is audited
+
 
 def replies(peer: Peer, *requests: str) -> Iterator[tuple[Json, Reply]]:
     """Yield (change, reply) for the requests to endpoints that the server has, plain and with stream."""
     for row, stream in itertools.product(requests, (False, True)):
         api, text = row.split(maxsplit=1)
-        change = loads(text.replace("FOXES", "fox " * 200_000))
+        change = loads(text.replace("FOXES", "fox " * N_FOXES))
         path, good = peer.request(api=api, limit=CUT, stream=stream)
         if peer.once(path, good).status in NOT_THERE:
             continue
