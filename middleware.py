@@ -23,9 +23,9 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -168,41 +168,67 @@ def digest(key: str) -> str:
     return hashlib.sha256(f"llmref api key {key}".encode()).hexdigest()
 
 
+class Refusal(NamedTuple):
+    """Why a request does not reach an endpoint."""
+
+    status: int
+    code: str
+    message: str  # {}: what came
+    headers: Mapping[str, str] = {}
+
+
+BAD_HOST = Refusal(
+    421,
+    "host_not_allowed",
+    "Host {} is not allowed: without API keys this server answers only to its address and the names that it "
+    "knows. Start it with --allowed-host NAME, or with --api-key-file FILE.",
+)
+BAD_KEY = Refusal(
+    401,
+    "invalid_api_key",
+    "Incorrect or missing API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'.",
+    {"WWW-Authenticate": "Bearer"},  # "MUST send": RFC 9110, section 15.5.2
+)
+NO_WEBSOCKET = Refusal(  # Codex takes this status alone for "use HTTP": openai/codex#43353
+    426,
+    "unsupported_protocol",
+    "There is no WebSocket here: expected its handshake (RFC 6455, section 4.1) as GET "
+    "/v1/responses, or POST /v1/responses, with stream=true for events.",
+    {"Upgrade": "HTTP/1.1", "Connection": "Upgrade"},  # RFC 9110, section 15.5.22
+)
+BAD_ORIGIN = Refusal(
+    403,
+    "origin_not_allowed",
+    "Expected 'Content-Type: application/json', or a site that --cors-origin names; got {}.",
+)
+
+
 def turned_away(
     scope: Scope, headers: Headers, keys: Keys, origins: Set[str], hosts: Set[str]
 ) -> Response | None:
     """Return the answer to a request that must not reach an endpoint; None lets it in."""
     host = headers.get("host")
     if keys.n_owners == 0 and not is_ours(host, hosts):
-        message = (
-            f"This server has no API keys, and answers only where it is called by its address or a name that "
-            f"it knows, not by {shown(host)}: start it with --allowed-host NAME, or with --api-key KEY."
-        )
-        return error_response(scope, 421, message, None, "host_not_allowed")
+        return refused(scope, BAD_HOST, host)
     if not scope["visit"].has_key and scope["path"] not in KEYLESS_PATHS:
-        message = "Incorrect or missing API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'."
-        response = error_response(scope, 401, message, None, "invalid_api_key")
-        response.headers["WWW-Authenticate"] = "Bearer"  # "MUST send": RFC 9110, section 15.5.2
-        return response
+        return refused(scope, BAD_KEY)
     is_socket = scope["type"] == "websocket" and scope["path"] == "/v1/responses"
     if headers.get("upgrade", "").lower() == "websocket" and not is_socket:
-        # Codex tries a WebSocket first, and takes this status alone for "use HTTP": openai/codex#43353.
-        message = (
-            "There is no WebSocket here: expected its handshake (RFC 6455, section 4.1) as GET "
-            "/v1/responses, or POST /v1/responses, with stream=true for events."
-        )
-        response = error_response(scope, 426, message, None, "unsupported_protocol")
-        response.headers.update({"Upgrade": "HTTP/1.1", "Connection": "Upgrade"})  # section 15.5.22
-        return response
+        return refused(scope, NO_WEBSOCKET)
     origin = headers.get("origin", "")
     if not origin or origin.partition("://")[2] == host or origins & {origin, "*"}:
         return None
     # A browser has sent this for a page of another site.
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if is_socket or (scope["method"] == "POST" and content_type != "application/json"):
-        expected = "Expected 'Content-Type: application/json', or a site that --cors-origin names"
-        return error_response(scope, 403, f"{expected}; got {shown(origin)}.", None, "origin_not_allowed")
+        return refused(scope, BAD_ORIGIN, origin)
     return None
+
+
+def refused(scope: Scope, refusal: Refusal, got: str | None = None) -> Response:
+    response = error_response(scope, refusal.status, refusal.message.format(shown(got)), None, refusal.code)
+    response.headers.update(refusal.headers)
+    return response
 
 
 def is_ours(host: str | None, names: Set[str]) -> bool:

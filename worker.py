@@ -31,7 +31,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from channels import Accepted, Finish, Output, Parser, Piece, Take, TokenLogprob, Usage
+from channels import Accepted, Finish, Output, Parser, Piece, State, Take, TokenLogprob, Usage
 from dialects import families
 from dialects.json_schema import BadGrammar
 from dialects.matchers import Grammars
@@ -185,9 +185,7 @@ class LocalPrompt(NamedTuple):
             REQUEST_ID.get(),
         )
 
-        accepted = Accepted(
-            len(self.token_ids)
-        )  # prepare() has checked everything: only an upstream may refuse
+        accepted = Accepted(len(self.token_ids))  # prepare() has checked all: only an upstream may refuse
         is_queued = self.request.background  # until it is in a step
 
         def feed(step: StepOutput) -> bool:
@@ -203,7 +201,9 @@ class LocalPrompt(NamedTuple):
         try:
             await self.worker.engine.generate(sequence, feed)
         except asyncio.CancelledError:
-            take(answer.cancel())
+            if not answer.has_finished:
+                is_computed = answer.usage.output_tokens > 0  # else the prompt may not be
+                take([Finish("cancelled", answer.usage if is_computed else None)])
             raise
 
 
@@ -217,6 +217,13 @@ def is_short(request: Request) -> bool:
             return False
         n_characters += CHARACTERS_A_MESSAGE + len(message["content"])
     return n_characters <= FEW_CHARACTERS
+
+
+def how_far(state: State, after_marker: bool) -> Thinking:
+    """Return how far the reasoning is where the prompt ends; `after_marker`: a marker ends the prompt."""
+    if state == "analysis":
+        return "open"
+    return "over" if after_marker else "possible"
 
 
 class PromptTooLong(BadInput):
@@ -316,11 +323,7 @@ class LocalWorker:
             stop_token_ids |= {*self.engine.config.eos_token_ids}
         grammar = None
         if request.structured_output:
-            thinking: Thinking = "possible"  # the model may reason before it answers
-            if state == "analysis":
-                thinking = "open"  # the prompt has begun the reasoning
-            elif after_marker:
-                thinking = "over"  # the prompt has ended it
+            thinking = how_far(state, after_marker)
             grammar = answer_grammar(request.structured_output, dialect, added, thinking)
         sampling = Sampling(n_top_logprobs=request.n_top_logprobs, **request.sampling)
         if sampling.seed is None:
@@ -404,14 +407,14 @@ class Answer:
         self._decoder = Decoder(prompt.worker.tokenizer)
         self._parser = prompt.parser()
         self._n_logprobs_left = MAX_LOGPROBS // prompt.request.n
-        self._usage = Usage(len(prompt.token_ids), 0)
+        self.usage = Usage(len(prompt.token_ids), 0)
 
     def feed(self, step: StepOutput) -> list[Output | Finish]:
         """Return what a step has brought; if it ends the answer, with the Finish."""
         said: list[Output | Finish] = []
         end = step.finish
         if step.tokens:  # a failure brings none, and no count either
-            self._usage.cached_tokens = step.cached_tokens
+            self.usage.cached_tokens = step.cached_tokens
         for token in step.tokens:  # one by one: a step may cross any number of channels
             if self._n_logprobs_left < 0:
                 end = "length"
@@ -426,7 +429,7 @@ class Answer:
             reason = "stop" if self._parser.stopped else end
             self.has_finished = True
             stop_sequence = self._parser.stop_sequence
-            said.append(Finish(reason, self._usage, step.message, stop_sequence=stop_sequence))
+            said.append(Finish(reason, self.usage, step.message, stop_sequence=stop_sequence))
         return said
 
     def _feed_token(self, token: Choice) -> list[Output]:
@@ -434,29 +437,26 @@ class Answer:
         state_before = self._parser.state
         logprobs: tuple[TokenLogprob, ...] = ()
         if token.logprob is not None:
-            top = tuple(self._logprob(*likely) for likely in token.top)
-            logprobs = (self._logprob(token.token_id, token.logprob, top),)
-            self._n_logprobs_left -= 1 + len(top)
-        self._usage.output_tokens += 1
+            logprobs = (logprob_of(token, self._prompt.worker.tokenizer),)
+            self._n_logprobs_left -= 1 + len(token.top)
+        self.usage.output_tokens += 1
         if token.token_id not in self._prompt.stop_token_ids:
             said = self._parse(self._decoder.feed(token.token_id, logprobs))
         if "analysis" in (state_before, self._parser.state):  # both markers count as reasoning
-            self._usage.reasoning_tokens += 1
+            self.usage.reasoning_tokens += 1
         return said
 
     def _parse(self, pieces: list[Piece]) -> list[Output]:
         return [output for piece in pieces for output in self._parser.feed(piece)]
 
-    def cancel(self) -> list[Finish]:
-        """Finish an answer that is no longer wanted, unless it has finished already."""
-        if self.has_finished:
-            return []
-        usage = self._usage if self._usage.output_tokens else None  # None: the prompt is not computed yet
-        return [Finish("cancelled", usage)]
 
-    def _logprob(self, token_id: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        token = self._prompt.worker.tokenizer.token_bytes(token_id)
-        return TokenLogprob(token.decode(errors="replace"), logprob, token, top)
+def logprob_of(token: Choice, tokenizer: Tokenizer) -> TokenLogprob:
+    """Return the logprob of a chosen token and those of the likeliest ones, with their text."""
+    (own, *top) = [
+        TokenLogprob((spelled := tokenizer.token_bytes(token_id)).decode(errors="replace"), logprob, spelled)
+        for token_id, logprob in [(token.token_id, token.logprob or 0.0), *token.top]
+    ]
+    return own._replace(top=tuple(top))
 
 
 def grammar_refused(error: BadGrammar, spec: StructuredOutput) -> BadInput:
