@@ -1,6 +1,6 @@
 """What each chapter of the course shows as data: made by the server's own modules, in this process.
 
-chapter --BLOCKS[chapter]()--> its lines --written()--> the page
+chapter --BLOCKS[chapter]()--> its lines --written()--> the page; its sessions (>>>) are run as well
 
 python tests/course_data.py             prints the blocks
 python tests/course_data.py --write     puts each into its chapter; test_course.py checks it there
@@ -8,8 +8,12 @@ python tests/course_data.py --write     puts each into its chapter; test_course.
 
 import argparse
 import asyncio
+import contextlib
+import doctest
+import io
 import itertools
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,13 @@ from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
 from tokenizer import Decoder, Tokenizer
 from walkthrough import ROOT, TINY, counted_ids, in_page, shown
 
+sys.argv, ARGUMENTS = ["micro.py", str(TINY)], sys.argv  # micro.py reads its arguments when it is imported
+from course import micro  # noqa: E402
+
+sys.argv = ARGUMENTS
+
 MAX_WIDTH = 114
+END = "the end of a session"
 
 Lines = Iterator[str]
 
@@ -334,9 +344,34 @@ def block(chapter: str) -> str:
     return "\n".join([*cut, ""])
 
 
+def answered(session: str) -> str:
+    """Return a session of Python with what Python answers now."""
+    names: dict[str, Any] = {}
+    text = ""
+    for example in doctest.DocTestParser().get_examples(session):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            try:
+                exec(compile(example.source, "a chapter", "single"), names)
+            except Exception as error:
+                print("".join(traceback.format_exception_only(error)), end="")
+        first, *more = example.source.splitlines()
+        text += "\n".join([f">>> {first}", *(f"... {line}" for line in more), printed.getvalue()])
+    return text
+
+
 def written(chapter: str) -> str:
-    """Return the page of a chapter with its block in it."""
-    return in_page(block(chapter), "course_data", page(chapter))
+    """Return the page of a chapter with its block and what its sessions answer."""
+    text = in_page(block(chapter), "course_data", page(chapter))
+    before, *sessions = text.split("```python\n>>> ")
+    generate = micro.generate
+    ends = [session.partition("```\n") for session in sessions]
+    whole = answered("".join(f">>> {code}>>> {END!r}\n" for code, _, _ in ends))  # one after the other
+    micro.generate = generate
+    answers = whole.split(f">>> {END!r}\n{END!r}\n")
+    return before + "".join(
+        f"```python\n{answer}```\n{after}" for answer, (_, _, after) in zip(answers, ends, strict=False)
+    )
 
 
 if __name__ == "__main__":
