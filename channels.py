@@ -2,19 +2,25 @@
 
     Piece --Parser.feed()--> [Delta | Call | Arguments | Close, ...] --Parser.close()--> the rest
 
-It is what other servers call a reasoning parser and a tool call parser, in one, and made for streaming.
+Other servers have a reasoning parser and a tool call parser; this is both in one, made for streaming.
+
+Why one parser over a table of transitions, and not a parser for each model: the faults of such parsers are
+the same for all models (a marker cut in two, a step that holds several channels), so they are mended once.
+Why not a regular expression over the text so far: it would read the whole answer again for every token, and
+could not tell a marker that is a token from text that spells it. The price: a family whose calls the
+tables cannot describe needs a reader of its own (dialects/calls.py).
 
 Authority: the chat templates of the models; what each family writes is a row of dialects/families.py.
 
 Rules of this file:
-1. Every piece is seen, one after another: what comes out does not depend on how many tokens a step held.
+1. The parser sees every piece, one after another: its output does not depend on how many tokens a step held.
 2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it
-   opens nothing. Only if the vocabulary has no such token is the marker looked for in the text.
-3. What may still become a marker, a stop string, a call or a header is held back, and nothing else is.
+   opens nothing. The parser looks for a marker in the text only if the vocabulary has no such token.
+3. Text that may still become a marker, a stop string, a call or a header is held back, and no other text is.
 4. If the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
-5. Stop strings are looked for in what the user reads, without its markers, and never in the reasoning.
-6. Malformed output becomes text; only what a malformed header of a message says, and a call cut off
-   before its name, are dropped. Nothing here raises on what a model says.
+5. Stop strings are looked for in the text that the user reads, without its markers, never in the reasoning.
+6. Malformed output is passed on as text, with two exceptions that are dropped: a malformed message header,
+   and a call that ends before its name. No output of a model raises an exception here.
 """
 
 import json
@@ -24,23 +30,23 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 
 # --- vocabulary ---------------------------------------------------------------------------------------------
 
-# Harmony's words for the reasoning, asides to the user, and the answer. A refusal is told from an answer only
-# by other servers (gateway/outputs.py): a model has no marker for it.
+# Harmony's words for the reasoning, asides to the user, and the answer. Only other servers distinguish a
+# refusal from an answer (gateway/outputs.py): a model has no marker for it.
 Channel = Literal["analysis", "commentary", "final", "refusal"]
 
 UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one: JSON has no infinity
 
 
 class TokenLogprob(NamedTuple):
-    """One sampled token and how likely it was."""
+    """One sampled token and its log probability."""
 
-    token: str  # its text; U+FFFD if its bytes are not whole characters
+    token: str  # its text; U+FFFD for bytes that are not whole characters
     logprob: float
     bytes: bytes
     top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
     def entry(self, with_bytes: bool = True) -> dict[str, Any]:
-        """Return it as both APIs spell it, and the likeliest tokens; NaN becomes null when it is encoded."""
+        """Return it in the spelling of both APIs, with the likeliest tokens. JSON encodes NaN as null."""
         spelled: list[dict[str, Any]] = []
         for token in (self, *self.top):
             members: dict[str, Any] = {"token": token.token, "logprob": max(token.logprob, UNLIKELY)}
@@ -51,10 +57,10 @@ class TokenLogprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one token adds to the text."""
+    """The text that one token adds."""
 
     text: str  # whole characters; "" for control tokens
-    special: str = ""  # the spelling of the added token that this is, "" for ordinary text
+    special: str = ""  # the spelling of an added token, "" for ordinary text
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token that this text completes
 
     def cut(self, n: int) -> tuple["Piece", "Piece"]:
@@ -71,21 +77,21 @@ class Delta(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call begins; its arguments follow, or the input of a custom tool."""
+    """The start of a call; its arguments follow, or the input of a custom tool."""
 
     name: str
-    custom: bool = False  # set by request/tool_calls.py, as is the namespace: a model knows functions only
+    custom: bool = False  # request/tool_calls.py sets it and the namespace: a model knows only functions
     namespace: str = ""
 
 
 class Arguments(NamedTuple):
-    """More of the open call's arguments, as the model wrote them."""
+    """The next part of the open call's arguments, as the model wrote them."""
 
     text: str
 
 
 class Close(NamedTuple):
-    """The open item ends here: what comes next is another one, even on the same channel."""
+    """The end of the open item: the next output starts another one, even on the same channel."""
 
     is_cut: bool = False  # it is incomplete, though the answer goes on
 
@@ -94,14 +100,14 @@ Output = Delta | Call | Arguments | Close
 
 
 class Compaction(NamedTuple):
-    """All of the conversation, as one sealed item: what the server makes of a model's summary."""
+    """The conversation as one sealed item, which the server makes from the model's summary."""
 
     encrypted_content: str
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens in and out; every sampled token counts, a stop token and a marker too."""
+    """Tokens in and out; every sampled token counts, including stop tokens and markers."""
 
     input_tokens: int
     output_tokens: int
@@ -111,35 +117,35 @@ class Usage:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The first thing a worker says of a request: it cannot be refused any more."""
+    """The first output of a worker for a request: after it, the request cannot be refused."""
 
     input_tokens: int = 0  # of its prompt; 0: only the upstream can count them
 
 
 class Finish(NamedTuple):
-    """The last thing a worker says of a request."""
+    """The last output of a worker for a request."""
 
     reason: Literal["stop", "length", "content_filter", "failed", "cancelled"]
     usage: Usage | None = None
-    message: str = ""  # what went wrong, if the reason is "failed"
+    message: str = ""  # why it failed
     code: str = "server_error"
     stop_sequence: str = ""  # the stop string that ended it
 
 
 def is_object(arguments: str) -> bool:
-    """True for the text of a JSON object: what the arguments of a function must be."""
+    """Return whether this is the text of a JSON object, which the arguments of a function must be."""
     try:
         return isinstance(json.loads(arguments, parse_constant=int), dict)  # int() refuses NaN and Infinity
     except (ValueError, RecursionError):
         return False
 
 
-Take = Callable[[Sequence[Accepted | Output | Finish]], None]  # takes what a worker says: rule 2 of worker.py
+Take = Callable[[Sequence[Accepted | Output | Finish]], None]  # takes a worker's output: rule 2 of worker.py
 
 # --- dialects -----------------------------------------------------------------------------------------------
 
-# Where the output stands. Headers, and their states, are explained beside the one dialect that has them:
-# dialects/families.py.
+# The part of the answer that the output has reached. dialects/families.py explains headers and their states
+# beside the one dialect that has them.
 HeaderState = Literal["between", "role", "header"]
 State = Literal["analysis", "commentary", "final", "call", "end"] | HeaderState
 NextState = State | Literal["content"]  # after "content" the header says which state it is
@@ -152,43 +158,43 @@ Schemas = Mapping[str, Mapping[str, Any]]  # name of a function on offer -> JSON
 
 
 class CallReader(Protocol):
-    """Reads the text between the markers of a call; dialects/calls.py has one for each way of writing it."""
+    """Reads the text between the markers of a call; dialects/calls.py has a reader for each notation."""
 
-    called: bool  # the name has been said: it is a call now, whatever follows
+    called: bool  # the name has been passed on: it is a call now, whatever follows
     malformed: bool  # it can never become a call
     in_string: bool  # a string of the arguments is open: a marker is text in it
 
     def feed(self, piece: Piece) -> list[Output]:
-        """Read more of the call; a marker that has no row in the dialect's table comes here too."""
+        """Read more of the call, including markers without a row in the dialect's table."""
 
     def end(self) -> list[Output]:
-        """Return what is left: the model is done with the call."""
+        """Return the rest: the model has ended the call."""
 
 
 class Forms(NamedTuple):
-    """How the dialect is written, for grammars: TEXT, NAME and ARGUMENTS are places to be filled."""
+    """How to write the dialect, for grammars: TEXT, NAME and ARGUMENTS are placeholders."""
 
     thought: tuple[str, str]  # markers around the reasoning; not all models of a family know them
     call: str
-    separator: str | None  # between two calls; None: there is only one
+    separator: str | None  # between two calls; None: an answer has only one call
     text: str = "TEXT"  # an answer without calls
-    before: str | None = "TEXT"  # text before calls; None: no text may stand there
+    before: str | None = "TEXT"  # text before calls; None: not allowed
     calls: tuple[str, str] = ("", "")  # around all calls
     arguments: Literal["json", "xml"] = "json"
 
 
 class Dialect(NamedTuple):
-    """How a family of models marks what it says."""
+    """How a family of models marks the parts of its output."""
 
     known_by: tuple[str, ...]  # substrings that its chat templates all have
     transitions: Transitions
     call_reader: Callable[[Schemas], CallReader]
     forms: Forms
-    # Returns what a message is by the words of its header, which stand before its content: the state that
-    # follows, and the reader of the call if it is one. None: messages have no headers.
+    # Takes the words of a message's header, which precede its content; returns the state that follows, and
+    # the reader of the call if the message is one. None: messages have no headers.
     header: Callable[[str], tuple[State, CallReader | None]] | None = None
-    start: State = "final"  # where an answer begins, unless the prompt ends with a marker
-    call_markers: tuple[str, ...] = ()  # they mean something only if tools are offered
+    start: State = "final"  # the state of an answer's beginning, unless the prompt ends with a marker
+    call_markers: tuple[str, ...] = ()  # plain text unless the request offers tools
     trims: bool = True  # newlines beside markers are the template's
     tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary
 
@@ -197,7 +203,7 @@ class Dialect(NamedTuple):
         return frozenset(marker for _, marker in self.transitions)
 
     def next(self, state: State, marker: str) -> NextState | None:
-        """Return the state that the marker leads to; None: it leads nowhere from here."""
+        """Return the state that the marker leads to; None: it has no meaning in this state."""
         return self.transitions.get((state, marker), self.transitions.get(("any", marker)))
 
 
@@ -205,10 +211,10 @@ class Dialect(NamedTuple):
 
 
 class Finder:
-    """Finds `needles` in a text that comes in pieces, holding back only what may still become one.
+    """Finds `needles` in a text that comes in pieces, holding back only text that may still become one.
 
-    If several match, the one that is complete first wins, then the longest: so the result does not
-    depend on where the pieces were cut.
+    If several match, the first to be complete wins, then the longest: so the result does not depend on the
+    cuts between the pieces.
     """
 
     def __init__(self, needles: Collection[str]) -> None:
@@ -222,7 +228,7 @@ class Finder:
         return not self._held_text and self._first_characters.isdisjoint(text)
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
-        """Yield the text that is certain, as pieces, and each needle found, as a str."""
+        """Yield the text that is no needle for certain, as pieces, and each needle found, as a str."""
         if self.lets_through(piece.text):
             yield piece
             return
@@ -236,14 +242,14 @@ class Finder:
         yield from self._release(len(self._held_text) - self._n_ambiguous())
 
     def flush(self) -> list[Piece]:
-        """Release all that is held: it did not become a needle."""
+        """Release the text that is held: it did not become a needle."""
         released = self._held_pieces
         self._held_pieces = []
         self._held_text = ""
         return released
 
     def _first_match(self) -> tuple[int, int, str] | None:
-        """Return (end, start, needle) of the match that ends first, and is the longest of such."""
+        """Return (end, start, needle) of the match that ends first; of several, of the longest."""
         matches = [
             (start + len(needle), start, needle)
             for needle in self._needles
@@ -283,18 +289,18 @@ class Finder:
 #                          +<-------+
 #                          +--> trimming --> stop strings --> trimming ------> Delta
 #
-# channel       Where the output stands (State): in the reasoning, in an answer, in a call, in a header, at
-#               its end. Markers alone move it, by the dialect's table of transitions. Those that are not
-#               tokens of the vocabulary are found in the text by a Finder.
+# channel       The part that the output has reached (State): the reasoning, an answer, a call, a header, the
+#               end. Markers alone move it, by the dialect's table of transitions. A Finder finds the markers
+#               that are not tokens of the vocabulary in the text.
 # call body     The text between the markers of a call (CallBody). A call that has been announced cannot be
 #               taken back, so the text is held back until a name has been read; from then on it leaves as
 #               arguments. If it is not a call (a model may write about <tool_call>), it becomes text of the
 #               channel that it interrupted, with its markers.
-# trimming      The newlines beside markers (Trimming). Those after a marker are dropped as they come. Those
-#               that may stand before one are held back: a marker takes them along, other text releases them.
-# stop strings  A Finder on the text of all channels but the reasoning. They are looked for after
-#               leading newlines are trimmed and before trailing ones are: a stop string of newlines is found
-#               though a marker might still take them along.
+# trimming      The newlines beside markers (Trimming). Newlines after a marker are dropped at once. Newlines
+#               that may precede a marker are held back: a marker drops them too, other text releases them.
+# stop strings  A Finder on the text of all channels but the reasoning. It looks after leading newlines are
+#               trimmed and before trailing ones are: so it finds a stop string of newlines, although a marker
+#               might still drop them.
 #
 # An answer in the hermes dialect, with the stop string "END". Its markers are tokens, the rest is text:
 #
@@ -316,31 +322,31 @@ class Finder:
 
 @dataclass
 class CallBody:
-    """The text of one call, held back as long as it may turn out not to be one."""
+    """The text of one call, held back while it may turn out not to be a call."""
 
     reader: CallReader
     opened_by: str = ""  # the marker before it; "" if a call may stand without one
-    interrupted: State = "final"  # the state that its text returns to if it is not a call
+    interrupted: State = "final"  # the state of its text if it is not a call
     held_pieces: list[Piece] = field(default_factory=list)
 
 
 class Trimming:
-    """Takes the newlines beside markers away: those after one, and those held back before one."""
+    """Removes newlines beside markers: those after a marker, and those held back before a marker."""
 
     def __init__(self, enabled: bool, after_marker: bool) -> None:
         self._enabled = enabled
-        self._after_marker = enabled and after_marker  # <think> | "\na": the newlines that come are its own
-        self._has_text = False  # <think> | " " | </think>: up to the first text any whitespace is held
-        self._held_pieces: list[Piece] = []  # "a\n" | <think>: whitespace that a marker takes along
+        self._after_marker = enabled and after_marker  # <think> | "\na": the next newlines belong to it
+        self._has_text = False  # <think> | " " | </think>: any whitespace is held until the first text
+        self._held_pieces: list[Piece] = []  # "a\n" | <think>: whitespace that a marker drops
 
     def marker(self) -> None:
-        """Drop the newlines before a marker, and those that come after it."""
+        """Drop the newlines before a marker, and from now on those after it."""
         self._after_marker = self._enabled
         self._has_text = False
         self._held_pieces = []
 
     def lets_through(self, text: str) -> bool:
-        """Return True if nothing is held, and no newline of this text is or may be beside a marker."""
+        """Return True if nothing is held, and no newline of this text can be beside a marker."""
         is_amid_text = self._has_text and not self._after_marker and not self._held_pieces
         return not self._enabled or (is_amid_text and not text.endswith("\n"))
 
@@ -351,7 +357,7 @@ class Trimming:
         return piece
 
     def without_trailing(self, piece: Piece) -> list[Piece]:
-        """Return what was held and this piece, but for the newlines at its end, which are held now."""
+        """Return the held pieces and this one without the newlines at its end, which are held now."""
         if not self._enabled:
             return [piece]
         self._has_text = self._has_text or bool(piece.text.strip())
@@ -366,7 +372,7 @@ class Trimming:
         return released
 
     def release(self) -> list[Piece]:
-        """Return what was held: no marker has come."""
+        """Return the held pieces: no marker has come."""
         released = self._held_pieces
         self._held_pieces = []
         return released
@@ -376,11 +382,11 @@ class Trimming:
 
 
 class Parser:
-    """Pieces of one response to what they mean.
+    """Turns the pieces of one response into outputs.
 
     `state` and `after_marker` come from dialects.families.opening(), `schemas` from the functions on offer.
     `one_call` ends the response after a call (parallel_tool_calls=false). `stopped` turns True when a stop
-    string, the one call or the turn is complete: what is fed afterwards is dropped.
+    string, the one call or the turn is complete: pieces fed afterwards are dropped.
     """
 
     def __init__(
@@ -399,16 +405,16 @@ class Parser:
         self._schemas = schemas or {}
         self._one_call = one_call
         self._markers = Finder(dialect.markers - dialect.tokens)
-        self._header: list[Piece] = []  # the words of the header that is being read
+        self._header: list[Piece] = []  # the words of the header so far
         self._call = CallBody(dialect.call_reader(self._schemas))  # read in the state "call" alone
         self._trimming = Trimming(dialect.trims, after_marker)
         self._stop = Finder(stop)
-        self._open_item: Literal["", "text", "call"] = ""  # what a Close would end
+        self._open_item: Literal["", "text", "call"] = ""  # the item that a Close would end
         self._in_malformed_call = False  # "<tool_call>no call" | "</tool_call>": its end is text too
         self._outputs: list[Output] = []  # of this call of feed() or close()
 
     def feed(self, piece: Piece) -> list[Output]:
-        """Return the outputs that are certain after this piece; the rest is held back (rule 3)."""
+        """Return the outputs that are certain after this piece; hold the rest back (rule 3)."""
         if self._lets_through(piece):
             return [Delta(cast(Channel, self.state), piece.text, piece.logprobs)]
         self._outputs = []
@@ -427,9 +433,9 @@ class Parser:
         return self._outputs
 
     def _lets_through(self, piece: Piece) -> bool:
-        """Return True if each machine leaves this piece as it is, more of the text that is open.
+        """Return True if each machine would pass this piece on unchanged, as more of the open text.
 
-        Nearly all pieces are. To find that out takes a quarter of the time that the machines take.
+        This holds for nearly all pieces, and the check takes a quarter of the machines' time.
         """
         text = piece.text
         return (
@@ -444,7 +450,7 @@ class Parser:
         )
 
     def close(self, cut: bool) -> list[Output]:
-        """Return the rest at the end of the output; `cut`: the model was interrupted, not done."""
+        """Return the rest at the end of the output; `cut`: the model was interrupted, it was not done."""
         self._outputs = []
         for piece in self._markers.flush():
             self._text(piece)
@@ -460,7 +466,7 @@ class Parser:
         return self._outputs
 
     def _collect(self, outputs: Iterable[Output]) -> None:
-        """Keep outputs for feed() or close() to return, up to the one that ends the response."""
+        """Keep outputs for feed() or close() to return, up to the output that ends the response."""
         for output in outputs:
             if self.stopped:
                 return
@@ -478,10 +484,10 @@ class Parser:
     # --- channel: markers move it, text goes where it stands ------------------------------------------------
 
     def _marker(self, marker: str) -> None:
-        """End the header or the call that is being read, unless the marker is part of it; then move on.
+        """End the open header or call, unless the marker is part of it; then move to the next state.
 
-        The order of the steps matters, for the first two may change the state: the header may say that a call
-        begins. A call may turn out not to be one: then it becomes text, and the marker of its end does too.
+        The order of the steps matters, for the first two may change the state: a header may begin a call. A
+        call may turn out not to be one: then it becomes text, and the marker of its end does too.
         """
         leads_to = self._dialect.next(self.state, marker)
         if self.state in HEADER_STATES and leads_to not in ("header", "content"):
@@ -527,10 +533,10 @@ class Parser:
         self.state = leads_to
 
     def _end_header(self) -> None:
-        """Enter the state that the header says; words between two messages are stray text.
+        """Enter the state that the header names; words between two messages are stray text.
 
-        A message that has begun is what its header says even if its content is missing: then a function is
-        called without arguments.
+        A header counts even if the content of its message is missing: then it calls a function without
+        arguments.
         """
         pieces = self._header
         self._header = []
@@ -571,7 +577,7 @@ class Parser:
             self._not_a_call()
 
     def _not_a_call(self) -> None:
-        """Return a body that announced no call to the channel that it interrupted, markers and all."""
+        """Pass a body that announced no call to the channel that it interrupted, with its markers."""
         self.state = self._call.interrupted
         self._in_malformed_call = True
         for piece in [Piece(self._call.opened_by), *self._call.held_pieces]:

@@ -13,6 +13,10 @@ Rules of this file:
    A custom tool's has `custom` for `function`, `input` for `arguments` (the SDK's chunk type lacks them).
 4. Usage comes in one more chunk, without choices, if the client has asked for it: sgl-project/sglang#5451
 5. Reasoning has two names, DeepSeek's `reasoning_content` and OpenRouter's `reasoning`: same text in both.
+
+Why no table of what may follow what, as in responses.py and blocks.py: a chunk opens and closes nothing, so
+any chunk may follow any other. Clients rely on one order, a call's head before its arguments, and the deltas
+have it already.
 """
 
 import itertools
@@ -38,28 +42,28 @@ CALL_MEMBERS = {
 
 @dataclass
 class Chunks:
-    """Makes the chunks of one request, for all its choices."""
+    """Makes the chunks of one request, for all its choices. All calls come from the event loop."""
 
-    head: dict[str, Any]  # what every chunk repeats: id, created, model, system_fingerprint, service_tier
+    head: dict[str, Any]  # members of every chunk: id, created, model, system_fingerprint, service_tier
     new_id: Callable[[str], str]  # draws an id with this prefix
     n: int  # choices
     include_usage: bool
-    # tool_choice names the function to call: "finish_reason will be 'stop'" then, says
+    # tool_choice names the function to call: "finish_reason will be 'stop'" then, according to
     # https://platform.openai.com/docs/guides/function-calling
     named_call: bool = False
 
     def __post_init__(self) -> None:
-        # For each choice, and each call that it has made so far: is it a call of a custom tool?
+        # For each choice, and each of its calls so far: is it a call of a custom tool?
         self._calls: list[list[bool]] = [[] for _ in range(self.n)]
         self._usages: list[Usage] = []  # of the choices that have ended
-        self._failed = False  # a choice has failed: no choice says anything after the error
+        self._failed = False  # a choice has failed: no chunk of any choice follows the error
 
     def start(self) -> list[Chunk]:
         """Return the role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
         return [self._chunk(i, {"delta": {"role": "assistant", "content": ""}}) for i in range(self.n)]
 
     def feed(self, index: int, said: Accepted | Output | Compaction | Finish) -> list[Chunk]:
-        """Return what one choice says. If it has failed, that is the end of the whole request."""
+        """Return the chunks of one thing that a choice says. A failure is the end of the whole request."""
         if self._failed:
             return []
         delta: Chunk = {}
@@ -116,7 +120,7 @@ NUMBERED = ("choices", "tool_calls")  # lists whose elements say by their `index
 
 
 def fold(chunks: Iterable[Chunk]) -> Chunk:
-    """Return the chat.completion object that a stream amounts to; the error object, if it ends in one."""
+    """Return the chat.completion object of a stream, or the error object that ends it."""
     said: list[Chunk] = [{}, *chunks]
     for chunk in said:
         if "error" in chunk:
@@ -127,10 +131,10 @@ def fold(chunks: Iterable[Chunk]) -> Chunk:
 
 
 def grown(name: str, said: Iterable[Any]) -> Any:
-    """Return what all that was said of a member amounts to.
+    """Return a member after all of its values in the chunks.
 
-    One rule holds for all members, also for those that only another server knows: texts and lists grow, an
-    object grows member by member, null changes nothing, and any other value replaces what was there.
+    One rule holds for all members, also for members that only another server knows: texts and lists grow, an
+    object grows member by member, null changes nothing, and any other value replaces the one before.
     """
     values = [value for value in said if value is not None]
     if not values:
@@ -161,13 +165,13 @@ def grown(name: str, said: Iterable[Any]) -> Any:
 
 
 def ended(choice: Chunk) -> Chunk:
-    """Return a choice with a message in the place of its delta."""
+    """Return a choice with a message instead of its delta."""
     message: Chunk = {"role": "assistant", "content": "", "refusal": None, "annotations": []}
     message |= choice.pop("delta")
     for call in message.get("tool_calls") or ():
         del call["index"]
     if not message["content"] and (message.get("tool_calls") or message["refusal"]):
-        message["content"] = None  # as OpenAI has it if the model only calls, or refuses
+        message["content"] = None  # OpenAI's value if the model only calls, or refuses
     members = {"index": choice["index"], "message": message, "logprobs": None, "finish_reason": None}
     return members | choice
 
@@ -175,7 +179,7 @@ def ended(choice: Chunk) -> Chunk:
 def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
     n_prompt = max(usage.input_tokens for usage in usages)
     n_completion = sum(usage.output_tokens for usage in usages)
-    # The least of them: what one choice finds in the prefix cache another choice may have computed.
+    # The smallest: one choice may find tokens in the prefix cache that another choice has computed.
     n_cached = min(usage.cached_tokens for usage in usages)
     n_reasoning = sum(usage.reasoning_tokens for usage in usages)
     return {
@@ -188,7 +192,7 @@ def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob]) -> Chunk | None:
-    """Encode each at once, since the whole answer repeats it."""
+    """Encode each logprob now, since the whole answer repeats it."""
     if not logprobs:
         return None
     return {"content": [sse.encoded(token.entry()) for token in logprobs], "refusal": None}

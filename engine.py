@@ -3,21 +3,26 @@
     Sequence --Engine.generate()--> feed(StepOutput), feed(StepOutput), ... the last one with `finish`
     the thread, over and over: read the inbox -> bring masks -> schedule() -> launch() -> read() -> feed
 
+Why a thread and two queues, and not a task of the event loop or a lock: a step computes for milliseconds and
+would hold up every stream; with a lock around the scheduler each request would wait for a step. Why not a
+process: every token would be pickled, and on a CPU the kernels release Python's lock anyway. The cost is that
+the thread and the event loop share one interpreter: SWITCH_INTERVAL_S bounds how long either waits for it.
+
 Rules of this file:
 1. One thread owns the scheduler and the model. Requests and aborts come in by a queue. The outputs of steps
    are handed to the event loop, with one wake-up a step for all sequences.
 2. Up to `n_ahead` steps of the model runner are launched before the oldest of them is read, so that the
    device does not wait for this thread. Tokens computed past the end of a sequence are discarded.
-3. An exception in a step fails the sequences in it, and no others: the next request works. What is wrong with
-   one sequence, such as logits that are not numbers, fails that one. An unforeseen exception outside of a
-   step fails all, and the engine says that it is not alive.
+3. An exception in a step fails the sequences in it, and no others: the next request works. A fault of one
+   sequence, such as logits that are not numbers, fails that sequence alone. An exception outside of a step
+   fails all sequences, and the engine reports that it is not alive.
 4. While sequences decode, a step with prefill chunks has about as many rows as are computed in STEP_S.
-5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more. What comes
-   after that one is dropped.
+5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more. The engine
+   drops whatever it computes after that.
 6. While the device is busy, the next step is launched before the tokens of the last one leave this thread, so
    that the event loop's work with them does not hold up the launch; unless the step waits for masks.
-7. A step waits a moment for the masks of structured output. A mask that did not come in time is not
-   waited for again while other sequences can go on.
+7. A step waits a moment for the masks of structured output. While other sequences can go on, it does not wait
+   again for a mask that was late.
 """
 
 import asyncio
@@ -43,9 +48,9 @@ from scheduler import Scheduled, Scheduler, Sequence
 
 log = logging.getLogger("engine")
 
-SWITCH_INTERVAL_S = 0.0005  # how long another thread of the process may keep the interpreter from this one
-STEP_S = 0.08  # length of a step with prefill chunks beside decoding: no stream shall pause for 0.1 s
-MASK_WAIT_S = 0.005  # a step waits so long for masks; most come within 1 ms
+SWITCH_INTERVAL_S = 0.0005  # another thread may keep the interpreter from this one for so long
+STEP_S = 0.08  # length of a step with prefill chunks beside decoding: no stream may pause for 0.1 s
+MASK_WAIT_S = 0.005  # a step waits for masks for so long; most come within 1 ms
 MAX_STEP_S = 30  # the longest that close() waits for the step that runs
 MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
 
@@ -78,29 +83,29 @@ class ModelRunner(Protocol):
 
 
 class StepOutput(NamedTuple):
-    """What a step brought to one sequence: its new tokens, a stop token among them."""
+    """The new tokens of one sequence after a step, including a stop token."""
 
-    tokens: list[Choice]  # none yet: a part of the prompt is being computed
+    tokens: list[Choice]  # empty while the prompt is being computed
     finish: Literal["stop", "length", "failed"] | None = None  # None: more will come
-    message: str = ""  # for failed: what went wrong
+    message: str = ""  # why it failed
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
-# Takes what a step has brought to its sequence, and returns whether more is wanted.
+# Takes the output of a step for its sequence; returns whether it wants more. Runs in the event loop.
 Feed = Callable[[StepOutput], bool]
 
-# A step that has been read: its batch, the choices that the runner has returned, and the seconds.
+# A step that has been read: its batch, the choices that the runner returned, and its duration in seconds.
 Read = tuple[list[Scheduled], list[list[Choice]], float]
 
-# Called after each step, with the scheduler as it is then and what was read: an empty batch if nothing was.
+# Called in the engine's thread after each step, with the scheduler and the step that was read, if one was.
 Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 
 # --- Theory of operation ------------------------------------------------------------------------------------
 #
-# What the thread does while a device computes, with n_ahead = 1. Step 4 is launched before step 3 is read, so
-# the scheduler chains it to tokens that only the device knows yet. The tokens of step 2 are fed to their
-# readers after that, while the device is at work, and the event loop makes events of them meanwhile.
+# This is the thread beside a device, with n_ahead = 1. It launches step 4 before it reads step 3, so the
+# scheduler chains step 4 to tokens that only the device knows yet. Only then does it feed the tokens of step
+# 2 to their readers: the event loop makes events of them while the device computes.
 #
 #   thread   read 2   launch 4   feed 2   read 3 ............   launch 5   feed 3   read 4 .......
 #   device   step 3 .................................   step 4 .................................
@@ -118,7 +123,7 @@ class Engine:
     """Runs a model in a thread of its own."""
 
     def __init__(self, runner: ModelRunner, speculate: int = 0, step_s: float = STEP_S) -> None:
-        """`speculate`: how many drafts of one sequence a step may verify; 0: none. `step_s`: see rule 4."""
+        """`speculate`: drafts a step may verify for a sequence; 0: none. `step_s`: rule 4."""
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
         self.about = runner.about
@@ -131,13 +136,13 @@ class Engine:
         # Steps that are launched and not yet read, oldest first.
         self._in_flight: deque[tuple[Ticket, list[Scheduled]]] = deque()
         self._readers = WeakKeyDictionary[Sequence, tuple[contextvars.Context, Feed, asyncio.Future[None]]]()
-        self._late: set[Sequence] = set()  # a step has waited in vain for their masks
+        self._late: set[Sequence] = set()  # sequences whose masks were late
         self._outbox: list[tuple[Sequence, StepOutput]] = []  # what leaves the thread at the end of a step
         self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
         self._began_at = 0.0  # the time when the oldest step in flight could begin
         self._n_failed_steps = 0  # since one that worked
-        self._why_closed = ""  # what requests are told once the thread ends; "": it goes on
+        self._why_closed = ""  # the error of requests once the thread ends; "" while it runs
         self._event_loop: asyncio.AbstractEventLoop  # of the readers: generate() sets it
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -145,11 +150,12 @@ class Engine:
     async def generate(self, sequence: Sequence, feed: Feed) -> None:
         """Feed the tokens of one sequence to its reader, step by step, and return after the last.
 
-        Whatever ends it, the sequence is removed. What feed() raises is raised here.
+        Call it in the event loop; always in the same one. To abort, cancel the caller: however
+        this ends, the sequence is removed. An exception that feed() raises is raised here.
         """
         self._event_loop = asyncio.get_running_loop()
         ended = self._event_loop.create_future()
-        context = contextvars.copy_context()  # the request's: for the log, and for tasks that feed() starts
+        context = contextvars.copy_context()  # of the request: for its log records and the tasks of feed()
         self._readers[sequence] = context, feed, ended
         self._inbox.put(partial(self._scheduler.add, sequence))
         if self._why_closed:  # the thread may have read its inbox for the last time
@@ -160,16 +166,18 @@ class Engine:
             self._inbox.put(partial(self._scheduler.remove, sequence))  # it may have ended by itself
 
     def busy(self) -> bool:
+        """Return whether there is work. Any thread may call it; the answer may be a step old."""
         is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
         is_at_work = is_asked or self._scheduler.running or self._scheduler.waiting
         return bool(is_at_work) and not self._why_closed
 
     @property
     def alive(self) -> bool:
-        """False: its thread has ended, or its steps fail one after another."""
+        """False if its thread has ended, or its steps fail one after another. Any thread may read it."""
         return not self._why_closed and self._n_failed_steps < MAX_FAILED_STEPS
 
     def counts(self) -> dict[str, int]:
+        """Return gauges for /health and /metrics. Any thread may call it; numbers may be of two steps."""
         scheduler = self._scheduler
         return {
             "running": len(scheduler.running),
@@ -180,12 +188,15 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Fail what is left and end the thread. One that does not come back from a step is left alone."""
+        """Fail all sequences that are left, and end the thread; give up if a step outlasts MAX_STEP_S.
+
+        Call it from another thread than the engine's, and not in the event loop: it waits.
+        """
         self._why_closed = self._why_closed or CLOSING
         self._inbox.put(lambda: None)  # it wakes up
         self._thread.join(MAX_STEP_S)
 
-    # --- the thread -----------------------------------------------------------------------------------------
+    # --- the thread: it alone calls these -------------------------------------------------------------------
 
     def _loop(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -203,19 +214,23 @@ class Engine:
         self._end_constraints()
 
     def _read_inbox(self, wait: bool) -> None:
-        """Start and abort what was asked for since the last step. `wait` until there is something."""
+        """Add and remove the sequences of the requests since the last step; with `wait`, wait for one."""
         while wait or not self._inbox.empty():
             self._inbox.get()()
             wait = False
 
     def _step(self) -> None:
-        """Schedule and launch the next step, pass on what was read before, read the oldest in flight."""
+        """Schedule and launch the next step, then read the oldest one in flight."""
+        # 1. The masks of structured output, as far as they have come.
         self._late = self._wait_for_masks() if self._bring_masks() else set()
+        # 2. The next step, launched before the last one is read.
         in_flight = [batch for _, batch in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         if batch:
             self._launch(batch)
+        # 3. The tokens of the step that was read before, to the event loop.
         self._flush_outbox()
+        # 4. The oldest step in flight, if enough others follow it.
         is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
         read: Read = [], [], 0.0
         if self._in_flight and (is_far_enough_ahead or not batch):
@@ -233,31 +248,30 @@ class Engine:
         self._scheduler.left.clear()
 
     def _bring_masks(self) -> list[Sequence]:
-        """Ask for the masks that running sequences need, bring those that have come.
+        """Ask for the masks that running sequences need, and take those that have come.
 
-        Returns the sequences that can do nothing without theirs.
+        Return the sequences that cannot go on without theirs.
         """
-        held_up: list[Sequence] = []
-        for sequence in [*self._scheduler.running]:
-            if sequence.constraint is None or sequence.mask is not None:
-                continue
-            try:
-                mask = sequence.constraint.mask(sequence.output)
-                if mask is not None and not mask.any():
-                    raise ValueError("expected a token that may come next, the constraint allows none")
-            except Exception as error:
-                log.error("a request failed alone: its constraint gave up: %r", error)
-                self._fail(sequence, GAVE_UP)
-            else:
-                sequence.mask = mask
-                if mask is None and sequence.n_ready <= 0:
-                    held_up.append(sequence)
-        return held_up
+        waiting = [sequence for sequence in self._scheduler.running if sequence.awaits_mask]
+        return [sequence for sequence in waiting if self._is_held_up(sequence)]
+
+    def _is_held_up(self, sequence: Sequence) -> bool:
+        """Ask for the mask of a sequence, and take it if it has come; return whether it waits for it."""
+        assert sequence.constraint
+        try:
+            sequence.mask = sequence.constraint.mask(sequence.output)
+            if sequence.mask is not None and not sequence.mask.any():
+                raise ValueError("expected a token that may come next, the constraint allows none")
+        except Exception as error:
+            log.error("a request failed alone: its constraint gave up: %r", error)
+            self._fail(sequence, GAVE_UP)
+            return False
+        return sequence.awaits_mask and sequence.n_ready <= 0
 
     def _wait_for_masks(self) -> set[Sequence]:
-        """Give masks a moment to come, but not those that are late, if other sequences can go on.
+        """Wait for masks for a moment, but not for late ones while other sequences can go on.
 
-        Returns the sequences whose masks have not come.
+        Return the sequences whose masks have not come.
         """
         deadline = time.monotonic() + MASK_WAIT_S
         while held_up := self._bring_masks():
@@ -283,7 +297,7 @@ class Engine:
             self._fail_batch(batch, error)
 
     def _read(self) -> Read:
-        """Take over what the oldest step in flight has chosen; return it, but nothing of one that failed."""
+        """Hand the choices of the oldest step to the scheduler; return that step, empty if it failed."""
         ticket, batch = self._in_flight.popleft()
         try:
             choices = self._runner.read(ticket)
@@ -320,14 +334,14 @@ class Engine:
         self._outbox.append((sequence, StepOutput([], "failed", message)))
 
     def _flush_outbox(self) -> None:
-        """Empty the outbox with one call of the event loop: a call a sequence would outlast a small step."""
+        """Empty the outbox with one call of the event loop: a call per sequence would outlast a step."""
         if self._outbox:
             with suppress(RuntimeError):  # the loop has closed, and its readers are gone
                 self._event_loop.call_soon_threadsafe(self._feed, self._outbox)
             self._outbox = []
 
     def _feed(self, outputs: list[tuple[Sequence, StepOutput]]) -> None:
-        """Feed each reader what a step has brought, in the event loop; end what has its last output."""
+        """Feed each reader the output of a step, and end those with their last. Runs in the event loop."""
         for sequence, output in outputs:
             context, feed, ended = self._readers[sequence]
             if ended.done():

@@ -8,14 +8,17 @@ https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7
 
 Rules of this file:
 1. Every reply has an x-request-id, all log records of its request too; errors of endpoints have one body.
-2. `Keys` holds digests alone, and compares with all of them each time: the time taken says nothing.
-3. An endpoint is given a Visit, which holds what the request takes: a stream, bytes. A poll or a cancel takes
-   no stream, so it gets in while all of them are taken.
-4. A page of another site can do nothing unless --cors-origin allows it. Before it sends JSON for a page a
-   browser asks (a CORS preflight); other content types and WebSockets it sends at once, so they are refused
-   from such a page.
-5. Without keys a request must name this server by its address, or by a name that the command line knows: a
-   page can have the name of its own site point to our address, and be of the same site (DNS rebinding).
+2. `Keys` holds only digests, and compares with all of them each time: the time taken reveals nothing.
+3. An endpoint gets a Visit, which counts the resources of its request: a stream, bytes. A poll or a cancel
+   needs no stream, so it gets in while all streams are taken.
+4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
+   for a page (a CORS preflight); it sends other content types and WebSockets at once, so those are refused.
+5. Without keys a request must name this server by its address, or by a name from the command line: a page can
+   point the name of its own site to our address, and then it is of the same site (DNS rebinding).
+
+Why one function that turns requests away, and not a middleware for each check: each would be a layer in every
+traceback and a call for every message of every stream, and the order of the checks would be spread over the
+list that stacks them.
 """
 
 import hashlib
@@ -65,7 +68,7 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
         return Response(api.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, unless it is refused; scope["visit"] holds what it takes until it is answered."""
+        """Let a request in, unless it is refused; scope["visit"] counts its resources till the end."""
         headers = Headers(scope=scope)
         with rooms.visit(keys.owner(headers)) as visit:
             scope["visit"] = visit
@@ -129,29 +132,29 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
 
 
 async def visited(handler: Callable[..., Awaitable[Any]], http: HTTPConnection) -> Any:
-    """Call an endpoint, to which Starlette gives the request alone."""
+    """Call an endpoint with the request and its visit; Starlette would pass the request alone."""
     return await handler(http, http.scope["visit"])
 
 
 # --- who is let in ------------------------------------------------------------------------------------------
 
 
-# Matches the header without the blanks around it. One more pattern for blanks at its end would have each
-# character tried as their beginning: 31,000 blanks before the last character took 3 s.
+# Matches the header without the blanks around it. A pattern for blanks at the end would try each character as
+# their beginning: 31,000 blanks before the last character took 3 s.
 BEARER = re.compile(r"(?i:bearer)\s+(\S.*)")
 # A page cannot give a WebSocket a header: it offers the key as a subprotocol, as OpenAI's clients do.
 OFFERED_KEY = re.compile(r"\bopenai-insecure-api-key\.([^\s,]+)")
 
 
 class Keys:
-    """The API keys that are let in; if there are none everyone is."""
+    """The API keys of this server; without any, every client is let in."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = {digest(key) for key in keys}
         self.n_owners = len(self._digests)
 
     def owner(self, headers: Headers) -> str | None:
-        """Return the digest of a request's key; "" if none is needed, None if it is wrong or absent."""
+        """Return the digest of a request's key; "" if the server has none, None if it is wrong or absent."""
         if not self._digests:
             return ""
         offered = OFFERED_KEY.search(headers.get("sec-websocket-protocol", ""))
@@ -232,7 +235,7 @@ def refused(scope: Scope, refusal: Refusal, got: str | None = None) -> Response:
 
 
 def is_ours(host: str | None, names: Set[str]) -> bool:
-    """Return whether a Host header names this server, or is an address: rule 5."""
+    """Return whether a Host header is a name of this server, or an address: rule 5."""
     if host is None or "*" in names:  # HTTP/1.0 needs none, but no browser speaks it
         return True
     name = re.sub(r":\d*$", "", host).rstrip(".").lower()

@@ -16,6 +16,10 @@ Rules of this file:
    chunk, and wherever its pages lie. NumpyOps multiplies one row at a time, because BLAS sums in
    another order for several rows than for one.
 3. Rotary pairs are ADJACENT: a pair of a head is a complex number (checkpoint/weights.py orders them so).
+
+Why ops and one function over them, and not a module for each layer as in PyTorch: CPU, GPU and NumPy share
+the order of the steps, which is where forward passes go wrong, and differ in the ops, which tests compare one
+by one. The price: a model that needs a new op needs it three times.
 """
 
 import math
@@ -42,7 +46,7 @@ CHUNK = PAGE  # tokens of a prefill chunk
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of one sequence that a step computes."""
+    """Consecutive tokens of one sequence, computed in one step."""
 
     slot: int  # place in the running batch, below max_batch, that the sequence occupies
     pages: Sequence[int]  # its page table: the token at position p lies in page pages[p // PAGE]
@@ -88,10 +92,10 @@ class Batch:
 
 
 def forward(ops: Any, weights: Weights, batch: Any) -> Any:
-    """Return the logits of the wanted rows, (n_wanted, vocab_size), and cache the keys and values of all.
+    """Return the logits of the wanted rows, (n_wanted, vocab_size); cache the keys and values of all rows.
 
-    Wanted are the rows whose next token is to be chosen. `ops` has the ops of NumpyOps, and `batch` is what
-    they take: a Batch, or a device's own. x is the residual stream, (n_rows, dim), to which some ops add.
+    A row is wanted if its next token is to be chosen. `ops` has the ops of NumpyOps; `batch` is a Batch, or
+    the device's own form of it. x is the residual stream, (n_rows, dim), to which some ops add.
     """
     x = ops.embed(batch, weights)
     for i, layer in enumerate(weights.layers):
@@ -112,9 +116,9 @@ Ticket = Any  # a step in flight, as launch() returns it and read() takes it; th
 
 
 class NumpyOps:
-    """The spec: each op in the fewest lines that say what it does.
+    """The spec: each op in the fewest lines that are clear. The engine's thread alone calls it.
 
-    In a formula W is a matrix as the checkpoint has it, (outputs, inputs), so that y = x W^T.
+    In a formula W is a matrix as in the checkpoint, (outputs, inputs), so that y = x W^T.
     """
 
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
@@ -134,8 +138,8 @@ class NumpyOps:
         self.max_batch = max_batch
         # cos + i sin, (max_seq_len, head_dim/2) complex64
         self._rope = rope_table(config.rope, config.head_dim, max_seq_len)
-        # The page pool; axis 2 is keys, then values. The page is the first axis, so that what a page holds
-        # lies together, and the operating system gives it memory only when its first token is written.
+        # The page pool; axis 2 is keys, then values. The page is the first axis, so a page is contiguous, and
+        # the operating system gives it memory only when its first token is written.
         shape = (n_pages, config.n_layers, 2, PAGE, config.n_kv_heads, config.head_dim)
         self._kv: Array = np.empty(shape, np.float32)
 
@@ -146,13 +150,13 @@ class NumpyOps:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
-        """Compute a step; `contexts` has one for each wanted row, in the order of the rows."""
+        """Compute a step. `contexts` has an element for each wanted row, in the order of the rows."""
         logits = forward(self, self.weights, Batch(spans))
-        choices = iter(self.pick(logits, contexts))  # one a wanted row, of all spans
+        choices = iter(self.pick(logits, contexts))  # one for each wanted row of all spans
         return [list(islice(choices, span.n_wanted)) for span in spans]
 
     def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """Return the choices of each span; tickets are read in the order of their launch."""
+        """Return the choices of each span. The engine reads tickets in the order of their launch."""
         return ticket  # type: ignore[no-any-return]
 
     # --- the forward pass, op by op -------------------------------------------------------------------------
@@ -242,8 +246,8 @@ class NumpyOps:
     def _route(self, normed: Array, layer: Layer) -> tuple[Ints, Array]:
         """Return the experts that each row chooses, and their shares in the sum. Both are (n_rows, n_chosen).
 
-        They are those with the highest scores. A share is the softmax of the score, over all experts or over
-        the chosen ones.
+        A row chooses the experts with the highest scores. A share is the softmax of the score, over all
+        experts or over the chosen ones.
         """
         assert self.config.experts is not None
         scores = self._linear(normed, layer.router, layer.b_router)  # (n_rows, n_experts)
@@ -263,7 +267,7 @@ class NumpyOps:
     def _swiglu(self, gate_up: Array) -> Array:
         """silu(gate) * up: SwiGLU, https://arxiv.org/abs/2002.05202, equation 6. (..., 2 n) -> (..., n)
 
-        gpt-oss clamps both, and has gate * sigmoid(alpha * gate) * (up + 1):
+        gpt-oss clamps both, and computes gate * sigmoid(alpha * gate) * (up + 1):
         https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py, swiglu
         """
         gate, up = np.split(gate_up, 2, axis=-1)
@@ -277,10 +281,10 @@ class NumpyOps:
     def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
         """softmax(q K^T / sqrt(head_dim)) V. q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)
 
-        https://arxiv.org/abs/1706.03762, equation 1, row by row (rule 2). K and V are those of the tokens
-        that the row sees: all up to its own position; with a sliding window of w the last w of them,
-        https://arxiv.org/abs/2310.06825, section 2. A key head is shared by n_heads / n_kv_heads query heads:
-        grouped-query attention, https://arxiv.org/abs/2305.13245
+        https://arxiv.org/abs/1706.03762, equation 1, row by row (rule 2). A row sees all tokens up to its own
+        position; with a sliding window of w it sees the last w of these, https://arxiv.org/abs/2310.06825,
+        section 2. n_heads / n_kv_heads query heads share a key head: grouped-query attention,
+        https://arxiv.org/abs/2305.13245
         """
         c = self.config
         window = c.windows[i] or self.max_seq_len
@@ -314,7 +318,7 @@ def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:
 def softmax(x: Array, sink: Array | None = None) -> Array:
     """exp(x) / sum(exp(x)) over the last axis; the largest x is subtracted first, so that exp stays finite.
 
-    A sink is one more x, whose result is left out (attention sink): https://arxiv.org/abs/2309.17453
+    An attention sink is one more x, whose result is left out: https://arxiv.org/abs/2309.17453
     """
     top: Array = x.max(axis=-1, keepdims=True)
     if sink is not None:

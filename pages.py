@@ -1,4 +1,4 @@
-"""The pool of KV cache pages (PagedAttention), and the prefix cache: what is in pages that may be used again.
+"""The pool of KV cache pages (PagedAttention), and the prefix cache: full pages that can be used again.
 
     take() --> a page in use --register()--> found by its prefix hash --release()--> free, and still found
                      ^----------------------- find(), share() --------------------------'
@@ -7,13 +7,16 @@ Authority: PagedAttention, https://arxiv.org/abs/2309.06180; automatic prefix ca
 a salt, which is the owner (the API key) here, https://docs.vllm.ai/en/latest/design/prefix_caching.html.
 
 Rules of this file:
-1. The users of a page are the page tables that it is in. It is free when it has none.
+1. The users of a page are the page tables that contain it. A page without users is free.
 2. Keys and values depend on a token and all tokens before it, and so does the hash of a page. The hash is
-   cryptographic: no client can make a second text with the same one, and read the keys of another text.
-3. A page is found by its own owner alone: `cached_tokens` would tell others, page by page, what is in
-   a prompt.
+   cryptographic: no client can make a second text with the same hash, and read the keys of another text.
+3. Only its owner can find a page: `cached_tokens` would reveal the prompts of others, page by page.
 4. A free page stays in the prefix cache until it is taken. Free pages that are not in the cache are taken
    first, then the least recently used.
+
+Why hashes of pages, and not a radix tree over tokens as in SGLang: a tree shares beginnings to the token, but
+needs nodes that split, and a lock or count on each. A page of 64 tokens loses at most 63 of a shared
+beginning. The engine's thread alone calls the pool: it has no lock.
 """
 
 from array import array
@@ -25,12 +28,12 @@ PrefixHash = bytes
 
 
 def root_hash(owner: str) -> PrefixHash:
-    """Return what stands for the prefix before the first page of an owner's sequences: rule 3."""
+    """Return the hash of the empty prefix of an owner: rule 3."""
     return sha256(owner.encode()).digest()
 
 
 def prefix_hash(before: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
-    """Return the hash of all tokens up to the end of a page with these tokens, after the prefix `before`."""
+    """Return the hash of a page with these tokens after the prefix `before`, and of that prefix."""
     return sha256(before + array("q", token_ids).tobytes()).digest()
 
 
@@ -43,7 +46,7 @@ class PagePool:
 
     def __init__(self, n_pages: int) -> None:
         self.n_pages = n_pages
-        # Free pages in the order in which they will be taken; the values mean nothing.
+        # Free pages in the order in which they will be taken, an ordered set.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(n_pages))
         self._n_users = [0] * n_pages  # page tables that hold the page
         self._page_of: dict[PrefixHash, int] = {}  # the prefix cache
@@ -59,7 +62,7 @@ class PagePool:
         return self._hash_of.keys()
 
     def take(self) -> int:
-        """Allocate a page to one sequence; the prefix cache forgets what was in it. Raises OutOfPages."""
+        """Allocate a page to one sequence, and drop it from the prefix cache. Raises OutOfPages."""
         if not self._free:
             raise OutOfPages
         page, _ = self._free.popitem(last=False)
@@ -70,7 +73,7 @@ class PagePool:
         return page
 
     def register(self, page: int, page_hash: PrefixHash) -> None:
-        """Put a full page, which is in use, into the prefix cache, unless a page with this hash is there."""
+        """Put a full page, which is in use, into the prefix cache, unless it has a page with this hash."""
         if page not in self._hash_of and page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
@@ -83,14 +86,14 @@ class PagePool:
         return page_hash in self._page_of and self._page_of[page_hash] not in self._free
 
     def share(self, page: int) -> None:
-        """Count one user more of a page that was found."""
+        """Add a user to a page that find() has returned."""
         self._n_users[page] += 1
         self._free.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Count one user less of each page of a page table.
+        """Take a user from each page of a page table.
 
-        Later pages are freed first, and so taken first: a page is useless without those before it.
+        Later pages are freed first, and so taken first: a page is useless without the pages before it.
         """
         for page in reversed(pages):
             self._n_users[page] -= 1

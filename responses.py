@@ -20,7 +20,11 @@ Rules of this file:
 5. The dict of an item that stands in an event is never changed, only replaced by a new one.
 6. No event has its `sequence_number` yet: it is given when the event enters the log (event_log.py).
 7. Logprobs, which several events repeat, are encoded once (sse.Encoded). So the events that close an item
-   cost the copying of their bytes.
+   only copy their bytes.
+
+Why a table, and not the usual calls in the order of the code: in other servers done events came late, twice
+or never, because each place that opened an item had to remember which one to close. Here an event that may
+not come now raises, and `_close` is the one way out of an item. The price is a lookup for each event.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +40,7 @@ EncodedLogprob = tuple[sse.Encoded, sse.Encoded]  # as events have it, and as co
 
 
 class IllegalEvent(RuntimeError):
-    """GRAMMAR has no row for this state and event: a bug of the caller, or an event after the end."""
+    """GRAMMAR has no row for this state and event: the caller has a bug, or the response has ended."""
 
 
 # --- theory of operation ------------------------------------------------------------------------------------
@@ -46,7 +50,7 @@ class IllegalEvent(RuntimeError):
 # (output_item.done). Messages and reasoning hold their text in a content part, which is announced and closed
 # in between; a call has none. Closing is a transition: the open item is closed before the next one opens.
 #
-# What a model says, the events that are made of it, and the state after each:
+# The output of a model, the events that the builder makes, and the state after each:
 #
 #     start()                   response.created                              created
 #                               response.in_progress                          between
@@ -146,7 +150,7 @@ REASONING_EVENTS = {
 }
 
 class Ending(NamedTuple):
-    """What a finish reason makes of a response."""
+    """How a finish reason ends a response."""
 
     event: str
     status: str
@@ -168,7 +172,7 @@ ENDINGS = {
 
 
 def label(event: Mapping[str, Any]) -> str:
-    """Write an event as GRAMMAR does: its type, and the type of the item or part that it opens or ends."""
+    """Return an event's name in GRAMMAR: its type, and the type of the item or part that it opens or ends."""
     item_or_part = event.get("item") or event.get("part")
     if item_or_part:
         return f"{event['type']} {item_or_part['type']}"
@@ -176,7 +180,7 @@ def label(event: Mapping[str, Any]) -> str:
 
 
 def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the response object that a stream amounts to: the one in its newest event that holds one."""
+    """Return the response object of a stream: that of the newest event with one."""
     snapshots = [event["response"] for event in events if "response" in event]
     return dict(snapshots[-1])
 
@@ -189,13 +193,13 @@ class _Item:
     """The item that is open."""
 
     kind: ItemKind
-    announced: dict[str, Any]  # the item as its first event has it: empty, and in progress
+    announced: dict[str, Any]  # the item in its first event: empty, and in progress
     output_index: int
     texts: list[str] = field(default_factory=list)
     logprobs: list[EncodedLogprob] = field(default_factory=list)  # one a token
 
     def __post_init__(self) -> None:
-        # The members that say where in the output an event belongs.
+        # The members that locate an event in the output.
         self.place: dict[str, Any] = {"item_id": self.announced["id"], "output_index": self.output_index}
         if self.kind.part:
             # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
@@ -205,7 +209,7 @@ class _Item:
         return "".join(self.texts)
 
     def grow(self, text: str, logprobs: Sequence[EncodedLogprob]) -> dict[str, Any]:
-        """Add to the text; return the members of the delta that says so."""
+        """Add to the text; return the members of its delta event."""
         delta = {**self.place, "delta": text}
         if self.kind.part == "output_text":
             delta["logprobs"] = [of_event for of_event, _ in logprobs]
@@ -214,16 +218,16 @@ class _Item:
         return delta
 
     def whole(self) -> dict[str, Any]:
-        """Return the members of the event that says all of the text."""
+        """Return the members of the event with the whole text."""
         whole = {**self.place, self.kind.field: self.text()}
-        if self.kind.part == "output_text":  # it must carry `logprobs`, be it empty; no other .done has them
+        if self.kind.part == "output_text":  # it must have `logprobs`, even if empty; no other .done has them
             whole["logprobs"] = [of_event for of_event, _ in self.logprobs]
         if self.kind.item == "function_call":
             whole["name"] = self.announced["name"]  # required by openai-openapi, absent from the SDK's type
         return whole
 
     def part(self) -> dict[str, Any]:
-        """Return the content part as it stands."""
+        """Return the content part with the text so far."""
         part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
         if self.kind.part == "output_text":
             part |= {"annotations": [], "logprobs": [of_part for _, of_part in self.logprobs]}
@@ -233,11 +237,10 @@ class _Item:
 class Builder:
     """Builds one response.
 
-    `head` holds the members of the response object that do not change: id, created_at, model and what the
-    request's parameters resolved to. `new_id(prefix)` draws an id. `seal(text)` makes the blob that a
-    reasoning item carries of itself; None: the member is left out, for Open Responses' schema does not
-    allow null there.
-    `reasoning_events` is a key of REASONING_EVENTS.
+    `head` holds the members of the response object that do not change: id, created_at, model and the resolved
+    parameters of the request. `new_id(prefix)` draws an id. `seal(text)` makes the encrypted_content of a
+    reasoning item; None: the member is left out, because Open Responses' schema does not allow null there.
+    `reasoning_events` is a key of REASONING_EVENTS. The event loop alone calls a builder.
     """
 
     def __init__(
@@ -261,14 +264,14 @@ class Builder:
         return [self._envelope(type_, "queued") for type_ in ("response.created", "response.queued")]
 
     def start(self) -> list[Event]:
-        """Return what can be said before the first token: clients time out on long prompts."""
+        """Return the events that need no token, at once: clients time out on long prompts."""
         created = []
         if self.state == "start":  # else it was queued
             created = [self._envelope("response.created", "in_progress")]
         return [*created, self._envelope("response.in_progress", "in_progress")]
 
     def resume(self, events: Iterable[Event]) -> None:
-        """Continue a response after these events of another builder, which have been read from JSON."""
+        """Continue a response after these events of another builder, read from JSON."""
         newest: list[Event] = []  # of the newest item: how it was announced, and its deltas
         for event in events:
             self.state = GRAMMAR[self.state, label(event)]
@@ -287,7 +290,7 @@ class Builder:
                     self._item.grow(delta["delta"], [*map(_logprob, logprobs)])
 
     def feed(self, output: Accepted | Output | Compaction) -> list[Event]:
-        """Return the events of one thing that the worker has said: none, one or several."""
+        """Return the events of one output of the worker: none, one or several."""
         match output:
             case Delta(channel, text, logprobs):
                 encoded = [*map(_logprob, logprobs)]  # raises before anything has changed
@@ -366,7 +369,7 @@ class Builder:
         return [self._event(item.kind.events + ".delta", item.grow(text, logprobs))]
 
     def _close(self, status: str) -> list[Event]:
-        """Say the open item once more as a whole, and end it."""
+        """End the open item with the events that repeat it as a whole."""
         item = self._item
         if item is None:
             return []
@@ -386,7 +389,7 @@ class Builder:
         return events
 
     def _envelope(self, type_: str, status: str, **members: Any) -> Event:
-        """Make an event around the response object as it stands; `members` are those that its end sets."""
+        """Make an event with the response object so far; `members` are set at its end."""
         response = self._head | {
             "status": status,
             "completed_at": None,
@@ -410,12 +413,12 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def _logprob(token: TokenLogprob) -> EncodedLogprob:
-    """Encode a logprob for its event, and with its bytes for its part: openai.types.responses has them so."""
+    """Encode a logprob for its event, and with its bytes for its part, as in openai.types.responses."""
     return sse.encoded(token.entry(with_bytes=False)), sse.encoded(token.entry())
 
 
 def _read_logprob(members: Mapping[str, Any]) -> TokenLogprob:
-    """A logprob of an event; its token's bytes are those of its text."""
+    """Return a logprob from an event; the bytes of its token are those of its text."""
     token = members["token"]
     top = tuple(map(_read_logprob, members.get("top_logprobs", ())))
     return TokenLogprob(token, members["logprob"], token.encode(), top)

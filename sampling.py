@@ -2,7 +2,7 @@
 
     logits --apply_penalties()--> logits --candidates()--> token ids, and of these
     logits --apply_temperature()--> probabilities --apply_top_p()--> probabilities --draw()--> one of them
-    all together: logits, Context --pick_token()--> Choice
+    logits, Context --pick_token()--> Choice, by all of these
 
 Authority: https://platform.openai.com/docs/api-reference/chat/create for penalties, logit_bias and logprobs;
 each other method names its paper.
@@ -12,8 +12,12 @@ Rules of this file:
    is), on the output so far and on the mask: never on the other sequences of the batch, nor on how the output
    was cut into steps.
 2. Logprobs are the model's own, before temperature, penalties and bias.
-3. A choice costs as much as its passes over the vocabulary. So tokens that cannot come are left out first,
-   and probabilities are float32, but float64 where they are summed over the whole vocabulary.
+3. A choice costs as much as its passes over the vocabulary. So tokens that cannot be chosen are left out
+   first. Probabilities are float32; sums over the whole vocabulary are float64.
+
+Why functions over one row of logits, and not processors that each rewrite all logits: top_k, top_p and min_p
+each keep the likeliest tokens, so each is a threshold, and most tokens never reach the exponential. The price
+is that the order of the steps is fixed here, as in the table of each parameter's paper.
 """
 
 import math
@@ -26,13 +30,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 
-NEGLIGIBLE = 1e-17  # as a probability, beside the likeliest token's: 10^5 such tokens have 10^-12 together
-RUN = 64  # tokens that are drawn as one, before one of them is
+NEGLIGIBLE = 1e-17  # a probability relative to the likeliest token's: 10^5 such tokens add up to 10^-12
+RUN = 64  # the draw chooses a run of so many tokens first, then one of them
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request wants its tokens chosen; the defaults draw from the model's own distribution."""
+    """How to choose the tokens of a request; the defaults draw from the model's own distribution."""
 
     temperature: float = 1.0  # 0: the likeliest token (greedy)
     top_p: float = 1.0
@@ -48,13 +52,13 @@ class Sampling:
 
 
 class Context(NamedTuple):
-    """What the choice of one token depends on besides its logits."""
+    """Everything besides the logits on which the choice of one token depends."""
 
     sampling: Sampling
     prompt: Sequence[int] | NDArray[np.int64]  # token ids
     output: Sequence[int]  # token ids of the answer, as far as the host has read them
     mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that structured output allows; None: all
-    n_unread: int = 0  # output tokens that are chosen on the device, in steps that the host has not read
+    n_unread: int = 0  # tokens that the device has chosen in steps that the host has not read
 
     @property
     def n_output(self) -> int:
@@ -62,7 +66,7 @@ class Context(NamedTuple):
         return len(self.output) + self.n_unread
 
 
-NO_TOKEN = -1  # chosen if the logits are not finite numbers: that sequence fails, and no other
+NO_TOKEN = -1  # the choice if logits are not finite numbers: that sequence fails, and no other
 
 
 class Choice(NamedTuple):
@@ -74,7 +78,7 @@ class Choice(NamedTuple):
 
 
 def pick_token(logits: Array, context: Context) -> Choice:
-    """Choose a token by the logits, (vocab_size,)."""
+    """Choose a token by the logits, (vocab_size,). A pure function: any thread may call it."""
     if not np.isfinite(logits.max()):
         return Choice(NO_TOKEN)
     sampling = context.sampling
@@ -100,11 +104,11 @@ def pick_token(logits: Array, context: Context) -> Choice:
 
 
 def apply_penalties(logits: Array, context: Context) -> Array:
-    """Return the logits, changed by penalties, bias and mask, in this order.
+    """Return the logits after penalties, bias and mask, applied in this order.
 
-    repetition_penalty is for tokens of the prompt and the output: https://arxiv.org/abs/1909.05858, section
-    4.1, as transformers has it. presence_penalty and frequency_penalty are for tokens of the output:
-    https://platform.openai.com/docs/api-reference/chat/create, as is logit_bias.
+    repetition_penalty counts tokens of the prompt and the output: https://arxiv.org/abs/1909.05858, section
+    4.1, as transformers computes it. presence_penalty and frequency_penalty count tokens of the output:
+    https://platform.openai.com/docs/api-reference/chat/create, as does logit_bias.
     """
     sampling = context.sampling
     logits = logits.copy()
@@ -127,10 +131,10 @@ def apply_penalties(logits: Array, context: Context) -> Array:
 
 
 def candidates(logits: Array, sampling: Sampling) -> NDArray[np.int64] | None:
-    """Return the ids of the tokens that may come: top_k and min_p keep them, and they are likely enough.
+    """Return the ids of the tokens that may be chosen: top_k and min_p keep them, none is negligible.
 
-    None: all, because few are too unlikely. Each keeps the likeliest tokens, so each is a threshold. min_p:
-    https://arxiv.org/abs/2407.01082. top_k: https://arxiv.org/abs/1805.04833, section 5.4.
+    None: all tokens, because few are too unlikely. Both keep the likeliest tokens, so both are thresholds.
+    min_p: https://arxiv.org/abs/2407.01082. top_k: https://arxiv.org/abs/1805.04833, section 5.4.
     """
     log_min_p = math.log(max(sampling.min_p, NEGLIGIBLE))
     least = logits.max() + np.float32(log_min_p * sampling.temperature)
@@ -155,15 +159,15 @@ def apply_temperature(logits: Array, temperature: float) -> Array:
 def apply_top_p(probs: Array, top_p: float) -> Array:
     """Return the probabilities, 0 for each token that top_p drops.
 
-    Nucleus sampling, https://arxiv.org/abs/1904.09751, section 3.1: the fewest likely tokens that have top_p
-    of the whole, a threshold too. As in vLLM the whole is what min_p and top_k have left.
+    Nucleus sampling, https://arxiv.org/abs/1904.09751, section 3.1, keeps the fewest likely tokens that hold
+    top_p of the whole: a threshold too. As in vLLM, the whole is the tokens that min_p and top_k have kept.
     """
     if top_p == 1:
         return probs
     total = probs.sum(dtype=np.float64)
-    # All tokens below this threshold have less than 1 - top_p together: top_p drops them, unsorted.
+    # The tokens below this threshold add up to less than 1 - top_p, so top_p drops them without a sort.
     negligible = (1 - top_p) * total / len(probs)
-    likely = np.flatnonzero(probs >= negligible)  # three times as fast as to index by what it is made of
+    likely = np.flatnonzero(probs >= negligible)  # three times as fast as an index of booleans
     descending = np.sort(probs[likely])[::-1]
     n_nucleus = int(np.searchsorted(np.cumsum(descending, dtype=np.float64), top_p * total)) + 1
     threshold = descending[:n_nucleus][-1]  # rounding may make n_nucleus one too many
@@ -176,7 +180,7 @@ def apply_top_p(probs: Array, top_p: float) -> Array:
 def draw(probs: Array, u: float) -> int:
     """Draw a token: the inverse of the cumulative distribution, in the order of token ids, at u in [0, 1).
 
-    A run of tokens is drawn, then one of these: a cumulative sum is slow, one addition after another.
+    It draws a run of tokens, then one of these: a cumulative sum is slow, one addition after another.
     """
     sums = np.add.reduceat(probs, np.arange(0, len(probs), RUN))
     run, position = reached(sums, u * sums.sum(dtype=np.float64))
@@ -185,7 +189,7 @@ def draw(probs: Array, u: float) -> int:
 
 
 def reached(weights: Array, position: float) -> tuple[int, float]:
-    """Return the weight in which a position of the cumulative sum lies, and how far into it that is."""
+    """Return the index of the weight at a position of the cumulative sum, and the offset in that weight."""
     ends = np.cumsum(weights, dtype=np.float64)
     position = min(position, np.nextafter(ends[-1], 0))  # rounding must not reach the end
     i = int(np.searchsorted(ends, position, side="right"))
@@ -193,7 +197,7 @@ def reached(weights: Array, position: float) -> tuple[int, float]:
 
 
 def philox_uniform(seed: int, choice: int, number: int) -> float:
-    """Return a number in [0, 1) that depends on the arguments alone.
+    """Return a number in [0, 1) that depends on nothing but the arguments.
 
     Philox is a function of key and counter: "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon et al.,
     2011).

@@ -3,7 +3,12 @@
     Sequence --add()--> waiting, running --schedule()--> [Scheduled, ...]
     Scheduled, its Choices --postprocess()--> the new tokens
 
-It is pure: state in, Scheduled out. engine.py launches what schedule() returns, and brings what was chosen.
+It is pure: state in, Scheduled out, no clocks, locks or pipes. The engine's thread alone calls it: it
+launches the batch that schedule() returns, and hands the choices to postprocess().
+
+Why a pure core and not methods of the engine: tests/explore.py walks through every order of arrivals, steps
+and departures in small schedulers, which threads and a device would not allow. The price is that steps in
+flight are an argument, and that every decision is made again for each step.
 
 Authority: continuous batching is Orca, https://www.usenix.org/conference/osdi22/presentation/yu; page tables
 are PagedAttention, https://arxiv.org/abs/2309.06180; chunked prefill https://arxiv.org/abs/2308.16369;
@@ -12,10 +17,10 @@ https://github.com/apoorvumang/prompt-lookup-decoding.
 
 Rules of this file:
 1. A step holds the newest token of every sequence that decodes, and chunks of prompts beside them: no more
-   rows of prompts than `max_rows` allows, so that streams do not pause while a long prompt is read.
+   rows of prompts than `max_rows` allows, so that streams do not pause while a long prompt is computed.
 2. The tokens of a sequence do not depend on company, cache, preemption or drafts. A row is computed by itself
    (model.py), so it has the same bits in any chunk, and any full page may be shared or computed again.
-3. Places of the batch and prompts go round robin over owners, however many sequences an owner has.
+3. Slots of the batch and prompts go round robin over owners, however many sequences an owner has.
 4. When pages run out, the youngest sequence of the owner with the most pages is preempted. No sequence is
    preempted for a draft.
 5. A sequence ends once. Its pages are free before the next step.
@@ -37,7 +42,7 @@ from pages import OutOfPages, PagePool, PrefixHash, prefix_hash, root_hash
 from sampling import NO_TOKEN, Choice, Context, Sampling
 
 MAX_CHUNKS = 2  # chunks whose rows a step may have for prompts: one prompt alone may take all
-MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on however slow the machine is
+MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt advances on the slowest machine
 
 # --- Theory of operation ------------------------------------------------------------------------------------
 #
@@ -46,29 +51,28 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 # 1. Arrival.       The engine hands a Sequence to add(), which puts it at the end of `waiting`.
 # 2. Admission.     A waiting sequence moves to `running` when a slot of the batch is free, and enough pages
 #                   are free for all its tokens and for the growth of those that run. The oldest sequence of
-#                   the owner that runs the fewest goes first. If that owner runs none, and there is no slot
-#                   or too few pages for it, a sequence of an owner that runs several is preempted for it, if
-#                   that makes room.
+#                   the owner that runs the fewest goes first. An owner with nothing running may displace a
+#                   sequence of an owner that has several running, if that frees enough slots and pages.
 # 3. Prefix cache.  Automatic prefix caching: pages of its prompt that its owner has computed before go into
 #                   its page table and are not computed again. If another sequence is computing the page that
 #                   it needs next, it skips this step and finds the page later.
 # 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
 #                   the rows of MAX_CHUNKS chunks a step, and fewer while others decode. The last row of the
 #                   last chunk gives the first token of the output. The prompt with the fewest tokens left
-#                   goes first, and stays first until it is done: in turns of a chunk, all prompts that came
-#                   together would be done together, at the end. So that a long prompt does not wait for all
-#                   short ones, the first in turn has half of the rows, also until it is done.
+#                   goes first, and stays first until it is complete: with a chunk each in turn, prompts that
+#                   came together would all be complete only at the end. So that a long prompt does not wait
+#                   for all short ones, the first in turn has half of the rows, also until it is complete.
 # 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token from it.
 #                   The engine may launch a step before it has read the one before. Then only the device
 #                   knows the newest token, and the span is chained to it (Span.token_ids is None).
 # 6. Masks.         Structured output needs a mask before each choice, and the mask depends on the newest
-#                   token. The engine brings the `mask` when it is made. Until then the sequence sits the
-#                   steps out, so that the others do not wait. Its prompt is computed meanwhile, except for
+#                   token. The engine sets `mask` when it has been made. Until then the sequence sits the
+#                   steps out, so that the others do not wait. Meanwhile its prompt is computed, except for
 #                   the last row.
 # 7. Drafts.        With speculative decoding a step also computes drafts: tokens that followed when the last
-#                   two tokens came before. Drafts are kept as long as they equal what is chosen. The places
-#                   of the others in the KV cache are written again by the next step. A sequence that needs
-#                   masks has no drafts.
+#                   two tokens came before. Drafts are kept up to the first that differs from the choice. The
+#                   next step overwrites the places of the others in the KV cache. A sequence that needs masks
+#                   has no drafts.
 # 8. Preemption.    When a running sequence needs a page and none is free, a sequence gives back its slot and
 #                   its pages. It waits, before the others of its owner, to start again at 2. Its output is
 #                   kept; prompt and output are computed again as one prompt.
@@ -97,25 +101,25 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt goes on howev
 
 # --- Sequence -----------------------------------------------------------------------------------------------
 
-Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that may come next
-PreemptedFor = Literal["pages", "turn", ""]  # no page was free; an owner ran nothing; "": it never was
+Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that are allowed next
+PreemptedFor = Literal["pages", "turn", ""]  # no page was free; an owner ran nothing; "": never preempted
 
 
 class Constraint(Protocol):
-    """What makes the masks of one answer: structured output, constrained decoding. The engine calls it."""
+    """Makes the masks of one answer (structured output, constrained decoding), in the engine's thread."""
 
     def mask(self, output: list[int]) -> Mask | None:
-        """Return which tokens may come after this output.
+        """Return the tokens that are allowed after this output, the same for the same output.
 
-        None while that is computed: it does not wait. Asked again for the same output, it returns the same.
-        Raises if the constraint cannot be followed further.
+        Return None while the mask is computed, without waiting. Raises if the constraint cannot be followed
+        further.
         """
 
     def fileno(self) -> int:
-        """Return what becomes readable when the mask has come."""
+        """Return a file descriptor that becomes readable when the mask has come."""
 
     def close(self) -> None:
-        """Give up what it holds. The next call of mask() begins again."""
+        """Release its resources. The next call of mask() begins again."""
 
 
 @dataclass(eq=False)
@@ -193,7 +197,7 @@ class Sequence:
         return self.page_hash(number)
 
     def contexts(self, drafts: list[int]) -> list[Context]:
-        """Return what the next choice depends on, then the choice after each draft."""
+        """Return the context of the next choice, then that of the choice after each draft."""
         outputs = [self.output, *([*self.output, *drafts[:n]] for n in range(1, len(drafts) + 1))]
         return [
             Context(self.sampling, self.prompt_array, output, self.mask, self.n_unread) for output in outputs
@@ -243,9 +247,9 @@ class Scheduler:
     ) -> list[Scheduled]:
         """Choose what the next step computes. What is returned counts as launched.
 
-        `in_flight`: steps that earlier calls returned and postprocess() has not seen yet. Returns [] if the
-        oldest step in flight is to be read first. `max_rows`: about the most rows of
-        the step while any sequence decodes; prompts get MIN_ROWS of them all the same.
+        `in_flight`: the steps that earlier calls returned and postprocess() has not seen yet. Return [] if
+        the oldest step in flight must be read first. `max_rows`: about the most rows of the step while any
+        sequence decodes; prompts always get MIN_ROWS.
         """
         self._admit()
         if self.waiting and (surplus := self._surplus()):
@@ -258,7 +262,7 @@ class Scheduler:
                 batch = self._next_batch(in_flight, max_rows)
                 break
             except OutOfPages:
-                if in_flight:  # what is read may end a sequence, and then its pages are free
+                if in_flight:  # a step that is read may end a sequence, and free its pages
                     return []
                 self.preempt(self._youngest_of_largest_owner(self.running))
         for scheduled in batch:
@@ -267,9 +271,9 @@ class Scheduler:
         return batch
 
     def postprocess(self, scheduled: Scheduled, choices: list[Choice]) -> list[Choice]:
-        """Take over what a step has chosen for one sequence, one choice a context; return the new tokens.
+        """Record the choices of a step for one sequence, one for each context; return the new tokens.
 
-        Sets `finish` if the sequence ends with them.
+        Set `finish` if the sequence ends with them.
         """
         sequence, span, drafts = scheduled.sequence, scheduled.span, scheduled.drafts
         if sequence.slot is None:  # it ended while the step was in flight
@@ -304,7 +308,7 @@ class Scheduler:
         return tokens
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is; nothing happens if it has ended."""
+        """Forget a sequence that waits or runs; do nothing if it has ended."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
@@ -317,7 +321,7 @@ class Scheduler:
             self.left.append(sequence)
 
     def preempt(self, sequence: Sequence, what_for: PreemptedFor = "pages") -> None:
-        """Put a running sequence first in line: those of its owner that wait are younger."""
+        """Put a running sequence first in line: the waiting sequences of its owner are younger."""
         self.remove(sequence)
         self.waiting.insert(0, sequence)
         sequence.n_computed = 0
@@ -328,7 +332,7 @@ class Scheduler:
     # --- admission ------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Move sequences to `running` while there are slots and pages. None overtakes the first in turn."""
+        """Move sequences to `running` while slots and pages are free. None overtakes the first in turn."""
         while self.waiting and self._free_slots:
             sequence = self._in_turn(self.waiting, self.running)[0]
             # One that runs alone always has enough pages: none is longer than the pool.
@@ -340,9 +344,9 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
 
     def _n_lacking_pages(self, newcomer: Sequence, others: list[Sequence]) -> int:
-        """Return how many more pages must be free before it may run beside the others; 0 or less: none.
+        """Return how many pages are missing for it to run beside the others; 0 or less: none.
 
-        There must be pages for all tokens of all sequences, and one more for each that runs.
+        All tokens of all sequences need pages, and each running sequence needs one more.
         """
         n_lacking = len(others) - self.pool.n_free
         for sequence in [newcomer, *others]:
@@ -353,7 +357,7 @@ class Scheduler:
     # --- fairness between owners: with a single one it is first come, first served --------------------------
 
     def _in_turn(self, sequences: list[Sequence], served: list[Sequence]) -> list[Sequence]:
-        """Sort round robin over owners: first those with the fewest sequences served, then least recently."""
+        """Sort round robin over owners: first the owners with the fewest served, then the least recent."""
         n_before = Counter(sequence.owner for sequence in served)
         keys: dict[Sequence, tuple[int, int]] = {}
         for sequence in sequences:
@@ -364,7 +368,7 @@ class Scheduler:
     def _surplus(self) -> Sequence | None:
         """Return the sequence to preempt for an owner that waits and runs nothing, if that makes room.
 
-        It is one of an owner that runs several.
+        Its owner runs several.
         """
         n_running = Counter(sequence.owner for sequence in self.running)
         newcomer = self._in_turn(self.waiting, self.running)[0]
@@ -388,7 +392,7 @@ class Scheduler:
     # --- the next step --------------------------------------------------------------------------------------
 
     def _next_batch(self, in_flight: Collection[list[Scheduled]], max_rows: float) -> list[Scheduled]:
-        """Return the next step; raises OutOfPages. Pages taken until then stay for the next attempt."""
+        """Return the next step. Raises OutOfPages; the next attempt uses the pages taken until then."""
         batch: list[Scheduled] = []
         prefilling: list[Sequence] = []
 
@@ -444,9 +448,9 @@ class Scheduler:
         return Scheduled(sequence, span, sequence.contexts(drafts), drafts)
 
     def _ready(self, prefilling: list[Sequence], in_flight: Collection[list[Scheduled]]) -> list[Sequence]:
-        """Return those of these sequences that can compute rows of their prompts, in turn.
+        """Return the sequences that can compute rows of their prompts now, in turn.
 
-        A sequence sits the step out if another computes its next page, in this step or in one in flight.
+        A sequence sits the step out if another one computes its next page, in this step or in one in flight.
         """
         computed_by: dict[PrefixHash | None, Sequence] = {}
         for step in in_flight:
@@ -498,7 +502,7 @@ class Scheduler:
     # --- drafts ---------------------------------------------------------------------------------------------
 
     def _drafts(self, sequence: Sequence) -> list[int]:
-        """Return what may come after the newest token: no stop token, because nothing comes after that."""
+        """Predict the tokens after the newest one, up to a stop token, after which nothing can follow."""
         n = min(sequence.max_drafts, sequence.max_tokens - len(sequence.output) - 1)
         drafts = prompt_lookup(np.concatenate([sequence.prompt_array, sequence.output]), n)
         return list(takewhile(lambda token_id: token_id not in sequence.stop_token_ids, drafts))
@@ -511,9 +515,9 @@ class Scheduler:
 
 
 def prompt_lookup(text: NDArray[np.int64], n: int) -> list[int]:
-    """Predict n tokens, or none: what followed the last time that the text's last two tokens came in it.
+    """Predict n tokens, those after the last earlier place of the text's last two tokens, or none.
 
-    A prediction that reaches the end of the text begins again. The text has two tokens or more.
+    A prediction that reaches the end of the text begins again. The text has at least two tokens.
     """
     ends = np.flatnonzero((text[:-2] == text[-2]) & (text[1:-1] == text[-1])) + 2
     if not len(ends):

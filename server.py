@@ -9,7 +9,10 @@ Authority: the command line is in README.md and --help.
 
 Rules of this file:
 1. An option that cannot work ends the start with one line and exit status 2.
-2. Everything ends: a stop gives running requests some time to finish, then every open stream its last event.
+2. Everything ends: a stop gives running requests some time to finish, then each open stream its last event.
+
+Why one process and one event loop, and not workers that share a socket: the weights and the KV cache exist
+once, and a background response must be found by every request. More machines: --upstream.
 
 Not here: the options (service/options.py), loading a model (service/loading.py), connections
 (service/connections.py), the middleware (middleware.py), the endpoints (api.py).
@@ -19,9 +22,9 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # Ctrl-C ends a start at once, with the status that a shell has for that, and without a traceback: while
-    # the modules below are imported, and while a model is loaded. A library may swallow an exception that is
-    # raised here, as llvmlite does.
+    # Ctrl-C ends a start at once, with a shell's exit status for it and without a traceback, also while the
+    # modules below are imported and while a model is loaded. A library may swallow an exception raised here,
+    # as llvmlite does.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import asyncio
@@ -52,10 +55,10 @@ from worker import LocalWorker, Workers
 
 log = logging.getLogger("server")
 
-MAX_DIGITS = 640  # of an integer, the least that Python allows: reading one takes quadratic time
+MAX_DIGITS = 640  # of an integer, the smallest limit that Python allows: reading one takes quadratic time
 
-# So many new objects make the garbage collector run, for a millisecond. With Python's own 700 it would take a
-# tenth of the time of each event, in vain: the objects live as long as their stream.
+# After so many new objects the garbage collector runs, for a millisecond. With Python's own 700 it would take
+# a tenth of the time of each event, in vain: the objects live as long as their stream.
 MAX_YOUNG_OBJECTS = 20_000
 
 # --- start --------------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ async def serve(
 
 
 def announce(local: LocalWorker | None, listener: socket.socket) -> None:
-    """Say on stdout what is served, and at which address."""
+    """Print the model and the address."""
     host, port, *_ = listener.getsockname()
     if ":" in host:  # an IPv6 address: RFC 3986, section 3.2.2
         host = f"[{host}]"

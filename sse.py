@@ -7,12 +7,15 @@ line does). Words in quotes are its words; the other links are bugs, each kept o
     object --dumps()--> JSON --encode()--> frame        what many objects hold is Encoded once
 
 Rules of this file:
-  - Lines are found in the bytes, and decoded whole: where the bytes were cut into chunks changes nothing.
-  - The unit is the event, never the line; what JSON its data holds and what [DONE] means is for the caller.
+  - The parser finds lines in the bytes and decodes them whole: the cuts between chunks change nothing.
+  - The unit is the event, never the line. The caller knows the JSON in its data and the meaning of [DONE].
   - A stream that ends inside an event and an event that does not end are errors, never shorter answers.
-  - No `id:` is written, and no event without data: a heartbeat is a comment.
+  - The writer writes no `id:` and no event without data: a heartbeat is a comment.
 
-Not here: reconnecting (so `retry:` is ignored), HTTP headers, and which event must end a stream.
+Why a class that is fed, and not a generator over lines: the caller owns the socket, its timeouts and its
+limits, and a test can cut the bytes anywhere. The state has an attribute for each fact that a cut separates.
+
+Not here: reconnecting (so `retry:` is ignored), HTTP headers, and the rule which event must end a stream.
 """
 
 import json
@@ -43,14 +46,14 @@ class Truncated(ValueError):
 
 
 class EventTooLarge(ValueError):
-    """An event grew over max_event_bytes, whether or not its end had come."""
+    """An event is larger than max_event_bytes, complete or not."""
 
 
 # --- Parser -------------------------------------------------------------------------------------------------
 
 
 class Parser:
-    """Reads one stream; of no further use after an exception."""
+    """Parses one stream. After an exception it is of no further use."""
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self.max_event_bytes = max_event_bytes  # without line ends and ended comments
@@ -65,8 +68,8 @@ class Parser:
     def feed(self, chunk: bytes) -> list[Event]:
         """Return the events that chunk completes.
 
-        Raises EventTooLarge at an event that is too large. If this chunk has completed events before it, they
-        are returned, the rest of the chunk is dropped, and the next call with bytes, or close(), raises.
+        Raises EventTooLarge at an event that is too large. If this chunk has completed events before that
+        one, return them and drop the rest of the chunk; the next call with bytes, or close(), raises.
         """
         events: list[Event] = []
         if not chunk:
@@ -144,8 +147,8 @@ class Parser:
 
 DONE = b"data: [DONE]\n\n"  # the last frame of a Chat Completions stream
 
-# What some clients take for a line end, https://github.com/modelcontextprotocol/typescript-sdk/pull/1926. It
-# stands inside JSON strings, where an escape means the same.
+# Some clients take these for line ends, https://github.com/modelcontextprotocol/typescript-sdk/pull/1926.
+# They can only be inside JSON strings, where an escape means the same.
 ESCAPED = re.compile("[\u0085\u2028\u2029]")
 
 Encoded = msgspec.Raw  # a value as its JSON text, which dumps() copies
@@ -156,9 +159,9 @@ def encoded(obj: Any) -> Encoded:
 
 
 def dumps(obj: Any) -> str:
-    """Return obj as JSON in one line; NaN and the infinities, which JSON has not, become null.
+    """Return obj as JSON in one line; NaN and the infinities, which JSON lacks, become null.
 
-    Raises ValueError for half a surrogate pair, which UTF-8 cannot hold: loads() lets none in.
+    Raises ValueError for half a surrogate pair, which UTF-8 cannot hold: loads() refuses them.
     """
     json_text = msgspec.json.encode(obj).decode()
     if json_text.isascii():
@@ -166,15 +169,15 @@ def dumps(obj: Any) -> str:
     return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)
 
 
-# What may be half a surrogate pair; a text without it needs no second look.
+# Possibly half a surrogate pair; a text without a match needs no second look.
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def loads(text: str | bytes | bytearray, errors: str = "strict") -> Any:
     """Return the value of a JSON text; raises ValueError for any fault in it.
 
-    Also refused: what JSON does not have (NaN, 1e999) and nesting deeper than Python can follow. Half a
-    surrogate pair is not a character: `errors` says what becomes of it, as for bytes.decode().
+    This includes NaN and 1e999, which JSON lacks, and nesting deeper than Python can follow. Half a surrogate
+    pair is not a character: `errors` is applied to it, as in bytes.decode().
     """
     if not isinstance(text, str):
         text = text.decode("utf-8-sig")
@@ -198,7 +201,7 @@ def encode(data: str, event: str | None = None) -> bytes:
 
 
 def data(frame: bytes) -> str:
-    """The data of a frame that encode() has made of one line, as JSON is."""
+    """Return the data of a frame that encode() has made of one line, such as JSON."""
     _, _, line = frame.partition(b"data: ")
     return line.removesuffix(b"\n\n").decode()
 

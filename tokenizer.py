@@ -14,7 +14,12 @@ Rules of this file:
 2. Only bytes that can never become a character are replaced, a maximal part of one by one U+FFFD.
    https://www.unicode.org/versions/Unicode15.0.0/ch03.pdf, section 3.9
 3. An added token ends what came before it: a character still open there will never be finished.
-4. Up to a control token (no text) the joined pieces are what the library decodes from the ids at once.
+4. Joined, the pieces equal `tokenizers.decode(ids)` up to the first control token, which has no text.
+
+Why not call the library's decode() after each token and send the difference, as many servers do: it decodes
+the whole answer again each time, and its difference is wrong where a character ends later. Here a token is
+turned into bytes once, and an incremental UTF-8 decoder keeps the open ones. The price is `Spelling`:
+tokenizers spell bytes in a few ways, and an unknown way is refused at the start.
 """
 
 import codecs
@@ -31,7 +36,7 @@ from channels import Piece, TokenLogprob
 
 
 class TokenizerError(ValueError):
-    """A tokenizer.json that is missing, cannot be read, or spells bytes in a way that is not supported."""
+    """The tokenizer.json is missing, cannot be read, or spells bytes in a way that is not supported."""
 
 
 # --- how tokens spell bytes ---------------------------------------------------------------------------------
@@ -48,7 +53,7 @@ SUPPORTED_DECODERS = (
 
 
 class Spelling:
-    """How the tokens of a vocabulary spell bytes, from the `decoder` section of its tokenizer.json."""
+    """How the tokens of a vocabulary spell bytes: the `decoder` section of its tokenizer.json."""
 
     def __init__(self, decoder: Any) -> None:
         self.byte_level = False
@@ -71,7 +76,7 @@ class Spelling:
                     self.dummy_prefix = scheme != "never"
                 case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
                     self.dummy_prefix = True
-                case {"type": "Fuse"}:  # joins the tokens, as everything here does
+                case {"type": "Fuse"}:  # joins the tokens, as Decoder does
                     pass
                 case _:
                     raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED_DECODERS}")
@@ -98,7 +103,7 @@ class Tokenizer:
         try:
             fields = msgspec.json.decode(path.read_bytes())
             for token in fields.get("added_tokens") or []:
-                # Matched as it is written, never in what a normalizer makes of other text.
+                # The library must match it as it is written, not in text that a normalizer has changed.
                 token["normalized"] = False
             self._tokenizer = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(fields))
         except OSError as error:
@@ -108,18 +113,18 @@ class Tokenizer:
         self._tokenizer.no_truncation()  # some files carry the settings of their training run
         self._tokenizer.no_padding()
         self.spelling = Spelling(fields.get("decoder"))
-        # Added tokens stand beside the vocabulary, each matched as a whole; some are markers (channels.py).
+        # Added tokens are matched as a whole, beside the vocabulary; some are markers (channels.py).
         self.added_by_id = self._tokenizer.get_added_tokens_decoder()
         self.added = {token.content: token_id for token_id, token in self.added_by_id.items()}
-        self.token_bytes = cache(self._token_bytes)  # at most a vocabulary of them
+        self.token_bytes = cache(self._token_bytes)  # bounded by the size of the vocabulary
 
     def encode(self, *texts: str) -> list[int]:
-        """Return the ids of the texts, one after another. Nothing merges or matches across two texts.
+        """Return the ids of the texts, one after another. No token spans two texts.
 
-        No bos or eos is added: the chat template writes those that the model wants.
+        The chat template writes the bos and eos tokens that the model wants, so none is added here.
         """
-        # encode() holds Python's lock and stops all streams meanwhile; encode_batch() computes offsets too.
-        # Several texts at once would go to the library's threads: there short prompts wait for long ones.
+        # encode() holds Python's lock, which stops all streams, and encode_batch() computes offsets too. The
+        # library would encode several texts in its own threads, and there short prompts wait for long ones.
         return [
             token_id
             for text in texts
@@ -128,7 +133,7 @@ class Tokenizer:
         ]
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token; b"" for the padding of the vocabulary, which may be sampled."""
+        """Return the bytes of a token. The padding of the vocabulary, which may be sampled, has none."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -140,20 +145,20 @@ class Tokenizer:
 class Decoder:
     """Turns the token ids of one response into pieces: a streaming, or incremental, detokenizer.
 
-    Each logprob fed comes out once, in order, on the piece that completes the last character of its token.
+    A logprob leaves once, in order, with the piece that completes the last character of its token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
         self._open_logprobs: tuple[TokenLogprob, ...] = ()  # of tokens whose text has not left yet
-        self._at_start = True  # no text has left yet: SentencePiece puts a space in front of the first
+        self._at_start = True  # no text has left yet: SentencePiece put a space before the first
 
     def feed(self, token_id: int, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Piece]:
         """Return the pieces that a token completes.
 
-        There are none while a character is incomplete, and two if an added token cuts a character off: U+FFFD
-        for that character comes first.
+        While a character is incomplete the list is empty. If an added token cuts a character off, the list
+        has two pieces: U+FFFD for that character comes first.
         """
         data = self._tokenizer.token_bytes(token_id)
         added = self._tokenizer.added_by_id.get(token_id)
@@ -169,7 +174,7 @@ class Decoder:
             return []
         is_inside_character = bool(self._utf8.getstate()[0])
         if is_inside_character:
-            # One character is complete and the next has begun: this token's logprob waits for its end.
+            # One character is complete and the next has begun: the logprob of this token waits for its end.
             complete = self._open_logprobs
             self._open_logprobs = logprobs
         else:
@@ -178,7 +183,7 @@ class Decoder:
         return [Piece(text, "", complete)]
 
     def close(self) -> list[Piece]:
-        """Return the rest: U+FFFD for an open character, and the logprobs of tokens that had no text."""
+        """Return the rest: U+FFFD for an open character, and the logprobs of tokens without text."""
         text = self._without_dummy_prefix(self._utf8.decode(b"", final=True))
         complete = self._open_logprobs
         self._open_logprobs = ()

@@ -1,22 +1,27 @@
-"""The Worker contract, and the worker of this machine: a checked Request to what the model says.
+"""The Worker contract, and the worker of this machine: a checked Request to the model's output.
 
     Request --prepare()--> Prompt --Prompt.run()--> take([Accepted]), take([Output, ...]), take([Finish])
 
 The engine in this process and an upstream server (gateway/remote.py) both keep the contract. So streams,
 background runs, resuming, chains and calls work with either, and readers of the outputs see no difference.
 
+Why two steps, prepare() and run(), and not one that streams: a refusal needs an HTTP status, which must be
+known before the first byte, and a background response is checked when it is posted and run much later. The
+price is that a prompt is held, or rendered again, in between.
+
 Rules of this file:
 1. prepare() refuses with BadInput, before a byte of the answer has left. It makes every check that this
-   machine can make, and waits until its grammar has been compiled. run() may refuse too, before its Accepted.
-2. run() calls take() with Accepted, then with any number of Outputs and exactly one Finish, which is the
-   last, and returns. After Accepted only a bug or an upstream's late refusal raises: then the caller says how
-   the answer ends. To stop a run, cancel it: the engine drops the sequence, and run() raises CancelledError,
+   machine can make, and waits until the grammar is compiled. run() may refuse too, before its Accepted.
+2. run() calls take() with Accepted, then with any number of Outputs and at last with exactly one Finish, and
+   returns. After Accepted only a bug or an upstream's late refusal raises: then the caller decides how the
+   answer ends. To stop a run, cancel it: the engine drops the sequence, and run() raises CancelledError,
    after take([Finish("cancelled")]), which is counted and not shown.
-3. take() is synchronous: what a step brought to all sequences becomes events in one turn of the event loop.
-4. Usage counts the tokens that were read from the engine, with a stop token, but nothing after a stop string.
-   Finish("cancelled") has the count at that time, if there was a token.
+3. take() is synchronous: the outputs of a step, of all sequences, become events in one turn of the event
+   loop.
+4. Usage counts the tokens that were read from the engine, including a stop token, but nothing after a stop
+   string. Finish("cancelled") has the count at that time, if the engine has computed a token.
 5. An answer ends with "length" after max_output_tokens, and after MAX_LOGPROBS logprobs, which all choices
-   share: there may be 21 of them for a token, and the events that end an item repeat them.
+   share: a token may have 21 of them, and the events that end an item repeat them.
 """
 
 import asyncio
@@ -51,13 +56,13 @@ from scheduler import Sequence
 from tokenizer import Decoder, Tokenizer
 
 FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
-MAX_OUTPUT_TOKENS = 4096  # tokens of an answer, unless --max-output-tokens says otherwise
+MAX_OUTPUT_TOKENS = 4096  # tokens of an answer, without --max-output-tokens
 FEW_CHARACTERS = 1024  # of a short prompt
-CHARACTERS_A_MESSAGE = 50  # a message takes as long as so many characters of it
-MAX_LOGPROBS = 75_000  # in a request, some 8 MB of JSON: about 3,500 tokens with top_logprobs 20
+CHARACTERS_A_MESSAGE = 50  # to render a message takes as long as so many characters of it
+MAX_LOGPROBS = 75_000  # of a request, some 8 MB of JSON: about 3,500 tokens with top_logprobs 20
 
 # The tokenizer takes up to 300 bytes and 5 us a token, so a prompt that is far too long must not reach it.
-# Text has 3 to 5 characters a token: with more than this for each token of the context it is refused.
+# Text has 3 to 5 characters a token: a prompt with more than this for each token of the context is refused.
 CHARACTERS_PER_TOKEN = 8
 
 
@@ -65,20 +70,20 @@ CHARACTERS_PER_TOKEN = 8
 
 
 class Prompt(Protocol):
-    """A checked request, ready to be run by the worker that prepared it."""
+    """A checked request that its worker has prepared to run. The event loop alone calls it."""
 
     @property
     def request(self) -> Request: ...
 
     async def count_tokens(self) -> int:
-        """Count its tokens, or ask the other server, which may refuse: raises BadInput."""
+        """Count its tokens, or ask the other server, which may refuse. Raises BadInput."""
 
     async def run(self, take: Take, choice: int = 0) -> None:
-        """Hand on what the model says in one of the request's n choices, step by step."""
+        """Pass the model's output for one of the request's n choices to `take`, step by step."""
 
 
 class Worker(Protocol):
-    """Serves requests with the models that it has."""
+    """Serves requests with its models. The event loop alone calls it."""
 
     @property
     def defaults(self) -> Mapping[str, Any]: ...  # of parameters, by name: the model's own
@@ -89,7 +94,7 @@ class Worker(Protocol):
         """Check what only this worker can check, the grammar included; raises BadInput."""
 
     def serves(self, model: str) -> bool:
-        """Return whether it has the model; raises BadInput if it cannot know now."""
+        """Return whether it has the model; raises BadInput if it cannot tell now."""
 
     def models(self) -> dict[str, dict[str, Any]]: ...  # as /v1/models shows them, by name
     def busy(self) -> bool: ...  # a request is in flight
@@ -100,7 +105,7 @@ class Worker(Protocol):
 
 
 class Workers:
-    """All workers of a server: that of this machine, if it has a model, then the one that asks upstreams."""
+    """All workers of a server: first that of this machine, if it has a model, then that of the upstreams."""
 
     def __init__(self, *workers: Worker | None) -> None:
         self.all = [worker for worker in workers if worker]
@@ -117,18 +122,18 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """False: no request can be served now."""
+        """False while no request can be served."""
         return any(worker.alive for worker in self.all)
 
     async def prepare(self, request: Request, conversation: list[items.Item]) -> Prompt:
-        """Make the prompt. For a compaction, make the one that asks for a summary. Raises BadInput."""
+        """Make the prompt; for a compaction, a prompt that asks for a summary. Raises BadInput."""
         worker = self.find(request.model)
         if items.is_trigger(conversation[-1]):
             request = await asyncio.to_thread(items.summary_request, request, conversation, worker.defaults)
         return await worker.prepare(request)
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """Return all models by name, those of this machine first; of one name it is the local one."""
+        """Return all models by name, those of this machine first; a local model hides a remote namesake."""
         common = {"object": "model", "created": self.started_at, "owned_by": "upstream"}
         models: dict[str, dict[str, Any]] = {}
         for worker in self.all:
@@ -137,17 +142,17 @@ class Workers:
         return models
 
     def main_model(self) -> str:
-        """Return the name of the model on this machine, "upstream" if there is none."""
+        """Return the name of the model on this machine, "upstream" without one."""
         return next(
             (name for name, model in self.models().items() if model["owned_by"] == "local"), "upstream"
         )
 
     def spoken_name(self, model: str) -> str:
-        """Return the name by which a model answers: for the alias, that of the first model there is."""
+        """Return the name of a model in answers: for the alias, that of the first model."""
         return next(iter(self.models()), model) if model == ALIAS else model
 
     def counts(self) -> dict[str, Any]:
-        """Return what all workers hold together."""
+        """Return the gauges of all workers, summed."""
         counts = Counter[str]()
         for worker in self.all:
             counts.update(worker.counts())
@@ -173,7 +178,7 @@ class LocalPrompt(NamedTuple):
         return len(self.token_ids)
 
     async def run(self, take: Take, choice: int = 0) -> None:
-        """Hand on what the model says in one choice, step by step."""
+        """Pass the model's output for one choice to `take`, step by step."""
         answer = Answer(self)
         sequence = Sequence(
             self.token_ids,
@@ -208,7 +213,7 @@ class LocalPrompt(NamedTuple):
 
 
 def is_short(request: Request) -> bool:
-    """Return whether a prompt is rendered and tokenised in less than a millisecond."""
+    """Return whether rendering and tokenising the prompt takes less than a millisecond."""
     if request.tools or request.structured_output or request.template_kwargs:
         return False
     n_characters = 0
@@ -227,7 +232,7 @@ def how_far(state: State, after_marker: bool) -> Thinking:
 
 
 class PromptTooLong(BadInput):
-    """The prompt and one token of an answer are more than the model's context."""
+    """The prompt and one token of an answer exceed the model's context."""
 
     def __init__(self, limit: int, n: str) -> None:
         message = (
@@ -251,9 +256,10 @@ class LocalWorker:
         defaults: Mapping[str, Any] | None = None,
         max_output_tokens: int = MAX_OUTPUT_TOKENS,
     ) -> None:
-        """`names` of the model in requests; `dialect` instead of the one that the template shows.
+        """Take the parts of a loaded model: service/loading.py makes them.
 
-        `max_output_tokens` of an answer: a request may ask for fewer.
+        `names`: of the model in requests. `dialect`: instead of that of the template. `max_output_tokens`: of
+        an answer, of which a request may ask for fewer.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -292,7 +298,7 @@ class LocalWorker:
 
     async def prepare(self, request: Request) -> LocalPrompt:
         try:
-            if is_short(request):  # takes less time than a thread needs to be asked
+            if is_short(request):  # this takes less time than to ask a thread
                 prompt = self._prepare(request)
             else:  # in a thread: it must not stop the streams
                 prompt = await self._threads.call(request.owner, self._prepare, request)
@@ -303,7 +309,7 @@ class LocalWorker:
         return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
-        """Render, tokenise and check; raises BadInput or BadGrammar."""
+        """Render, tokenise and check, in any thread; raises BadInput or BadGrammar."""
         if request.truncate:
             text, token_ids = self._render_to_fit(request)
         else:
@@ -318,7 +324,7 @@ class LocalWorker:
         dialect = families.find(self._family, added, self._template.with_tools.source, bool(request.called))
         state, after_marker = families.opening(text, dialect)
         stop_token_ids = frozenset(request.stop_token_ids)
-        # The grammar of structured output has an end of its own, after which nothing may come.
+        # The grammar of structured output has its own end, and allows nothing after it.
         if request.structured_output or not request.ignore_eos:
             stop_token_ids |= {*self.engine.config.eos_token_ids}
         grammar = None
@@ -337,10 +343,9 @@ class LocalWorker:
     def _without_calls(self, request: Request) -> Request:
         """Forbid calls, though the prompt has tools.
 
-        To forbid the tokens that a call begins with costs nothing: no mask is computed. What only looks
-        like a call is text to a parser that knows of no tools: bare JSON (llama), and markers that are
-        not tokens. Harmony has no such token, because the header of any message may name a recipient:
-        its answers need a grammar.
+        To forbid the tokens that begin a call costs nothing, for no mask is computed. A parser that knows no
+        tools reads lookalikes of a call as text: bare JSON (llama), and markers that are not tokens. Harmony
+        has no such token, because the header of any message may name a recipient: its answers need a grammar.
         """
         added = self.tokenizer.added
         forbidden = [added[marker] for marker in self._family.call_markers if marker in added]
@@ -352,7 +357,7 @@ class LocalWorker:
         return replace(request, sampling=sampling, structured_output=spec)
 
     def _render_to_fit(self, request: Request) -> tuple[str, list[int]]:
-        """Return what _encode() does, without the oldest turns if the prompt is too long."""
+        """Do as _encode(), without the oldest turns if the prompt is too long."""
         starts = turn_starts(request.messages)
 
         def encoded(i: int) -> tuple[str, list[int]]:
@@ -387,7 +392,7 @@ class LocalWorker:
         return texts[-1], token_ids
 
     def _check_token_ids(self, request: Request, prompt: list[int]) -> None:
-        """Refuse ids that the model has no embedding for: a step with one would fail, for others too."""
+        """Refuse ids without an embedding: one of them would fail its step, also for others."""
         vocab_size = self.engine.config.vocab_size
         bias = request.sampling["logit_bias"]
         given = {"logit_bias": bias, "stop_token_ids": request.stop_token_ids, "input": prompt}
@@ -399,7 +404,7 @@ class LocalWorker:
 
 
 class Answer:
-    """What the model says in one choice: tokens to pieces, pieces to outputs, and the tokens counted."""
+    """Turns the tokens of one choice into pieces and outputs, and counts them. Used in the event loop."""
 
     def __init__(self, prompt: LocalPrompt) -> None:
         self.has_finished = False
@@ -410,7 +415,7 @@ class Answer:
         self.usage = Usage(len(prompt.token_ids), 0)
 
     def feed(self, step: StepOutput) -> list[Output | Finish]:
-        """Return what a step has brought; if it ends the answer, with the Finish."""
+        """Return the outputs of a step, and the Finish if the step ends the answer."""
         said: list[Output | Finish] = []
         end = step.finish
         if step.tokens:  # a failure brings none, and no count either
@@ -451,7 +456,7 @@ class Answer:
 
 
 def logprob_of(token: Choice, tokenizer: Tokenizer) -> TokenLogprob:
-    """Return the logprob of a chosen token and those of the likeliest ones, with their text."""
+    """Return the logprobs of a chosen token and of the likeliest ones, with their texts."""
     (own, *top) = [
         TokenLogprob((spelled := tokenizer.token_bytes(token_id)).decode(errors="replace"), logprob, spelled)
         for token_id, logprob in [(token.token_id, token.logprob or 0.0), *token.top]
@@ -460,7 +465,7 @@ def logprob_of(token: Choice, tokenizer: Tokenizer) -> TokenLogprob:
 
 
 def grammar_refused(error: BadGrammar, spec: StructuredOutput) -> BadInput:
-    """Tell the client what is wrong with a schema or grammar that cannot be enforced."""
+    """Return the refusal of a schema or grammar that cannot be enforced."""
     grammar = dict(spec.inputs).get(error.part)  # if it is the grammar of a custom tool's input
     if grammar:
         return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", param=grammar.path)
