@@ -22,11 +22,11 @@ Rules of this file:
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -36,17 +36,16 @@ import blocks
 import completions
 import sse
 from background import Registry
-from completions import Chunk
 from event_log import EventLog
 from gateway.remote import RemoteWorker
-from jobs import UNFINISHED, Job, Log, failure, run
+from jobs import Job, Log, Said, run
 from request import items, params, query
 from request.body import Parsing, receive
 from request.ids import item_ids, new_id
 from request.refusals import BadInput, unsupported
 from request.room import Visit
 from request.validation import Object
-from responses import Builder
+from responses import Builder, Event
 from service.logs import is_news
 from service.metrics import Metrics, Stopwatch
 from service.steps import Steps
@@ -56,6 +55,12 @@ from streaming import KEEP_ALIVE, SSE_HEADERS, EventStream, JsonAnswer, json_res
 from worker import Prompt
 
 log = logging.getLogger("api")
+
+T = TypeVar("T")
+# Api.begin() and _prompt() return what runs a request or has answered it, its prompt, headers of the answer.
+Begin = Callable[..., Awaitable[tuple[Any, Any, Any]]]
+
+COUNTED = {"object": "response.input_tokens"}
 
 # fmt: off
 #  status        why such a response cannot be cancelled; to cancel one a second time is not an error
@@ -89,20 +94,26 @@ class Api:
         )
 
     def endpoints(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+        of_responses = partial(self.inspect, self.begin, "count")
+        of_chat = partial(self.inspect, self._prompt, CHAT_RENDERED)
+        of_messages = partial(self.inspect, self._prompt, MESSAGES_COUNTED)
         debug = [("GET", "/debug/steps", self.stream_steps)] if self.steps else []
         # fmt: off
         return [
             # method   path                             handler
             ("POST",   "/v1/responses",                  self.create_response),
-            ("POST",   "/v1/responses/input_tokens",     self.count_input_tokens),
+            ("POST",   "/v1/responses/input_tokens",     partial(of_responses, COUNTED)),
+            ("POST",   "/v1/responses/render",           partial(of_responses, None)),
             ("POST",   "/v1/responses/compact",          self.compact),
             ("GET",    "/v1/responses/{id}",             self.get_response),
             ("DELETE", "/v1/responses/{id}",             self.delete_response),
             ("POST",   "/v1/responses/{id}/cancel",      self.cancel_response),
             ("GET",    "/v1/responses/{id}/input_items", self.list_input_items),
-            ("POST",   "/v1/chat/completions",           self.create_completion),
-            ("POST",   "/v1/messages",                   self.create_message),
-            ("POST",   "/v1/messages/count_tokens",      self.count_message_tokens),
+            ("POST",   "/v1/chat/completions",           partial(self.answer, CHAT)),
+            ("POST",   "/v1/chat/completions/render",    partial(of_chat, None)),
+            ("POST",   "/v1/messages",                   partial(self.answer, MESSAGES)),
+            ("POST",   "/v1/messages/count_tokens",      partial(of_messages, {})),
+            ("POST",   "/v1/messages/render",            partial(of_messages, None)),
             ("GET",    "/v1/models",                     self.list_models),
             ("GET",    "/v1/models/{id:path}",           self.get_model),
             ("GET",    "/health",                        self.health),
@@ -115,9 +126,7 @@ class Api:
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with a stream, the whole response, or in the background its first snapshot."""
-        parsing = await receive(http, visit)
-        visit.set_streams()
-        job, prompt, headers = await while_connected(self.begin(parsing, visit), http.receive)
+        job, prompt, headers = await self._received(http, visit, self.begin)
         if job.row.background:
             await self.registry.queue(job)
         else:
@@ -135,18 +144,9 @@ class Api:
         visit.set_held(visit.rooms.sockets, 1)
         await Connection(websocket, visit, self.registry, self.begin).run()
 
-    async def count_input_tokens(self, http: HttpRequest, visit: Visit) -> Response:
-        parsing = await receive(http, visit)
-        visit.set_streams()
-        _, prompt, _ = await while_connected(self.begin(parsing, visit, "count"), http.receive)
-        n_tokens = await prompt.count_tokens()
-        return json_response(200, {"object": "response.input_tokens", "input_tokens": n_tokens})
-
     async def compact(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
-        parsing = await receive(http, visit)
-        visit.set_streams()
-        job, prompt, headers = await while_connected(self.begin(parsing, visit, "compact"), http.receive)
+        job, prompt, headers = await self._received(http, visit, self.begin, "compact")
         await job.start(nullcontext(prompt))
         await while_connected(job.task, http.receive)
         response = job.shown_row().response
@@ -156,6 +156,14 @@ class Api:
         retained = await visit.call(items.retained, job.row)
         compaction["output"] = [*retained, *response["output"]]
         return json_response(200, compaction, headers)
+
+    async def _received(
+        self, http: HttpRequest, visit: Visit, begin: Callable[..., Awaitable[T]], *more: Any
+    ) -> T:
+        """Receive a body, and return what `begin` makes of it while the client is connected."""
+        parsing = await receive(http, visit)
+        visit.set_streams()
+        return await while_connected(begin(parsing, visit, *more), http.receive)
 
     async def begin(
         self,
@@ -221,10 +229,9 @@ class Api:
         return request, items.new_row(request, values, conversation), conversation
 
     def _job(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> Job:
-        seal = items.sealer(self.secret, row.owner, "reasoning").dumps if seals_reasoning else None
-        builder = Builder(head, item_ids(row.id), seal, self.reasoning_events)
-        sealer = items.sealer(self.secret, row.owner, "compaction")
-        return Job(row, builder, self.registry.archive, Stopwatch(self.metrics), sealer)
+        seal = partial(items.sealed, self.secret, row.owner)
+        builder = Builder(head, item_ids(row.id), seal, seals_reasoning, self.reasoning_events)
+        return Job(row, builder, self.registry.archive, Stopwatch(self.metrics))
 
     def revive(self, row: Row) -> Job:
         """Return the job of a background response that the last process has left unfinished in the store."""
@@ -294,68 +301,52 @@ class Api:
             log.warning("accepted, and without any effect here: %s", ", ".join(names))
         return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
-    # --- chat completions -----------------------------------------------------------------------------------
+    # --- chat completions, messages -------------------------------------------------------------------------
 
-    async def create_completion(self, http: HttpRequest, visit: Visit) -> Response:
-        """Answer with chunks as they come, or folded to the completion; an upstream's answer is relayed."""
-        prompt = await self._prompt(http, visit, params.from_chat)
-        return await self._answer(http, prompt, self._run_completion, completions.fold, sse.DONE)
-
-    async def _prompt(
-        self, http: HttpRequest, visit: Visit, read: Callable[..., params.Request], **more: Any
-    ) -> Response | Prompt:
-        """Receive a body, and refuse it or make its prompt. `more`: members that the body may lack."""
-        parsing = await receive(http, visit)
-        visit.set_streams()
-        return await while_connected(self._begin_completion(parsing, visit, read, **more), http.receive)
-
-    async def _begin_completion(
-        self,
-        parsing: Parsing,
-        visit: Visit,
-        read: Callable[..., params.Request] = params.from_chat,
-        **more: Any,
-    ) -> Response | Prompt:
-        """Refuse a body, or make its prompt; an upstream's chat completion is relayed. Raises BadInput."""
-        async with parsing as body:
-            worker = self.workers.find(params.model_name(body))
-            if isinstance(worker, RemoteWorker) and read is params.from_chat:
-                relayed = await asyncio.to_thread(worker.pass_through, body)
-                visit.set_streams(relayed.n_choices)
-                return relayed
-            if self.image_texts:
-                body["messages"] = items.with_image_texts(body.get("messages"))
-            request = await visit.call(read, more | body, worker.defaults, visit.owner)
-            visit.set_streams(request.n)
-        return await worker.prepare(request)
-
-    async def _answer(
-        self,
-        http: HttpRequest,
-        prompt: Response | Prompt,
-        run: Callable[[Prompt, Log], Coroutine[None, None, None]],
-        fold: Callable[[list[Chunk]], Chunk],
-        done: bytes = b"",
-        keep_alive: bytes = KEEP_ALIVE,
-    ) -> Response:
-        """Answer with the chunks or events that `run` makes: as they come, or folded."""
-        if isinstance(prompt, Response):  # that of an upstream
-            return prompt
-        headers = self._warning(prompt.request)
+    async def answer(self, form: "Form", http: HttpRequest, visit: Visit) -> Response:
+        """Answer with the events of a form as they come, or folded; an upstream's chat is relayed."""
+        relayed, prompt, headers = await self._received(http, visit, self._prompt, form)
+        if relayed:
+            return relayed
+        builder = form.builder(self, prompt.request)
         if prompt.request.stream:
             event_log = EventLog()
-            task = asyncio.create_task(run(prompt, event_log))
+            task = asyncio.create_task(self._run(prompt, builder, event_log))
             task.add_done_callback(lambda _: event_log.close())
-            return EventStream(event_log, task, done, more_headers=headers, keep_alive=keep_alive)
-        chunks: list[Chunk] = []
-        await while_connected(run(prompt, chunks), http.receive)
-        answer = await asyncio.to_thread(fold, chunks)
+            return EventStream(event_log, task, form.done, more_headers=headers, keep_alive=form.keep_alive)
+        events: list[Event] = []
+        await while_connected(self._run(prompt, builder, events), http.receive)
+        answer = await asyncio.to_thread(form.fold, events)
         self._refuse_failed(answer.get("error"))
         return await asyncio.to_thread(json_response, 200, answer, headers)
 
-    async def _run_completion(self, prompt: Prompt, event_log: Log) -> None:
-        """Run all choices of a prompt; their chunks go to the log as they come."""
-        request = prompt.request
+    async def _prompt(
+        self, parsing: Parsing, visit: Visit, form: "Form"
+    ) -> tuple[Response | None, Any, dict[str, str]]:
+        """Check a body; return an upstream's answer, or a prompt and the headers. Raises BadInput."""
+        async with parsing as body:
+            worker = self.workers.find(params.model_name(body))
+            if isinstance(worker, RemoteWorker) and form.relays:
+                relayed = await asyncio.to_thread(worker.pass_through, body)
+                visit.set_streams(relayed.n_choices)
+                return relayed, None, {}
+            if self.image_texts:
+                body["messages"] = items.with_image_texts(body.get("messages"))
+            request = await visit.call(form.read, body, worker.defaults, visit.owner)
+            visit.set_streams(request.n)
+        prompt = await worker.prepare(request)
+        return None, prompt, self._warning(prompt.request)
+
+    async def _run(self, prompt: Prompt, builder: "FormBuilder", event_log: Log) -> None:
+        """Run all choices of a prompt; their events go to the log as they come. Raises what refuses it."""
+        await asyncio.gather(
+            *(
+                run(prompt, partial(builder.feed, choice), event_log, Stopwatch(self.metrics), choice)
+                for choice in range(prompt.request.n)
+            )
+        )
+
+    def _chunks(self, request: params.Request) -> completions.Chunks:
         head = {
             "id": new_id("chatcmpl", "-"),  # as openai-openapi, CreateChatCompletionResponse, has it
             "created": int(time.time()),
@@ -363,43 +354,23 @@ class Api:
             "system_fingerprint": f"fp_{self.workers.started_at:x}",  # "the backend configuration"
             "service_tier": params.SERVICE_TIER,
         }
-        chunks = completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
-        sealer = items.sealer(self.secret, request.owner, "compaction")
-        event_log.extend(chunks.start())
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index in range(request.n):
-                    make, watch = partial(chunks.feed, index), Stopwatch(self.metrics)
-                    group.create_task(run(prompt, make, event_log, watch, sealer, index))
-        except* Exception:
-            log.exception("a chat completion failed")
-            event_log.extend(chunks.feed(0, UNFINISHED))
-        event_log.extend(chunks.end())
+        return completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
 
-    # --- messages -------------------------------------------------------------------------------------------
-
-    async def create_message(self, http: HttpRequest, visit: Visit) -> Response:
-        """Answer POST /v1/messages with events as they come, or folded to the message."""
-        prompt = await self._prompt(http, visit, params.from_messages)
-        return await self._answer(http, prompt, self._run_message, blocks.fold, keep_alive=blocks.PING)
-
-    async def count_message_tokens(self, http: HttpRequest, visit: Visit) -> Response:
-        prompt = await self._prompt(http, visit, params.from_messages, max_tokens=1)
-        assert not isinstance(prompt, Response)  # only chat completions are relayed
-        return json_response(200, {"input_tokens": await prompt.count_tokens()})
-
-    async def _run_message(self, prompt: Prompt, event_log: Log) -> None:
-        """Run a prompt; the events of its message go to the log as they come. Raises what refuses it."""
-        request = prompt.request
+    def _blocks(self, request: params.Request) -> blocks.Builder:
         head = {"id": new_id("msg"), "model": self.workers.spoken_name(request.model)}
-        builder = blocks.Builder(head, new_id, items.sealer(self.secret, request.owner, "thinking").dumps)
-        sealer = items.sealer(self.secret, request.owner, "compaction")
-        try:
-            await run(prompt, builder.feed, event_log, Stopwatch(self.metrics), sealer)
-        except Exception as error:
-            if builder.state == "start":
-                raise
-            event_log.extend(builder.feed(failure(error, head["id"])))
+        return blocks.Builder(head, new_id, partial(items.sealed, self.secret, request.owner))
+
+    # --- the prompt of a request ----------------------------------------------------------------------------
+
+    async def inspect(
+        self, begin: Begin, how: Any, members: Event | None, http: HttpRequest, visit: Visit
+    ) -> Response:
+        """Answer with the length of a prompt, and `members`; None: with all that the model reads."""
+        _, prompt, _ = await self._received(http, visit, begin, how)
+        n_tokens = await prompt.count_tokens()  # raises if an upstream renders it
+        if members is None:
+            members = prompt.rendered()
+        return json_response(200, members | {"input_tokens": n_tokens})
 
     # --- models, health -------------------------------------------------------------------------------------
 
@@ -429,3 +400,32 @@ class Api:
     async def alive(self, _: HttpRequest, visit: Visit) -> Response:
         """Tell that the process answers at all; else something should start it again."""
         return json_response(200, {"status": "ok"})
+
+
+# --- the APIs beside Responses ------------------------------------------------------------------------------
+
+
+class FormBuilder(Protocol):
+    """Writes what the choices of a request say as the events of an API."""
+
+    def feed(self, choice: int, said: Said, /) -> list[Event]: ...
+
+
+class Form(NamedTuple):
+    """How an API reads a request, and writes the answer."""
+
+    read: Callable[..., params.Request]
+    builder: Callable[[Api, params.Request], FormBuilder]
+    fold: Callable[[Iterable[Event]], Event]  # events -> the answer without `stream`
+    done: bytes  # ends a stream
+    keep_alive: bytes
+    relays: bool  # an upstream's own answers
+
+
+# fmt: off
+#               read                  builder      fold              done      keep-alive   relays
+CHAT     = Form(params.from_chat,     Api._chunks, completions.fold, sse.DONE, KEEP_ALIVE,  True)
+MESSAGES = Form(params.from_messages, Api._blocks, blocks.fold,      b"",      blocks.PING, False)
+# fmt: on
+CHAT_RENDERED = CHAT._replace(relays=False)
+MESSAGES_COUNTED = MESSAGES._replace(read=partial(params.from_messages, counts=True))

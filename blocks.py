@@ -102,10 +102,10 @@ STOP_REASONS = {
 class Builder:
     """Builds one message.
 
-    `head`: its id and model. `new_id(prefix)` draws an id; `seal(text)` makes the signature of a thought.
+    `head`: its id and model. `new_id(prefix)` draws an id; `seal(type, text)` signs a thought.
     """
 
-    def __init__(self, head: Event, new_id: Callable[[str], str], seal: Callable[[str], str]) -> None:
+    def __init__(self, head: Event, new_id: Callable[[str], str], seal: Callable[[str, str], str]) -> None:
         self.state = "start"
         self._head = head
         self._new_id = new_id
@@ -115,8 +115,8 @@ class Builder:
         self._thought: list[str] = []  # of the open block
         self._end = "end_turn"  # the stop_reason, unless a limit or a stop sequence ends the message
 
-    def feed(self, said: Accepted | Output | Compaction | Finish) -> list[Event]:
-        """Return the events of one thing that the client is shown."""
+    def feed(self, _: int, said: Accepted | Output | Compaction | Finish) -> list[Event]:
+        """Return the events of one thing that the client is shown; a message has one choice."""
         match said:
             case Accepted(n_tokens):
                 usage = usage_object(Usage(n_tokens, 0))
@@ -166,7 +166,10 @@ class Builder:
         """Stop the open block, a thought with its signature."""
         events = []
         if self._open is THOUGHT:
-            signature = {"type": "signature_delta", "signature": self._seal("".join(self._thought))}
+            signature = {
+                "type": "signature_delta",
+                "signature": self._seal("thinking", "".join(self._thought)),
+            }
             events.append(self._event("content_block_delta", delta=signature))
             self._thought = []
         if self._open:

@@ -100,9 +100,9 @@ Output = Delta | Call | Arguments | Close
 
 
 class Compaction(NamedTuple):
-    """The conversation as one sealed item, which the server makes from the model's summary."""
+    """The conversation as one item, which the server makes from the model's summary."""
 
-    encrypted_content: str
+    summary: str
 
 
 @dataclass(slots=True)

@@ -58,19 +58,19 @@ class Chunks:
         self._usages: list[Usage] = []  # of the choices that have ended
         self._failed = False  # a choice has failed: no chunk of any choice follows the error
 
-    def start(self) -> list[Chunk]:
-        """Return the role, before the prompt is read: later deltas omit it (sgl-project/sglang#18335)."""
-        return [self._chunk(i, {"delta": {"role": "assistant", "content": ""}}) for i in range(self.n)]
-
     def feed(self, index: int, said: Accepted | Output | Compaction | Finish) -> list[Chunk]:
-        """Return the chunks of one thing that a choice says. A failure is the end of the whole request."""
+        """Return the chunks of one thing that a choice says. A failure is the end of the whole request.
+
+        After the last choice comes the usage, which is summed over all: they share one prompt.
+        """
         if self._failed:
             return []
         delta: Chunk = {}
-        call: Chunk = {}
         members: Chunk = {}  # more of the choice than its delta
         calls = self._calls[index]
         match said:
+            case Accepted():  # before the prompt is read; later deltas omit it: sgl-project/sglang#18335
+                delta = {"role": "assistant", "content": ""}
             case Delta("analysis", text):
                 delta = {"reasoning_content": text, "reasoning": text}
             case Delta("refusal", text):
@@ -82,9 +82,10 @@ class Chunks:
                 type_, member = CALL_MEMBERS[is_custom]
                 calls.append(is_custom)
                 call = {"id": self.new_id("call"), "type": type_, type_: {"name": name, member: ""}}
+                delta = _called(calls, call)
             case Arguments(text):
                 type_, member = CALL_MEMBERS[calls[-1]]
-                call = {type_: {member: text}}
+                delta = _called(calls, {type_: {member: text}})
             case Finish("failed"):
                 self._failed = True
                 return [error_body(500, said.message, code=said.code)]
@@ -93,24 +94,19 @@ class Chunks:
                 members["finish_reason"] = reason
                 if reason == "stop" and calls and not self.named_call:
                     members["finish_reason"] = "tool_calls"
-            case Accepted() | Close() | Compaction():
+            case Close() | Compaction():
                 return []
-        if call:
-            delta = {"tool_calls": [{"index": len(calls) - 1, **call}]}
-        return [self._chunk(index, {"delta": delta, **members})]
+        return self._chunks(index, {"delta": delta} | members)
 
-    def end(self) -> list[Chunk]:
-        """Return the end of the request: its usage, summed over the choices, which share one prompt."""
-        if self._failed or not self.include_usage:
-            return []
-        return [self.head | {"object": OBJECT, "choices": [], "usage": _usage(self._usages)}]
-
-    def _chunk(self, index: int, members: Chunk) -> Chunk:
+    def _chunks(self, index: int, members: Chunk) -> list[Chunk]:
+        """Return the chunk of a choice, and after the last one that of the usage."""
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None} | members
-        chunk = self.head | {"object": OBJECT, "choices": [choice]}
+        chunks = [self.head | {"object": OBJECT, "choices": [choice]}]
         if self.include_usage:
-            chunk["usage"] = None
-        return chunk
+            chunks[0]["usage"] = None
+            if len(self._usages) == self.n:
+                chunks.append(chunks[0] | {"choices": [], "usage": _usage(self._usages)})
+        return chunks
 
 
 # --- chunks to a completion ---------------------------------------------------------------------------------
@@ -174,6 +170,11 @@ def ended(choice: Chunk) -> Chunk:
         message["content"] = None  # OpenAI's value if the model only calls, or refuses
     members = {"index": choice["index"], "message": message, "logprobs": None, "finish_reason": None}
     return members | choice
+
+
+def _called(calls: list[bool], call: Chunk) -> Chunk:
+    """Return the delta of the newest of these calls."""
+    return {"tool_calls": [{"index": len(calls) - 1, **call}]}
 
 
 def _usage(usages: Sequence[Usage]) -> dict[str, Any]:

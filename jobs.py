@@ -26,8 +26,6 @@ from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from itsdangerous import URLSafeSerializer
-
 from channels import Accepted, Compaction, Finish, Output
 from event_log import Entry, EventLog, encode_event, newest_of
 from request.items import Shown
@@ -48,11 +46,11 @@ SHUT_DOWN = Finish("failed", message="The server is shutting down.")
 INTERRUPTED = Finish("failed", message="interrupted by a restart")
 
 
-def failure(error: Exception, id: str) -> Finish:
-    """Return how an answer ends whose run has raised after it was accepted."""
+def failure(error: Exception) -> Finish:
+    """Return how an answer ends that can no longer be refused."""
     if isinstance(error, BadInput):
         return Finish("failed", None, error.message, error.late_code)
-    log.error("the run of %s failed", id, exc_info=error)
+    log.error("a run failed", exc_info=error)
     return UNFINISHED
 
 
@@ -68,6 +66,8 @@ class Log(Protocol):
 class Watch(Protocol):
     """Times one run and counts its tokens: Stopwatch of service/metrics.py."""
 
+    started_at: float  # when the worker accepted the request; 0: not yet
+
     def note(self, outputs: list[Accepted | Output | Finish]) -> None: ...
     def end(self) -> None: ...
 
@@ -77,16 +77,15 @@ async def run(
     make_events: Callable[[Said], Iterable[Event]],
     event_log: Log,
     watch: Watch,
-    sealer: URLSafeSerializer,
     choice: int = 0,
 ) -> None:
     """Run one choice of a prompt to its end; what its client is shown of it becomes events in the log.
 
     `make_events` writes what is shown in the form of an API: Job.feed(), Chunks.feed(). The event loop calls
-    this. It raises what Prompt.run() raises; then there was no Finish, and the caller ends the answer.
+    this. It raises what refuses the request; what Prompt.run() raises after Accepted becomes a Finish.
     """
     restorer = Restorer(prompt.request.called)
-    shown = Shown(prompt.request, sealer)
+    shown = Shown(prompt.request)
 
     def take(outputs: Iterable[Accepted | Output | Finish]) -> None:
         """Pass on what a step has brought: worker.Answer.feed() has decoded and parsed its tokens."""
@@ -98,6 +97,10 @@ async def run(
 
     try:
         await prompt.run(take, choice)
+    except Exception as error:
+        if not watch.started_at:
+            raise
+        take([failure(error)])
     finally:
         watch.end()
 
@@ -142,7 +145,6 @@ class Job:
     builder: Builder
     archive: Archive
     watch: Watch
-    sealer: URLSafeSerializer  # of a compaction
     log: EventLog = field(default_factory=EventLog)
     finish: Finish | None = UNFINISHED  # how it ends when its task is over; None: the next process runs it
     n_bytes: int = 0  # what it takes of the room for background responses
@@ -176,7 +178,7 @@ class Job:
         with closing(self.log):
             try:
                 async with turn as prompt:
-                    await run(prompt, self.feed, self.log, self.watch, self.sealer)
+                    await run(prompt, self.feed, self.log, self.watch)
             except asyncio.CancelledError:
                 # Not raised again: by its traceback the task would hold itself, and the whole request.
                 if not self.row.background:
@@ -184,7 +186,7 @@ class Job:
             except Exception as error:
                 if not self.log.status:  # no event yet: the error becomes the answer to the request
                     raise
-                self.finish = failure(error, self.row.id)
+                self.finish = failure(error)
             finally:
                 if self.finish and self.log.status:
                     await self.end(self.finish)

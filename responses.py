@@ -238,8 +238,9 @@ class Builder:
     """Builds one response.
 
     `head` holds the members of the response object that do not change: id, created_at, model and the resolved
-    parameters of the request. `new_id(prefix)` draws an id. `seal(text)` makes the encrypted_content of a
-    reasoning item; None: the member is left out, because Open Responses' schema does not allow null there.
+    parameters of the request. `new_id(prefix)` draws an id. `seal(type, text)` makes the encrypted_content of
+    a compaction, and with `seals_reasoning` that of a reasoning item; else the member is left out, because
+    Open Responses' schema does not allow null there.
     `reasoning_events` is a key of REASONING_EVENTS. The event loop alone calls a builder.
     """
 
@@ -247,7 +248,8 @@ class Builder:
         self,
         head: Mapping[str, Any],
         new_id: Callable[[str], str],
-        seal: Callable[[str], str] | None = None,
+        seal: Callable[[str, str], str],
+        seals_reasoning: bool = False,
         reasoning_events: str = "openai",
     ) -> None:
         self.state = "start"
@@ -256,6 +258,7 @@ class Builder:
         self._head = dict(head)
         self._new_id = new_id
         self._seal = seal
+        self._seals_reasoning = seals_reasoning
         reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
         self._kinds = KINDS | {"analysis": reasoning}
 
@@ -299,8 +302,8 @@ class Builder:
                 return [*self._open(channel, {}), *self._grow(text, encoded)]
             case Accepted():
                 return self.start()
-            case Compaction(encrypted_content):
-                return [*self._close("completed"), *self._compaction(encrypted_content)]
+            case Compaction(summary):
+                return [*self._close("completed"), *self._compaction(self._seal("compaction", summary))]
             case Call(name, custom, namespace):
                 call = {"call_id": self._new_id("call"), "name": name}
                 if namespace:
@@ -380,8 +383,8 @@ class Builder:
             events.append(self._event("response.content_part.done", {**item.place, "part": item.part()}))
         else:
             closed[item.kind.field] = item.text()
-        if self._seal and item.kind.item == "reasoning":
-            closed["encrypted_content"] = self._seal(item.text())
+        if self._seals_reasoning and item.kind.item == "reasoning":
+            closed["encrypted_content"] = self._seal("reasoning", item.text())
         done = {"output_index": item.output_index, "item": closed}
         events.append(self._event("response.output_item.done", done))
         self.output.append(closed)

@@ -177,6 +177,15 @@ class LocalPrompt(NamedTuple):
     async def count_tokens(self) -> int:
         return len(self.token_ids)
 
+    def rendered(self) -> dict[str, Any]:
+        """Return what the model reads: [text, special token] pieces, token ids; and the template."""
+        decoder = Decoder(self.worker.tokenizer)
+        pieces = [piece[:2] for token_id in self.token_ids for piece in decoder.feed(token_id)]
+        template = self.worker.template
+        if self.request.tools:
+            template = template.with_tools
+        return {"prompt": pieces, "token_ids": self.token_ids, "template": template.source}
+
     async def run(self, take: Take, choice: int = 0) -> None:
         """Pass the model's output for one choice to `take`, step by step."""
         answer = Answer(self)
@@ -267,7 +276,7 @@ class LocalWorker:
         self.names = list(names)
         self.defaults = defaults or {}
         self._threads = Threads()
-        self._template = template
+        self.template = template
         self._max_output_tokens = max_output_tokens
         self._special_tokens = SpecialTokens(tokenizer.added)
         self.dialect = dialect or families.recognised(
@@ -321,7 +330,7 @@ class LocalWorker:
             request = self._without_calls(request)
 
         added = self.tokenizer.added
-        dialect = families.find(self._family, added, self._template.with_tools.source, bool(request.called))
+        dialect = families.find(self._family, added, self.template.with_tools.source, bool(request.called))
         state, after_marker = families.opening(text, dialect)
         stop_token_ids = frozenset(request.stop_token_ids)
         # The grammar of structured output has its own end, and allows nothing after it.
@@ -380,11 +389,11 @@ class LocalWorker:
         n_characters = sum(len(message["content"]) for message in messages)
         conversation = messages, request.tools or None, datetime.now()
         if n_characters <= CHARACTERS_PER_TOKEN * limit:  # else it is not even rendered
-            prompt = self._template.render(*conversation, **request.template_kwargs)
+            prompt = self.template.render(*conversation, **request.template_kwargs)
             n_characters = len(prompt)
         if n_characters > CHARACTERS_PER_TOKEN * limit:
             raise PromptTooLong(limit, f"{n_characters} characters")
-        trace = self._template.trace(*conversation, **request.template_kwargs)
+        trace = self.template.trace(*conversation, **request.template_kwargs)
         texts = self._special_tokens.cut(prompt, trace)
         token_ids = self.tokenizer.encode(*texts)
         if not 0 < len(token_ids) < limit:

@@ -160,6 +160,10 @@ def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
     return URLSafeSerializer(secret, f"{purpose}\0{owner}", signer_kwargs={"digest_method": hashlib.sha256})
 
 
+def sealed(secret: bytes, owner: str, purpose: str, text: str) -> Any:
+    return sealer(secret, owner, purpose).dumps(text)
+
+
 def _too_long(expected: str) -> BadInput:
     advice = "Compact it (POST /v1/responses/compact), or begin a new one without previous_response_id."
     message = f"The conversation is too long: expected at most {expected}, got more. {advice}"
@@ -292,9 +296,8 @@ class Shown:
     A run that was cancelled shows no Finish: whoever cancelled it decides how its answer ends.
     """
 
-    def __init__(self, request: Request, sealer: URLSafeSerializer) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
-        self._sealer = sealer  # of a compaction
         self._texts: list[str] = []
 
     def feed(self, said: Accepted | Output | Finish) -> list[Accepted | Output | Compaction | Finish]:
@@ -310,7 +313,7 @@ class Shown:
                 self._texts.append(text)
             case Finish(_, usage) if compacts:
                 if summary := "".join(self._texts):
-                    return [Compaction(self._sealer.dumps(summary)), Finish("stop", usage)]
+                    return [Compaction(summary), Finish("stop", usage)]
                 return [Finish("failed", usage, "The model wrote no summary.")]
             case Finish(_, usage):
                 return [Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))]

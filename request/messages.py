@@ -272,7 +272,7 @@ def from_responses(
         not_read.append(add_item(conversation, item))
         if item.members.get("type") in ("additional_tools", "tool_search_output"):
             brought += item.need("tools", list_of(read_tool))
-    return conversation.close("input"), brought, [*filter(None, not_read)]
+    return conversation.close("input"), brought, not_read
 
 
 # --- Chat Completions: messages -----------------------------------------------------------------------------
@@ -328,7 +328,8 @@ BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?")
 
 
 def from_blocks(messages: list[Place], system: str) -> tuple[list[Message], list[str]]:
-    """Return the messages of a request of the Messages API, and the types of blocks that are not known here.
+    """Return the messages of a request of the Messages API, and the types of blocks that are not known here;
+    "" for others.
 
     "Consecutive `user` or `assistant` turns in your request will be combined into a single turn." Raises
     BadInput.
@@ -346,9 +347,12 @@ def from_blocks(messages: list[Place], system: str) -> tuple[list[Message], list
             unknown.append(add_block(conversation, role, block))
     made = conversation.close("messages")
     if made[-1]["role"] == "assistant":
-        why = "This model does not support assistant message prefill."
-        raise BadInput(f"{why} The conversation must end with a user message.", param="messages")
-    return made, [*filter(None, unknown)]
+        raise BadInput(
+            "This model does not support assistant message prefill. The conversation must end with a user "
+            "message.",
+            param="messages",
+        )
+    return made, unknown
 
 
 def add_block(conversation: Conversation, role: str, block: Place) -> str:

@@ -372,17 +372,17 @@ def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
     return request(values, "response_format.json_schema.schema", [])
 
 
-def from_messages(body: Any, defaults: Defaults, owner: str = "") -> Request:
-    """Check a body of POST /v1/messages; raises BadInput."""
-    values = {name: row.default for name, row in COMMON.items()} | read(MESSAGES, body, defaults, owner)
-    if values["max_tokens"] is None:
+def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool = False) -> Request:
+    """Check a body of POST /v1/messages, or of one that only `counts` its tokens; raises BadInput."""
+    values = {name: row.default for name, row in CHAT.items()} | read(MESSAGES, body, defaults, owner)
+    if values["max_tokens"] is None and not counts:
         raise missing("max_tokens")
     choice: Place = values["tool_choice"]
     calls: Any = TOOL_CHOICES[choice.need("type", one_of(*TOOL_CHOICES))]
     if calls == "function":
         calls = {"type": calls, "name": choice.need("name", text)}
     told, left_out = messages.from_blocks(values["messages"], values["system"])
-    not_run = [f"thinking.{name}" for name in ("budget_tokens", "display") if name in values["thinking"]]
+    not_run = [f"thinking.{name}" for name in values["thinking"] if name != "type"]
     config = values["output_config"]
     effort = THINKING.get(values["thinking"].get("type"))
     if effort != "none":
@@ -390,15 +390,13 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "") -> Request:
     by_chats_names = {
         "messages": told,
         "echo": {},
-        "n": 1,
         "max_tokens": values["max_tokens"] or 1,
-        "generate": values["max_tokens"] > 0,
+        "generate": values["max_tokens"] != 0,
         "stop": values["stop_sequences"],
-        "explicit": values["explicit"] | ({"stop"} if values["stop_sequences"] else set()),
+        "explicit": {name.removesuffix("_sequences") for name in values["explicit"]},
         "tool_choice": calls,
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", boolean, False),
-        "logprobs": False,
-        "response_format": {"name": "answer", **config["format"]} if "format" in config else {},
+        "response_format": {"name": "answer"} | config.get("format", {}),
         "reasoning_effort": effort,
         "not_run": values["not_run"] + not_run + left_out,
     }
@@ -422,7 +420,7 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
         tools, choice, values["response_format"], schema_path, values["parallel_tool_calls"]
     )
     not_offered = [entry.echo["type"] for entry in entries if not entry.tools]
-    not_run = [*dict.fromkeys(values["not_run"] + not_offered)][:MAX_NOT_RUN]
+    not_run = [*dict.fromkeys(filter(None, values["not_run"] + not_offered))][:MAX_NOT_RUN]
     effort = values["reasoning_effort"]
     thinking = {}  # what the chat templates of reasoning models take
     if effort:

@@ -215,7 +215,7 @@ def channels() -> Lines:
 
 def events() -> Lines:
     """Chapter 7: what a model said, the events that are made of it, and the builder's state."""
-    builder = Builder({"id": "resp_0"}, counted_ids())
+    builder = Builder({"id": "resp_0"}, counted_ids(), "{}: {}".format)
     made: list[dict[str, Any]] = []
     yield f"{'said':36}{'event':36}state"
 
@@ -257,7 +257,7 @@ def frames() -> Lines:
 
 async def log_lines() -> list[str]:
     """Chapter 9: one log, three readers."""
-    builder = Builder({"id": "resp_0"}, counted_ids())
+    builder = Builder({"id": "resp_0"}, counted_ids(), "{}: {}".format)
     log = EventLog()
     seen: dict[str, list[int]] = {"from the start": [], "starting_after=3": [], "came late": []}
 

@@ -26,7 +26,6 @@ from event_log import MAX_FRAMES, Entry, EventLog, encode_event
 from helpers import laws
 from jobs import UNFINISHED, Job, Said
 from request import params
-from request.items import sealer
 from request.refusals import BadInput
 from responses import Builder
 from service.metrics import Metrics, Stopwatch
@@ -58,7 +57,7 @@ def row(**changes: Any) -> Row:
 
 
 def builder_of(row: Row) -> Builder:
-    return Builder({"id": row.id, **HEAD}, new_id)
+    return Builder({"id": row.id, **HEAD}, new_id, "{}: {}".format)
 
 
 @dataclass
@@ -96,7 +95,7 @@ class Scripts(Workers):
 
 def job_of(registry: Registry, row: Row) -> Job:
     watch = Stopwatch(Metrics("m", dict))
-    return Job(row, builder_of(row), registry.archive, watch, sealer(b"", "", "compaction"))
+    return Job(row, builder_of(row), registry.archive, watch)
 
 
 async def start(registry: Registry, job: Job, says: Says) -> None:
@@ -577,8 +576,8 @@ async def test_eviction_lets_writes_in_between() -> None:
 async def test_what_the_builder_cannot_end_ends_all_the_same(in_background: bool) -> None:
     """Bug: it stayed in progress. Here the seal raises, with which a thought is closed."""
 
-    def seal(text: str) -> str:
-        raise ZeroDivisionError(text)
+    def seal(type: str, text: str) -> str:
+        raise ZeroDivisionError(type, text)
 
     async def thinks() -> AsyncIterator[Said]:
         yield Delta("analysis", "Hm.")
@@ -587,7 +586,7 @@ async def test_what_the_builder_cannot_end_ends_all_the_same(in_background: bool
     async with registry_of() as registry:
         asked = row(background=in_background)
         job = job_of(registry, asked)
-        job.builder = Builder({"id": asked.id, **HEAD}, new_id, seal)
+        job.builder = Builder({"id": asked.id, **HEAD}, new_id, seal, seals_reasoning=True)
         await start(registry, job, thinks)
         events = parsed(await laws.read(job.log))
         assert [event["sequence_number"] for event in events] == [*range(len(events))]

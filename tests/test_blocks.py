@@ -29,8 +29,10 @@ ended = st.builds(
 
 def events_of(outputs: list[Output | Finish]) -> list[dict[str, Any]]:
     number = itertools.count()
-    builder = Builder({"id": "msg_1", "model": "m"}, lambda prefix: f"{prefix}_{next(number)}", str.upper)
-    events = [event for said in [Accepted(7), *outputs] for event in builder.feed(said)]
+    builder = Builder(
+        {"id": "msg_1", "model": "m"}, lambda prefix: f"{prefix}_{next(number)}", "{}: {}".format
+    )
+    events = [event for said in [Accepted(7), *outputs] for event in builder.feed(0, said)]
     return [json.loads(sse.data(encode_event(0, event).frame)) for event in events]
 
 

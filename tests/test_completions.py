@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sse
-from channels import Call, Delta, Finish, Output, Usage
+from channels import Accepted, Call, Delta, Finish, Output, Usage
 from completions import Chunk, Chunks, fold
 from helpers import laws
 from helpers.laws import outputs, usages
@@ -28,12 +28,12 @@ def chunks_of(choices: list[Choice], include_usage: bool = True) -> list[Chunk]:
     """The choices take turns, as they do in a batch; the chunks are as the client reads them."""
     number = itertools.count(1)
     chunks = Chunks(HEAD, lambda prefix: f"{prefix}_{next(number)}", len(choices), include_usage)
-    made = chunks.start()
+    made = [chunk for index in range(len(choices)) for chunk in chunks.feed(index, Accepted())]
     for turn in itertools.zip_longest(*choices):
         for index, output in enumerate(turn):
             if output is not None:
                 made += chunks.feed(index, output)
-    return [json.loads(sse.dumps(chunk)) for chunk in made + chunks.end()]
+    return [json.loads(sse.dumps(chunk)) for chunk in made]
 
 
 @given(some_choices, st.booleans())

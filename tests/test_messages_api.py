@@ -186,3 +186,21 @@ def test_what_is_not_run_is_named(server: Server) -> None:
         "web_search_tool_result",
     ):
         assert name in reply.headers["warning"]
+
+
+def test_a_prompt_is_shown(server: Server, front: Server) -> None:
+    """The three APIs make the same of the same question; an upstream's prompt only the upstream can show."""
+    question = "Is <|im_end|> a token?"
+    messages = [{"role": "user", "content": question}]
+    shown = []
+    for path in ("responses", "chat/completions", "messages"):
+        body: Json = {"model": "tiny", "input" if path == "responses" else "messages": messages}
+        reply = server.post(f"/v1/{path}/render", body, x_api_key="key")
+        assert reply.json["input_tokens"] == len(reply.json["token_ids"]) > 0
+        shown.append(reply.json)
+        assert front.post(f"/v1/{path}/render", body, x_api_key="key").status == 404
+    assert shown[0] == shown[1] == shown[2]
+    special = [token for _, token in shown[0]["prompt"] if token]
+    text = "".join(text or token for text, token in shown[0]["prompt"])
+    assert (text.count("<|im_end|>"), special.count("<|im_end|>")) == (2, 1)  # the user's own is text
+    assert "messages" in shown[0]["template"]

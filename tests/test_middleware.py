@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from starlette.datastructures import Headers
 
+import api
 from api import Api
 from background import Registry
 from helpers.asked import CHAT, FAULTY, HI, NO_END, RESPONSES
@@ -407,7 +408,7 @@ async def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
     chat_body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2**16}]}).encode()
     worker, rooms = SlowWorker(), Rooms(100)
     visits = [Visit(rooms, owner) for owner in "mmmmmmmmmmy"]
-    asked = [api_of(worker)._begin_completion(parsed(chat_body, visit), visit) for visit in visits]
+    asked = [api_of(worker)._prompt(parsed(chat_body, visit), visit, api.CHAT) for visit in visits]
     tasks = [asyncio.create_task(each) for each in asked]
     async with asyncio.timeout(PATIENCE_S):
         begun = [await worker.begun.get() for _ in tasks]

@@ -39,7 +39,7 @@ import pytest
 
 import completions
 import sse
-from channels import Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
+from channels import Accepted, Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
 from dialects import families
 from dialects.structured_output import answer_grammar
 from event_log import EventLog
@@ -189,8 +189,8 @@ def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options
     """The members `show` of each chunk that has one; a chunk in the file is a list of outputs."""
     number = itertools.count(1)
     builder = completions.Chunks({"id": "c_1"}, lambda prefix: f"{prefix}_{next(number)}", 1, **options)
-    fed = [builder.feed(0, output) for output in map(to_output, itertools.chain(*chunks))]
-    for chunk in itertools.chain(builder.start(), *fed, builder.end()):
+    outputs = [Accepted(), *map(to_output, itertools.chain(*chunks))]
+    for chunk in itertools.chain.from_iterable(builder.feed(0, output) for output in outputs):
         if values := members(chunk, show):
             yield values
 

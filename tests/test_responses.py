@@ -63,7 +63,7 @@ def test_a_logprob_is_encoded_once() -> None:
     """The events that close an item said all logprobs four times, each time encoded anew: 1.7 s of 2,000
     tokens with 20 candidates. What is echoed of the request was encoded three times.
     """
-    b = Builder(HEAD | {"instructions": "word " * 1000}, lambda prefix: f"{prefix}_1")
+    b = Builder(HEAD | {"instructions": "word " * 1000}, lambda prefix: f"{prefix}_1", "{}: {}".format)
     logprob = TokenLogprob("a", -math.inf, b"a", (TokenLogprob("b", -1.5, b"b"),) * 20)
     events = [*b.start(), *b.feed(Delta("final", "aa", (logprob,) * 2)), *b.finish(Finish("stop"), 2)]
     *_, delta, done, part_done, item_done, completed = events

@@ -123,7 +123,7 @@ def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str
 
 
 def built(request: params.Request, outputs: abc.Sequence[WorkerOutput]) -> Iterator[dict[str, Any]]:
-    builder = Builder(HEAD | request.echo, counted_ids())
+    builder = Builder(HEAD | request.echo, counted_ids(), "{}: {}".format)
     yield from builder.start()
     for output in outputs:
         if isinstance(output, Finish):

@@ -20,7 +20,7 @@ from audit import schema
 from audit import stream as streams
 from audit.recording import Violation, violations
 from audit.rules import NotApplicable
-from channels import Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
+from channels import Accepted, Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from event_log import encode_event
 from helpers.scripted import events_of
 from helpers.serving import ROOT, Json
@@ -46,9 +46,9 @@ def chat_stream(finish: Finish = STOP) -> bytes:
     number = itertools.count(1)
     head = {"id": "c_0", "created": 1, "model": "m"}
     chunks = completions.Chunks(head, lambda prefix: f"{prefix}_{next(number)}", 2, include_usage=True)
-    fed = [chunks.feed(0, output) for output in OUTPUTS]
-    made = [chunks.start(), *fed, chunks.feed(0, finish), chunks.feed(1, finish), chunks.end()]
-    return b"".join(encode_event(0, chunk).frame for chunk in itertools.chain(*made)) + sse.DONE
+    said = [(0, Accepted()), (1, Accepted()), *((0, one) for one in OUTPUTS), (0, finish), (1, finish)]
+    made = [chunk for index, one in said for chunk in chunks.feed(index, one)]
+    return b"".join(encode_event(0, chunk).frame for chunk in made) + sse.DONE
 
 
 def lint(stream: bytes) -> list[Violation]:

@@ -85,7 +85,7 @@ def said(
 
 def builder(**options: Any) -> Builder:
     number = itertools.count(1)
-    return Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}", **options)
+    return Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}", "{}: {}".format, **options)
 
 
 def events_of(outputs: Iterable[Output | Compaction | Finish], **options: Any) -> list[Event]:
