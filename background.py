@@ -173,6 +173,11 @@ class Registry:
         for job in jobs:
             await job.log.until_over()
 
+    async def close_store(self) -> None:
+        """Close the store after everything that was asked of it; nothing may be asked later."""
+        await self.archive.threads.until_idle()
+        await self._call("", self._store.close)
+
     # --- the life of a job ----------------------------------------------------------------------------------
 
     async def _launch(self, job: Job, stored: Sequence[Entry]) -> None:

@@ -113,8 +113,8 @@ class Archive:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._threads = Threads(1, ThreadPoolExecutor(1, "store"))
-        self.call = self._threads.call
+        self.threads = Threads(1, ThreadPoolExecutor(1, "store"))
+        self.call = self.threads.call
 
     async def write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
         """Store events of a background response, or the last one of another; return whether it could be."""
@@ -127,11 +127,6 @@ class Archive:
             log.error("%s could not be stored: %s", row.id, error)
             return False
         return True
-
-    async def close(self) -> None:
-        """Close the store after all that was asked of it."""
-        await self._threads.until_idle()
-        await self.call("", self.store.close)
 
 
 # --- a response ---------------------------------------------------------------------------------------------

@@ -83,21 +83,22 @@ def pick_token(logits: Array, context: Context) -> Choice:
         return Choice(NO_TOKEN)
     sampling = context.sampling
     penalised = apply_penalties(logits, context)
-    if sampling.temperature == 0:
-        token_id = int(penalised.argmax())
-    else:
-        token_ids = candidates(penalised, sampling)
-        if token_ids is not None:
-            penalised = penalised[token_ids]
-        probs = apply_temperature(penalised, sampling.temperature)
-        probs = apply_top_p(probs, sampling.top_p)
-        token_id = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
-        if token_ids is not None:
-            token_id = int(token_ids[token_id])
+    token_id = sample(penalised, context) if sampling.temperature else int(penalised.argmax())
     if sampling.n_top_logprobs is None:
         return Choice(token_id)
     logprobs = log_softmax(logits)  # the model's own: rule 2
     return Choice(token_id, float(logprobs[token_id]), top_logprobs(logprobs, sampling.n_top_logprobs))
+
+
+def sample(logits: Array, context: Context) -> int:
+    """Draw a token from the distribution that the request asks for."""
+    sampling = context.sampling
+    token_ids = candidates(logits, sampling)
+    if token_ids is not None:
+        logits = logits[token_ids]
+    probs = apply_top_p(apply_temperature(logits, sampling.temperature), sampling.top_p)
+    token_id = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
+    return token_id if token_ids is None else int(token_ids[token_id])
 
 
 # --- logits to probabilities --------------------------------------------------------------------------------

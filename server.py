@@ -171,7 +171,7 @@ async def serve(
             await worker.close()  # what still runs, in the foreground, fails
         server.drop_clients()
         evicting.cancel()
-    await registry.archive.close()
+    await registry.close_store()
 
 
 def announce(local: LocalWorker | None, listener: socket.socket) -> None:

@@ -840,7 +840,7 @@ class Simulation:
         law, registry, rooms = self.world.law, PROCESS.registry, PROCESS.rooms
         remote = registry.workers.all[-1]
         for _ in range(PATIENCE_S):
-            is_at_work = self.engine.busy() or remote.busy() or registry.archive._threads.n_waiting
+            is_at_work = self.engine.busy() or remote.busy() or registry.archive.threads.n_waiting
             if not (registry.jobs or PROCESS.connections or is_at_work):
                 break
             await asyncio.sleep(1)

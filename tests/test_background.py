@@ -145,7 +145,7 @@ async def registry_of(is_shared: bool = False, path: str = ":memory:") -> AsyncI
     finally:
         async with asyncio.timeout(20):
             await registry.close()
-        await registry.archive.close()
+        await registry.close_store()
 
 
 def parsed(frames: list[bytes]) -> list[dict[str, Any]]:
@@ -377,7 +377,7 @@ async def test_what_waits_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [job.log.status for job in registry.jobs.values()] == ["in_progress", "queued"]
     held.go_on.set()
     await until_idle(registry)
-    await registry.archive.close()
+    await registry.close_store()
 
 
 # --- the queue ----------------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ async def test_the_store_is_closed_after_all_that_was_asked_of_it() -> None:
     registry = Registry(Store(":memory:", Retention()), Scripts())
     asked = [asyncio.create_task(registry.get("resp_unknown", "busy")) for _ in range(9)]
     await asyncio.sleep(0)
-    await registry.archive.close()
+    await registry.close_store()
     assert await asyncio.gather(*asked) == [None] * 9
 
 
