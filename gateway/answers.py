@@ -99,7 +99,6 @@ TEXTS: dict[Channel, tuple[str, ...]] = {
 # fmt: on
 
 SAYING = ("tool_calls", *(name for names in TEXTS.values() for name in names))  # members of a delta
-HEAD = ("id", "created", "model", "system_fingerprint")  # members that all chunks of an answer have alike
 
 
 class Unreadable(ValueError):
@@ -123,7 +122,7 @@ ONE_CHOICE = Asked()
 
 # --- documents ----------------------------------------------------------------------------------------------
 
-SSE_STARTS = b"deir:"  # of data, event, id, retry or a comment; no JSON text starts with one of these
+JSON_STARTS = b"{["  # no line of an event stream starts with one of these, but for a bare error amid one
 # Sent to keep a connection alive: OpenAI's client takes it for JSON, and its callers take null for a chunk.
 # https://github.com/openai/openai-python/issues/2722 https://github.com/NousResearch/hermes-agent/pull/80822
 SILENT = ("", "null")
@@ -137,10 +136,9 @@ class Documents(sse.Parser):
     raise Unreadable or sse.EventTooLarge.
     """
 
-    def __init__(self, content_type: str) -> None:
+    def __init__(self) -> None:
         super().__init__(MAX_EVENT_BYTES)
-        is_sse = content_type.lower().startswith("text/event-stream")
-        self._is_stream: bool | None = is_sse or None  # None: its first byte will tell
+        self._is_stream: bool | None = None  # its first byte will tell
         self._beginning = b""  # perhaps a part of a BOM
 
     def read(self, data: bytes) -> Iterator[Chunk | None]:
@@ -148,7 +146,7 @@ class Documents(sse.Parser):
             self._beginning = data = (self._beginning + data).lstrip().removeprefix(sse.BOM).lstrip()
             if sse.BOM.startswith(data):
                 return
-            self._is_stream = data[0] in SSE_STARTS
+            self._is_stream = data[0] not in JSON_STARTS
             if not self._is_stream:
                 self.max_event_bytes = MAX_OBJECT_BYTES
                 data = b"data:" + data
@@ -430,16 +428,16 @@ class Choice:
 class Answer:
     """Reads an answer; `meter` counts its usage."""
 
-    def __init__(self, content_type: str = "", meter: Meter | None = None, asked: Asked = ONE_CHOICE) -> None:
+    def __init__(self, meter: Meter | None = None, asked: Asked = ONE_CHOICE) -> None:
         self.meter = meter or Meter()
         self.choices = defaultdict[int, Choice](partial(Choice, asked))  # those that have begun
         self.is_over = False  # an error came, or [DONE]: nothing more is read
         self.failed = False  # an error has left
-        self._documents = Documents(content_type)
+        self._documents = Documents()
         self._asked = asked
         self._n_bytes = 0
         self._n_finished = 0  # choices
-        self._head: Chunk = {}
+        self._newest: Chunk = {}
         self._usage_chunk: Chunk = {}  # the newest
         self._held: list[Chunk] = []  # since the last finish_reason: more of the answer may come
 
@@ -471,7 +469,7 @@ class Answer:
             return chunks
         if unfinished:
             ends = [{"index": index, "message": None} for index in unfinished]
-            end = self._head | {"object": "chat.completion.chunk", "choices": ends}
+            end = self._newest | {"object": "chat.completion.chunk", "choices": ends}
             self._says(end)
             self._release()
             chunks.append(end)
@@ -526,7 +524,7 @@ class Answer:
 
     def _says(self, chunk: Chunk) -> bool:
         """Put a chunk right; return whether it says anything."""
-        self._head = self._head or {name: chunk[name] for name in HEAD if name in chunk}
+        self._newest = chunk
         chunk.pop("error", None)  # it is null
         n = self._asked.n
         choices = objects(chunk.get("choices"))[:n]

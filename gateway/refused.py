@@ -12,7 +12,6 @@ Rules of this file:
    spelling would mend, the upstream is asked once more.
 """
 
-import copy
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -98,14 +97,6 @@ def one_system_message(body: Chunk) -> Chunk:
     return body | {"messages": [{"role": "system", "content": text}, *others]}
 
 
-def without_strict(body: Chunk) -> Chunk:
-    """Leave out what the front has added to the functions of a call that is forced."""
-    tools = copy.deepcopy(body.get("tools") or [])
-    for tool in tools:
-        tool.get("function", {}).pop("strict", None)
-    return body | {"tools": tools}
-
-
 def with_newer_limit(body: Chunk) -> Chunk:
     body = {"max_completion_tokens": body["max_tokens"]} | body
     del body["max_tokens"]
@@ -116,7 +107,6 @@ def with_newer_limit(body: Chunk) -> Chunk:
 #  what an upstream's refusal says      what it is asked then, once: the body with no more than it takes
 ONCE_MORE = {
     "max_completion_tokens":             with_newer_limit,
-    "strict|additionalProperties":       without_strict,
     "system message|system role":        one_system_message,
 }
 # fmt: on

@@ -7,13 +7,12 @@ Authority: https://platform.openai.com/docs/api-reference/chat/create; what that
 
 Rules of this file:
 1. An upstream's refusal goes on with its status as long as the client has got no head; later it is a failure.
-2. A parameter that the client has not set is not sent: the upstream may preset it, or not know it.
+2. What the client has not set is not sent: the upstream may preset it, or not know it.
 3. Only the upstream can count tokens: nothing is counted or dropped here, and a prompt that is too long is
    refused by it.
 """
 
 import asyncio
-import copy
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -72,38 +71,27 @@ def both_names(message: Message) -> Message:
 
 
 def tools_and_choice(request: Request) -> dict[str, Any]:
-    tools = marked(request.tools, request)
-    for tool in tools:
-        if not tool["function"]["description"]:  # chat templates want one; some upstreams refuse an empty one
-            del tool["function"]["description"]
+    """Return the tools that may be called, strict where the client has said so, and whether they must be."""
     spec = request.structured_output
     choice: Any = "auto" if request.called else "none"
+    names = {tool["function"]["name"] for tool in request.tools}
     if spec and spec.functions:
         choice = spec.calls
         if request.named_call:
             choice = {"type": "function", "function": {"name": spec.functions[0][0]}}
         # Only our own server knows `allowed_tools`, and to llama.cpp an object is "auto":
         # https://github.com/ggml-org/llama.cpp/issues/26535
-        allowed = {name for name, _ in spec.functions}
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-    return {"tools": tools, "tool_choice": choice}
-
-
-def marked(tools: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
-    """Return the tools, the functions that the upstream shall hold to their schema marked as strict.
-
-    If a call is forced these are all that it may name: vLLM enforces no arguments that it is not asked to.
-    """
-    strict = {name for name, tool in request.called.items() if tool.strict}
-    spec = request.structured_output
-    if spec and spec.calls == "required":
-        strict = {name for name, _ in spec.functions}
-    copies = copy.deepcopy(tools)
-    for tool in copies:
-        function = tool.get("function") or {}
-        if function.get("name") in strict:
+        names = {name for name, _ in spec.functions}
+    tools = []
+    for tool in request.tools:
+        # Chat templates want a description, and some upstreams refuse an empty one.
+        function = {name: value for name, value in tool["function"].items() if value}
+        name = function["name"]
+        if name in request.called and request.called[name].strict:
             function["strict"] = True
-    return copies
+        if name in names:
+            tools.append({"type": "function", "function": function})
+    return {"tools": tools, "tool_choice": choice}
 
 
 def response_format(request: Request) -> dict[str, Any] | None:
@@ -215,8 +203,6 @@ class RemoteWorker:
         body = body | {"model": self._upstream_name(request.model)}
         if request.stream:
             body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
-        if request.tools:
-            body["tools"] = marked(body["tools"], request)
         meter = Meter(self.price)
         asked = Asked(
             request.n,

@@ -259,8 +259,7 @@ class Upstreams:
         try:
             async with asyncio.timeout(self._timeouts.first_byte_s):
                 response = await self._send(upstream, "/chat/completions", body)
-                content_type = response.headers.get("content-type", "")
-                await reply.begin(response, Answer(content_type, meter, asked))
+                await reply.begin(response, Answer(meter, asked))
         except BaseException as error:
             reply.close()
             if isinstance(error, UNREACHABLE):

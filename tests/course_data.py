@@ -302,7 +302,7 @@ def upstreams() -> Lines:
         calls.format('{"arguments": "2}"}'),
         '{"choices": [{"delta": {}, "finish_reason": "STOP"}]}',
     ]
-    answer = Answer("text/event-stream", asked=Asked(new_id=counted_ids()))
+    answer = Answer(asked=Asked(new_id=counted_ids()))
     reader = Outputs(answer)
     for document in sent:
         yield f"sent: {document}"

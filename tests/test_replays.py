@@ -209,7 +209,6 @@ def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
 
 def relayed(
     chunks: list[bytes],
-    content_type: str = "",
     stream: bool = True,
     price: int | None = None,
     dies: bool = False,
@@ -221,7 +220,7 @@ def relayed(
     number = itertools.count(1)
     asked: Any = {"shows_usage": not stream, "new_id": lambda prefix: f"{prefix}_{next(number)}"} | options
     with mock.patch.object(answers, "MAX_EVENT_BYTES", max_bytes):
-        answer = answers.Answer(content_type, meter, answers.Asked(**asked))
+        answer = answers.Answer(meter, answers.Asked(**asked))
         made = [answer.feed(chunk) for chunk in chunks]
         made.append(answer.fail("it died") if dies else answer.close())
     said = itertools.chain(*made)
@@ -240,10 +239,10 @@ def relay_headers(chunks: list[list[list[str]]]) -> Iterator[Any]:
 
 
 def completions_deltas(
-    chunks: list[bytes], content_type: str = "", logprobs: bool = False, **options: Any
+    chunks: list[bytes], logprobs: bool = False, **options: Any
 ) -> Iterator[Any]:
     """Items, ["logprobs", token, ...] if they are asked for, then ["finish", reason, message]."""
-    answer = answers.Answer(content_type, asked=answers.Asked(**options))
+    answer = answers.Answer(asked=answers.Asked(**options))
     said = Outputs(answer)
     read = [said.read(answer.feed(chunk)) for chunk in chunks]
     made = [*itertools.chain(*read, said.read(answer.close()), said.close(None))]

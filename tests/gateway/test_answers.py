@@ -62,8 +62,8 @@ class Answer:
             self.calls[index][1] += function.get("arguments") or ""
 
 
-def read(data: bytes, content_type: str = "", one_call: bool = False) -> tuple[Reader, list[Json]]:
-    reader = Reader(content_type, Meter(), Asked(one_call=one_call, shows_usage=True))
+def read(data: bytes, one_call: bool = False) -> tuple[Reader, list[Json]]:
+    reader = Reader(Meter(), Asked(one_call=one_call, shows_usage=True))
     return reader, [*reader.feed(data), *reader.close()]
 
 
@@ -145,7 +145,7 @@ def recorded() -> Iterator[tuple[str, bytes, Json]]:
         replay = load(path)
         options = cast(partial[Any], replay.run).keywords
         if "relay-headers" not in path.stem and not options.keys() & {"n", "dies", "max_bytes"}:
-            used = options.keys() & {"content_type", "one_call"}
+            used = options.keys() & {"one_call"}
             yield path.stem, b"".join(replay.chunks), {name: options[name] for name in used}
 
 
