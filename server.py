@@ -44,7 +44,7 @@ from api import Api
 from background import Registry
 from checkpoint import hub
 from gateway.remote import RemoteWorker
-from gateway.upstreams import Timeouts, Upstreams
+from gateway.upstreams import Timeouts
 from middleware import Keys, make_app
 from request.room import N_THREADS, Rooms
 from service import loading, logs, options
@@ -75,10 +75,8 @@ def main() -> int:
         keys = Keys(options.secrets(args, "api_key"))
         args.secret = [*options.secrets(args, "secret"), secrets.token_hex()]
         if args.upstream:
-            upstreams = Upstreams(
-                args.upstream, options.upstream_keys(args), Timeouts(**dict(args.upstream_timeout))
-            )
-            remote = RemoteWorker(upstreams, args.price)
+            timeouts = Timeouts(**dict(args.upstream_timeout))
+            remote = RemoteWorker(args.upstream, options.upstream_keys(args), timeouts, args.price)
         max_connections(args.max_streams)  # raises if the system allows too few files
         listener = bind(args.host, args.port)
         store = Store(args.store, Retention(args.store_max_responses, args.store_max_bytes))
@@ -138,7 +136,7 @@ async def serve(
         steps=steps,
     )
     if remote:
-        await remote.upstreams.start()
+        await remote.start()
     await registry.recover(api.revive)
     rooms = Rooms(args.max_streams, args.max_body, is_shared)
     names = {name.lower() for name in ("localhost", args.host, *args.allowed_host)}

@@ -62,7 +62,7 @@ from typing import Any, NamedTuple
 import sse
 from channels import Channel, is_object
 from completions import CALL_MEMBERS, Chunk
-from gateway.metering import Meter, usage_of
+from gateway.metering import Meter
 from request import ids
 from request.refusals import error_body, shown
 from request.tools import as_json
@@ -116,8 +116,6 @@ class Asked(NamedTuple):
     shows_usage: bool = False
     new_id: Callable[[str], str] = ids.new_id  # draws an id, with this prefix, for a call without one
 
-
-ONE_CHOICE = Asked()
 
 
 # --- documents ----------------------------------------------------------------------------------------------
@@ -428,8 +426,8 @@ class Choice:
 class Answer:
     """Reads an answer; `meter` counts its usage."""
 
-    def __init__(self, meter: Meter | None = None, asked: Asked = ONE_CHOICE) -> None:
-        self.meter = meter or Meter()
+    def __init__(self, meter: Meter, asked: Asked) -> None:
+        self.meter = meter
         self.choices = defaultdict[int, Choice](partial(Choice, asked))  # those that have begun
         self.is_over = False  # an error came, or [DONE]: nothing more is read
         self.failed = False  # an error has left
@@ -547,12 +545,10 @@ class Answer:
             chunk["choices"].append(choice)
             if n > 1:  # the end of one cannot wait until the others have ended
                 found.end()
-        usage = usage_of(chunk)
-        if usage is not None:
-            self.meter.read(usage)
-        is_usage = usage is not None and "usage" in chunk
-        if is_usage:
+        has_usage = isinstance(chunk.get("usage"), dict)
+        if has_usage:
+            self.meter.read(chunk["usage"])
             self._usage_chunk = chunk | {"choices": []}
-        if is_usage or not self._asked.shows_usage:
+        if has_usage or not self._asked.shows_usage:
             chunk.pop("usage", None)
-        return bool(chunk["choices"]) or not (choices or is_usage)
+        return bool(chunk["choices"]) or not (choices or has_usage)

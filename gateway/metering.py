@@ -1,6 +1,6 @@
 """Usage metering: usage objects to counts of tokens, and counts of tokens to costs.
 
-    chunk --usage_of()--> usage object --Meter.read()--> counted, and given its costs
+    usage object of a chunk --Meter.read()--> counted, and given its costs
     request --settle()--> a line of the log, and totals
 
 Authority: TelegramMessenger/cocoon, runners/helpers/CountTokens.cpp at b75d444, for the counters and the
@@ -37,13 +37,6 @@ COUNTS = {
     "reasoning_tokens":               "reasoning_tokens",
 }
 # fmt: on
-
-
-def usage_of(document: Chunk) -> Chunk | None:
-    """Return the usage object of a chunk, or of a Responses event; None: it has none."""
-    response = document.get("response")
-    usage = (response if isinstance(response, dict) else document).get("usage")
-    return usage if isinstance(usage, dict) else None
 
 
 @dataclass

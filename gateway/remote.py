@@ -15,7 +15,7 @@ Rules of this file:
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from gateway.metering import NO_TOTALS, Meter
 from gateway.outputs import Outputs
 from gateway.refused import Refused
 from gateway.relay import RelayedChat, asking
-from gateway.upstreams import Reply, Upstreams
+from gateway.upstreams import Reply, Timeouts, Upstreams
 from request import params
 from request.messages import Message, arguments_as_text
 from request.params import Request
@@ -135,7 +135,7 @@ class UpstreamPrompt(NamedTuple):
         """Ask an upstream; raises Refused, which names the parameter that the client has sent."""
         asked = Asked(one_call=not self.request.parallel_tool_calls)
         try:
-            return await self.worker.upstreams.open(self.body, meter, asked)
+            return await self.worker.open(self.body, meter, asked)
         except Refused as refused:
             name = re.split(r"\W", refused.param or "")[0]
             refused.param = params.MOVED.get(name, refused.param)
@@ -145,48 +145,42 @@ class UpstreamPrompt(NamedTuple):
 # --- the worker ---------------------------------------------------------------------------------------------
 
 
-class RemoteWorker:
-    """A Worker that asks upstreams; `price` is that of a token, for the costs in chat's usage."""
+class RemoteWorker(Upstreams):
+    """Upstreams as a Worker; `price` is that of a token, for the costs in chat's usage."""
 
     defaults: Mapping[str, Any] = {}  # an upstream's own defaults are not known here
 
-    def __init__(self, upstreams: Upstreams, price: int | None = None) -> None:
-        self.upstreams = upstreams
+    def __init__(
+        self, urls: Sequence[str], api_keys: Mapping[str, str], timeouts: Timeouts, price: int | None = None
+    ) -> None:
+        super().__init__(urls, api_keys, timeouts)
         self.price = price
         self.totals = Counter(NO_TOTALS)
 
     def serves(self, model: str) -> bool:
         """Return whether an upstream has the model; raises Refused if one that was never reached might."""
-        models = self.upstreams.models()
+        models = self.models()
         if model in models or (model == params.ALIAS and models):
             return True
-        if not self.upstreams.all_known():
+        if not all(upstream.models for upstream in self._upstreams):
             raise Refused(503, f"No upstream has '{model}', and not all of them have been reached yet.")
         return False
 
-    def models(self) -> dict[str, dict[str, Any]]:
-        return self.upstreams.models()
-
     def _upstream_name(self, name: str) -> str:
         """Return the name by which an upstream knows the model: the alias is the first model there is."""
-        models = self.upstreams.models()
+        models = self.models()
         return name if name in models else next(iter(models), name)
 
     def counts(self) -> dict[str, int]:
-        return {**self.upstreams.counts(), **self.totals}
+        return {**super().counts(), **self.totals}
 
     @property
     def alive(self) -> bool:
         """An upstream that is down may come back."""
-        counts = self.upstreams.counts()
-        return counts["upstreams_down"] < counts["upstreams"]
+        return not all(upstream.is_down for upstream in self._upstreams)
 
     def busy(self) -> bool:
-        return self.upstreams.counts()["running"] > 0
-
-    async def close(self) -> None:
-        """Fail what still runs."""
-        await self.upstreams.close()
+        return self.counts()["running"] > 0
 
     async def prepare(self, request: Request) -> UpstreamPrompt:
         name = self._upstream_name(request.model)
@@ -210,6 +204,6 @@ class RemoteWorker:
             named_call=request.named_call,
             shows_usage=request.include_usage,
         )
-        open_reply = partial(self.upstreams.open, body, meter, asked)
+        open_reply = partial(self.open, body, meter, asked)
         opening = asking(open_reply, request.stream, self.totals, body["model"], meter)
         return RelayedChat(opening, request.n, request.stream)

@@ -207,6 +207,7 @@ class Upstreams:
         self._probing = asyncio.create_task(self._probe_forever())
 
     async def close(self) -> None:
+        """Fail what still runs."""
         if self._probing:
             self._probing.cancel()
         await self._client.aclose()
@@ -217,9 +218,6 @@ class Upstreams:
         for upstream in self._upstreams:
             models |= upstream.models | models
         return models
-
-    def all_known(self) -> bool:
-        return all(upstream.models for upstream in self._upstreams)
 
     def counts(self) -> dict[str, int]:
         return {

@@ -28,6 +28,7 @@ from checkpoint.config import read_config
 from dialects.families import DIALECTS
 from event_log import EventLog
 from gateway.answers import Answer, Asked
+from gateway.metering import Meter
 from gateway.outputs import Outputs
 from model import PAGE, Batch, Span
 from pages import PagePool, prefix_hash, root_hash
@@ -302,7 +303,7 @@ def upstreams() -> Lines:
         calls.format('{"arguments": "2}"}'),
         '{"choices": [{"delta": {}, "finish_reason": "STOP"}]}',
     ]
-    answer = Answer(asked=Asked(new_id=counted_ids()))
+    answer = Answer(Meter(), Asked(new_id=counted_ids()))
     reader = Outputs(answer)
     for document in sent:
         yield f"sent: {document}"

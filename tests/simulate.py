@@ -51,7 +51,7 @@ import background
 import server
 from checkpoint.config import read_config
 from gateway.remote import RemoteWorker
-from gateway.upstreams import CLOSING, Timeouts, Upstreams
+from gateway.upstreams import CLOSING, Timeouts
 from helpers import world as worlds
 from helpers.world import (
     CHANCE,
@@ -773,7 +773,8 @@ class Simulation:
         runner = HashRunner(CONFIG, self.n_pages, max_batch, choice((0, 0, 1, 2)))
         self.engine = SimEngine(runner, choice((0, 3)), self.loop)
         local = LocalWorker(self.engine, TOKENIZER, TEMPLATE, GRAMMARS, names=["tiny"], max_output_tokens=60)
-        upstreams = Upstreams(["http://far/v1", "http://farther/v1"], {}, Timeouts(5, 20, 10, 60, probe_s=30))
+        timeouts = Timeouts(5, 20, 10, 60, probe_s=30)
+        remote = RemoteWorker(["http://far/v1", "http://farther/v1"], {}, timeouts)
         args: Any = SimpleNamespace(
             secret=["secret"], debug_steps=False, no_done_line=False, no_temporary=False, images="refuse",
             reasoning_events="openai", max_streams=choice((8, 30)), max_body=64 * 1024, host="127.0.0.1",
@@ -781,7 +782,7 @@ class Simulation:
             max_batch=max_batch,
         )  # fmt: skip
         listener: Any = None
-        workers = (None if self.clients.is_far else local), RemoteWorker(upstreams)
+        workers = (None if self.clients.is_far else local), remote
         await server.serve(args, Keys(KEYS), *workers, self.store, listener)
 
     async def event(self, chance: random.Random) -> None:

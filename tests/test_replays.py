@@ -242,7 +242,7 @@ def completions_deltas(
     chunks: list[bytes], logprobs: bool = False, **options: Any
 ) -> Iterator[Any]:
     """Items, ["logprobs", token, ...] if they are asked for, then ["finish", reason, message]."""
-    answer = answers.Answer(asked=answers.Asked(**options))
+    answer = answers.Answer(metering.Meter(), answers.Asked(**options))
     said = Outputs(answer)
     read = [said.read(answer.feed(chunk)) for chunk in chunks]
     made = [*itertools.chain(*read, said.read(answer.close()), said.close(None))]

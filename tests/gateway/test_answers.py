@@ -259,7 +259,7 @@ ENTRIES = [
 @pytest.mark.parametrize(("entry", "expected"), ENTRIES)
 def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogprob) -> None:
     """Bug: `"bytes": 300000000` made 10 GB of zeros of an event of 150 bytes, which took 105 s."""
-    reader = Reader()
+    reader = Reader(Meter(), Asked())
     (said,) = Outputs(reader, n_top_logprobs=1).read(reader.feed(logprobs({"content": "a"}, entry)))
     assert isinstance(said, Delta)
     assert len(said.logprobs[0].bytes) < 10  # on its own: pytest would show them all
@@ -280,7 +280,7 @@ ENDLESS: dict[str, Callable[[int], bytes]] = {
 @pytest.mark.parametrize("one_call", [False, True])
 @pytest.mark.parametrize("endless", ENDLESS)
 def test_what_is_kept_of_a_stream_is_bounded(endless: str, one_call: bool) -> None:
-    reader = Reader(asked=Asked(one_call=one_call))
+    reader = Reader(Meter(), Asked(one_call=one_call))
     for n in range(2 * answers.MAX_CALL_CHARACTERS // answers.CALL_CHARACTERS):
         (chunk,) = reader.feed(ENDLESS[endless](n)) or ({},)
         if "error" in chunk:
@@ -290,7 +290,7 @@ def test_what_is_kept_of_a_stream_is_bounded(endless: str, one_call: bool) -> No
 
 
 def test_blank_text_is_not_held_without_end() -> None:
-    reader = Reader()
+    reader = Reader(Meter(), Asked())
     said = ""
     for _ in range(100):
         (chunk,) = reader.feed(delta(content=" " * 100))
@@ -301,7 +301,7 @@ def test_blank_text_is_not_held_without_end() -> None:
 def test_chunks_that_say_nothing_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: 5 million of them, each of 8 bytes, were held until the first text came."""
     monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", 2**14)
-    reader, chunks = Reader(), list[Json]()
+    reader, chunks = Reader(Meter(), Asked()), list[Json]()
     while not reader.is_over:
         chunks += reader.feed(b"data:{}\n\n")
     assert len(chunks) < 2**14 / answers.CHUNK_BYTES
@@ -314,5 +314,5 @@ LARGE = [b"data: " + b"x" * 2**20, b'{"x": "' + b"x" * 2**23, b"\n" * (answers.M
 @pytest.mark.parametrize("large", LARGE, ids=["event", "object", "answer"])
 def test_one_event_has_a_limit_in_bytes(large: bytes) -> None:
     """Bug: an event of 15 MB was read at once, and all streams stood still for 1.3 s."""
-    (error,) = Reader().feed(large)
+    (error,) = Reader(Meter(), Asked()).feed(large)
     assert "bytes" in error["error"]["message"]

@@ -28,7 +28,7 @@ from gateway.refused import Refused
 from gateway.relay import frames_of as frames_of_chunks
 from gateway.relay import whole
 from gateway.remote import RemoteWorker
-from gateway.upstreams import Timeouts, Upstreams
+from gateway.upstreams import Timeouts
 from helpers.serving import Json
 from helpers.upstream import (
     CHUNKED,
@@ -79,7 +79,7 @@ PLAIN = b'{"id":"1","choices":[{"index":0,"message":{"content":"hi"}}],"usage":'
 def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
     """200 and no byte: a JSON parser met SSE. https://github.com/TelegramMessenger/cocoon/issues/49"""
     meter = Meter(price=1)
-    reader = Reader(meter=meter, asked=Asked(shows_usage=True))
+    reader = Reader(meter, Asked(shows_usage=True))
     read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
     said = frames_of_chunks(read) if stream else whole(read).encode()
     assert b'"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in said
@@ -90,7 +90,7 @@ def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
 @pytest.mark.parametrize("line_end", [b"\n", b"\r", b"\r\n"])
 def test_every_frame_leaves_before_the_next_comes(line_end: bytes) -> None:
     """Elsewhere all of it left at the end: cocoon, CountTokens.cpp. And a CR must not wait for an LF."""
-    reader = Reader(asked=Asked(shows_usage=True))
+    reader = Reader(Meter(), Asked(shows_usage=True))
     *others, end, used, _ = FRAMES
     for frame in others:
         assert frames_of_chunks(reader.feed(frame.replace(b"\n", line_end))) == frame
@@ -104,7 +104,7 @@ def test_upstream_dies_at_every_byte() -> None:
     all_said = [json.loads(frame[6:]) for frame in FRAMES[:-2]]
     finished = len(b"".join(FRAMES[:-2])) - 2  # bytes until all is said; usage and [DONE] may be missing
     for n in range(len(STREAM) + 1):
-        reader = Reader()
+        reader = Reader(Meter(), Asked())
         chunks = reader.feed(STREAM[:n]) + reader.close()
         complete = [chunk for chunk in chunks if "error" not in chunk]
         outputs = Outputs(reader)
@@ -163,7 +163,7 @@ FIRST_FRAMES: list[tuple[Json, int]] = [
 def test_an_error_in_the_first_frame_has_its_status(error: Json, status: int) -> None:
     """Bug: 200, for the response was accepted before the first frame was looked at."""
     for sent in (b": hi\n\n" + event(error) + DONE, json.dumps(error).encode()):
-        reader = Reader()
+        reader = Reader(Meter(), Asked())
         *_, chunk = reader.feed(sent) + reader.close()
         found = refused.refused_by(200, chunk["error"])
         assert (found.status, found.message) == (status, "No.")
@@ -251,9 +251,9 @@ async def over(
     with ExitStack() as stack:
         running = [stack.enter_context(upstream(answer)) for answer in answers]
         urls = [each.url for each in running]
-        worker = RemoteWorker(Upstreams(urls, dict.fromkeys(urls, "key"), timeouts), 2)
+        worker = RemoteWorker(urls, dict.fromkeys(urls, "key"), timeouts, 2)
         try:
-            await worker.upstreams.probe()
+            await worker.probe()
             async with asyncio.timeout(20):
                 yield worker, running
             await asyncio.sleep(0)
@@ -591,12 +591,12 @@ async def test_an_upstream_that_answers_no_probe_is_left_alone(caplog: pytest.Lo
         assert worker.counts()["upstreams_down"] == 0
         a.models, models = {}, a.models
         for _ in range(upstreams.MAX_FAILURES):
-            await worker.upstreams.probe()
+            await worker.probe()
         assert worker.counts()["upstreams_down"] == 1
         await said(worker)
         assert len(a.exchanges) == upstreams.MAX_FAILURES
         a.models = models
-        await worker.upstreams.probe()
+        await worker.probe()
         await said(worker)
         assert len(a.exchanges) == upstreams.MAX_FAILURES + 1
     expected = "failed 3 times: ValueError: expected a list of models; most servers have it under /v1"
@@ -664,7 +664,7 @@ READ_HERE = [
 def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
     """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp. What is read here is checked here."""
     with pytest.raises(BadInput) as caught:
-        RemoteWorker(Upstreams([], {}, QUICK)).pass_through(ASK | more)
+        RemoteWorker([], {}, QUICK).pass_through(ASK | more)
     assert caught.value.param == param
 
 
