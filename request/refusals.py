@@ -1,6 +1,6 @@
 """Refusals: what is wrong with a request, and the error object and status that say so.
 
-    what came --wrong_type(), ...--> BadInput --error_body()--> {"error": {message, type, param, code}}
+    what came --wrong_value(), ...--> BadInput --error_body()--> {"error": {message, type, param, code}}
                                               --messages_error()--> that of the Messages API
 
 Authority: https://platform.openai.com/docs/guides/error-codes; openai-openapi, `Error`;
@@ -57,18 +57,9 @@ def shown(value: Any) -> str:
     return text
 
 
-def wrong_type(path: str, expected: str, value: Any) -> BadInput:
-    if value is None:
-        return missing(path)
-    return BadInput(
-        f"Invalid type for '{path}': expected {expected}, got {shown(value)}.",
-        param=path,
-        code="invalid_type",
-    )
-
-
-def wrong_value(path: str, expected: str, value: Any) -> BadInput:
-    return BadInput(f"Invalid value for '{path}': expected {expected}, got {shown(value)}.", param=path)
+def wrong_value(path: str, expected: str, value: Any, kind: str = "value") -> BadInput:
+    message = f"Invalid {kind} for '{path}': expected {expected}, got {shown(value)}."
+    return BadInput(message, param=path, code=f"invalid_{kind}")
 
 
 def missing(path: str) -> BadInput:

@@ -18,10 +18,15 @@ from functools import partial
 from operator import pos
 from typing import Any, NamedTuple
 
-from request.refusals import unsupported, wrong_type, wrong_value
+from request.refusals import missing, unsupported, wrong_value
 
 Object = dict[str, Any]  # one of JSON
 Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it; raises BadInput
+
+
+def makes_checks(rule: Callable[..., Any]) -> Callable[..., Check]:
+    """Turn `rule(value, path, *limits)` into a function of the limits, which returns a Check."""
+    return lambda *limits, **checks: lambda value, path: rule(value, path, *limits, **checks)
 
 
 # --- scalars ------------------------------------------------------------------------------------------------
@@ -32,15 +37,14 @@ def hint(value: Any, path: str) -> Any:
     return ""
 
 
-def of_type(expected: str, *types: type) -> Check:
+@makes_checks
+def of_type(value: Any, path: str, expected: str, *types: type) -> Any:
     """Accept any value of these types: only the size of the body limits it."""
-
-    def check(value: Any, path: str) -> Any:
-        if type(value) not in types:  # to isinstance(), true is an integer
-            raise wrong_type(path, expected, value)
-        return value
-
-    return check
+    if value is None:
+        raise missing(path)
+    if type(value) not in types:  # to isinstance(), true is an integer
+        raise wrong_value(path, expected, value, "type")
+    return value
 
 
 boolean = of_type("a boolean", bool)
@@ -53,15 +57,14 @@ text_or_object = of_type("a string or an object", str, dict)
 mapping = of_type("an object", dict)
 
 
-def bounded(check_type: Check, size: Callable[[Any], float], expected: str, low: float, high: float) -> Check:
+@makes_checks
+def bounded(
+    value: Any, path: str, check: Check, size: Callable[[Any], float], expected: str, low: float, high: float
+) -> Any:
     """Accept a value whose size lies within these limits."""
-
-    def check(value: Any, path: str) -> Any:
-        if not low <= size(check_type(value, path)) <= high:  # NaN is in no range
-            raise wrong_value(path, f"{expected} from {low} to {high}", value)
-        return value
-
-    return check
+    if not low <= size(check(value, path)) <= high:  # NaN is in no range
+        raise wrong_value(path, f"{expected} from {low} to {high}", value)
+    return value
 
 
 number = partial(bounded, real, pos, "a number")
@@ -69,47 +72,37 @@ integer = partial(bounded, whole, pos, "an integer")
 string = partial(bounded, text, len, "a string with a length")
 
 
-def one_of(*allowed: str) -> Check:
-    def check(value: Any, path: str) -> Any:
-        if text(value, path) not in allowed:
-            raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
-        return value
-
-    return check
+@makes_checks
+def one_of(value: Any, path: str, *allowed: str) -> Any:
+    if text(value, path) not in allowed:
+        raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
+    return value
 
 
 # --- lists and objects --------------------------------------------------------------------------------------
 
 
-def list_of(check_item: Check, max_items: int = 1024) -> Check:
-    check_size = bounded(array, len, "a number of items", 0, max_items)
-
-    def check(value: Any, path: str) -> list[Any]:
-        return [check_item(item, f"{path}[{i}]") for i, item in enumerate(check_size(value, path))]
-
-    return check
+@makes_checks
+def list_of(value: Any, path: str, check_item: Check, max_items: int = 1024) -> list[Any]:
+    items = bounded(array, len, "a number of items", 0, max_items)(value, path)
+    return [check_item(item, f"{path}[{i}]") for i, item in enumerate(items)]
 
 
-def members(**checks: Check) -> Check:
+@makes_checks
+def members(value: Any, path: str, **checks: Check) -> Object:
     """Accept an object; members that are null, or not named here, are dropped."""
-
-    def check(value: Any, path: str) -> Object:
-        given = mapping(value, path)
-        present = [name for name in checks if given.get(name) is not None]
-        return {name: checks[name](given[name], f"{path}.{name}") for name in present}
-
-    return check
+    given = mapping(value, path)
+    present = [name for name in checks if given.get(name) is not None]
+    return {name: checks[name](given[name], f"{path}.{name}") for name in present}
 
 
-def pairs_of(check_name: Check, check_value: Check, max_pairs: int) -> Check:
+@makes_checks
+def pairs_of(
+    value: Any, path: str, check_name: Check, check_value: Check, max_pairs: int
+) -> dict[Any, Any]:
     """Accept an object whose members have any name that passes its check."""
-    check_size = bounded(mapping, len, "a number of members", 0, max_pairs)
-
-    def check(value: Any, path: str) -> dict[Any, Any]:
-        pairs = check_size(value, path).items()
-        return {check_name(name, path): check_value(each, f"{path}.{name}") for name, each in pairs}
-
-    return check
+    pairs = bounded(mapping, len, "a number of members", 0, max_pairs)(value, path).items()
+    return {check_name(name, path): check_value(each, f"{path}.{name}") for name, each in pairs}
 
 
 class Place(NamedTuple):
@@ -135,12 +128,9 @@ def place(value: Any, path: str) -> Place:
 # --- what is not built --------------------------------------------------------------------------------------
 
 
-def refused(why: str, *harmless: Any) -> Check:
+@makes_checks
+def refused(value: Any, path: str, why: str, *harmless: Any) -> Any:
     """Accept only the values that ask for nothing, such as the default that a client library always sends."""
-
-    def check(value: Any, path: str) -> Any:
-        if value not in harmless:
-            raise unsupported(path, why)
-        return value
-
-    return check
+    if value not in harmless:
+        raise unsupported(path, why)
+    return value

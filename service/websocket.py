@@ -43,7 +43,7 @@ import sse
 from background import Registry
 from jobs import Job
 from request.body import parsed
-from request.refusals import BadInput, error_body, wrong_type, wrong_value
+from request.refusals import BadInput, error_body, wrong_value
 from request.room import Visit
 from store import Row
 from streaming import cancel
@@ -117,7 +117,7 @@ class Connection:
             raise BadInput(expected, code="websocket_message_too_large")
         async with parsed(json_text, self.visit) as message:
             if not isinstance(message, dict):
-                raise wrong_type("message", "an object", message)
+                raise wrong_value("message", "an object", message, "type")
             name = message.get("stream_id") or ""
             if not isinstance(name, str) or len(name) > MAX_NAME:
                 raise wrong_value("stream_id", f"1 to {MAX_NAME} characters", name)
