@@ -393,7 +393,7 @@ class LocalWorker:
             n_characters = len(prompt)
         if n_characters > CHARACTERS_PER_TOKEN * limit:
             raise PromptTooLong(limit, f"{n_characters} characters")
-        trace = self.template.trace(*conversation, **request.template_kwargs)
+        trace = self.template.render(*conversation, True, **request.template_kwargs)
         texts = self._special_tokens.cut(prompt, trace)
         token_ids = self.tokenizer.encode(*texts)
         if not 0 < len(token_ids) < limit:

@@ -117,7 +117,6 @@ class Asked(NamedTuple):
     new_id: Callable[[str], str] = ids.new_id  # draws an id, with this prefix, for a call without one
 
 
-
 # --- documents ----------------------------------------------------------------------------------------------
 
 JSON_STARTS = b"{["  # no line of an event stream starts with one of these, but for a bare error amid one

@@ -32,7 +32,6 @@ from typing import Any
 
 import sse
 from request.body import MAX_VALUES, n_values, outside_strings, too_many_values
-from request.ids import PREFIXES
 from request.refusals import BadInput, missing, no_images, wrong_value
 from request.tool_items import (
     CALL_IDS,
@@ -40,8 +39,7 @@ from request.tool_items import (
     IMAGE_TEXT,
     NOT_TOLD,
     RESULT_SUFFIXES,
-    SUFFIX,
-    TOOL_ITEMS,
+    TOOL_ITEM,
 )
 from request.tools import CLIENT_TOOLS, DeclaredTool, as_json, called_name, flat, read_tool
 from request.validation import Object, Place, boolean, list_of, mapping, one_of, place, text, text_or_array
@@ -178,7 +176,6 @@ def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
 
-ITEM_TYPES = (*PREFIXES, *TOOL_ITEMS)
 SUMMARY = "Summary of the conversation so far:\n"
 
 
@@ -210,8 +207,8 @@ def add_item(conversation: Conversation, item: Place) -> str:
             conversation.add_text("user", SUMMARY + item.need("summary", text))
         case "compaction_trigger" | "additional_tools":
             pass  # nothing was said: items.py and params.py do what they ask for
-        case _ if type_ in TOOL_ITEMS:
-            add_tool_item(conversation, item, type_)
+        case _ if tool := TOOL_ITEM.fullmatch(type_):
+            add_tool_item(conversation, item, type_, tool[1] or type_)
         case _:
             add_unknown_item(conversation, item, type_)
             return str(type_)
@@ -238,12 +235,11 @@ def add_unknown_item(conversation: Conversation, item: Place, type_: str) -> Non
     conversation.add_text(role, f"{', '.join([type_, *ends])}:\n{said}")
 
 
-def add_tool_item(conversation: Conversation, item: Place, type_: str) -> None:
+def add_tool_item(conversation: Conversation, item: Place, type_: str, function: str) -> None:
     """Add an item of another tool as a call of a function, or as the result of one (tool_items.py)."""
     image_member = IMAGE_MEMBERS.get(type_, "")
     if item.members.get(image_member) not in (None, IMAGE_TEXT):
         raise no_images(f"{item.path}.{image_member}")
-    function = SUFFIX.split(type_)[0]
     id_member = CALL_IDS.get(type_, "call_id")
     call_id = item.get(id_member, text, function)
     told = as_json({name: value for name, value in item.members.items() if name not in NOT_TOLD})

@@ -317,9 +317,6 @@ def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: st
     `defaults` are the model's own (generation_config.json).
     """
     values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
-    if body.get("conversation") and body.get("previous_response_id"):
-        message = "'conversation' and 'previous_response_id' cannot both be set."
-        raise BadInput(message, param="conversation", code="mutually_exclusive_parameters")
     given = [name for name in body if body[name] is not None]
     for name in given:
         if name in rows:

@@ -1,7 +1,7 @@
 """Special tokens come from the chat template alone: text of the request that spells one is text.
 
     ChatTemplate.render()     --> prompt    what Transformers renders, byte for byte
-    ChatTemplate.trace()      --> trace     the prompt again, the template's own text in its own alphabet
+                       traced --> trace     the prompt again, the template's own text in its own alphabet
     prompt, trace --SpecialTokens.cut()--> the texts to tokenize, one after the other
 
 A tokenizer takes `<|im_end|>` for a control token wherever it stands, in a user's message or a tool's output

@@ -2,7 +2,7 @@
 
     model directory                 --ChatTemplate.load()----> ChatTemplate, probed for what it takes
     messages, tools, now, kwargs    --ChatTemplate.render()--> prompt
-                                    --ChatTemplate.trace()---> the same, and which of it is the template's
+                                        traced: the same, and which of it is the template's
 
     render(): messages --tools_as_text() or one of WAYS, system_as_text()--> what this template takes
               --Jinja--> prompt
@@ -252,8 +252,9 @@ class ChatTemplate:
                 loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
             tracing = Tracing()
             traced = tracing.visit(copy.deepcopy(tree))  # Jinja folds the constants of what it compiles
-            self._tracing_template = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
-            self._template = ENVIRONMENT.from_string(tree)
+            traced = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
+            # By `traced`: the template, and what a role or a token, and a content, is to it.
+            self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str, plain), (traced, Own, Own.read)]
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
@@ -275,13 +276,13 @@ class ChatTemplate:
             if config_file.exists():
                 config |= json.loads(config_file.read_text(encoding="utf-8"))
             source: Any = config.get("chat_template")
-            if template_file.exists():
-                source = template_file.read_text(encoding="utf-8")
-            named = {"default": source}
             if isinstance(source, list):
                 named = {entry["name"]: entry["template"] for entry in source}
-            if tool_use_file.exists():
-                named["tool_use"] = tool_use_file.read_text(encoding="utf-8")
+            else:
+                named = {"default": source}
+            for name, file in (("default", template_file), ("tool_use", tool_use_file)):
+                if file.exists():
+                    named[name] = file.read_text(encoding="utf-8")
         except (TypeError, ValueError) as error:
             expected = f"a JSON object in {config_file}, and text in {template_file}"
             raise BadTemplate(f"expected {expected}: {error}") from error
@@ -294,34 +295,30 @@ class ChatTemplate:
             template.with_tools = cls(named["tool_use"], tokens)
         return template
 
-    def render(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
+    def render(
+        self, messages: list[Message], tools: Tools, now: datetime, traced: bool = False, /, **kwargs: Any
+    ) -> str:
         """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
         `enable_thinking`. Raises BadInput if the template refuses, as for roles that do not alternate.
+
+        If it is traced the template's own text is in its own alphabet (special_tokens.py).
         """
-        taken = self.with_tools if tools else self
-        return taken._fill(taken._template, *taken._taken(messages, tools), now, kwargs)
-
-    def trace(self, messages: list[Message], tools: Tools, now: datetime, /, **kwargs: Any) -> str:
-        """Return the prompt of render() with the template's own text in its own alphabet."""
-        taken = self.with_tools if tools else self
-        return taken._fill(taken._tracing_template, *taken._taken(messages, tools), now, kwargs)
-
-    def _taken(self, messages: list[Message], tools: Tools) -> tuple[list[Message], Tools]:
-        """Return the conversation as this template takes it."""
-        if not self.takes_tools:
+        if tools and self.with_tools is not self:
+            return self.with_tools.render(messages, tools, now, traced, **kwargs)
+        if self.takes_tools:
+            messages = self.way(messages)
+        else:
             messages = tools_as_text(messages, tools)
             tools = None
-        else:
-            messages = self.way(messages)
         if not self.takes_late_system:
             n_taken = int(self.takes_system)
             messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
-        return messages, tools
+        return self._fill(messages, tools, now, kwargs, traced)
 
     def _fill(
-        self, template: jinja2.Template, messages: list[Message], tools: Tools, now: datetime, kwargs: Object
+        self, messages: list[Message], tools: Tools, now: datetime, kwargs: Object, traced: bool = False
     ) -> str:
-        own, read = (Own, Own.read) if template is self._tracing_template else (str, plain)
+        template, own, read = self._forms[traced]
         told = [
             _with_reasoning(message) | {"role": own(message["role"]), "content": read(message["content"])}
             for message in messages
@@ -345,7 +342,7 @@ class ChatTemplate:
 
     def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:
         try:
-            prompt = self._fill(self._template, messages, tools, datetime(2000, 1, 1), {})
+            prompt = self._fill(messages, tools, datetime(2000, 1, 1), {})
         except BadInput as refusal:
             if isinstance(refusal.__cause__, Endless):
                 raise BadTemplate(refusal.message) from refusal

@@ -21,10 +21,11 @@ Rules of this file:
    runs what is completed. https://platform.openai.com/docs/guides/function-calling
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
+import sse
 from channels import Accepted, Arguments, Call, Close, Finish, Output, is_object
 from request.tools import Tool
 
@@ -122,9 +123,6 @@ class InputDecoder:
 
 
 def _character(escape: re.Match[str]) -> str:
-    try:
-        character: str = json.loads(f'"{escape[0]}"')
-    except ValueError:  # JSON has no such escape
-        return escape[0]
-    # Half a pair is not a character: U+FFFD stands for it.
-    return character.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    with suppress(ValueError):  # else JSON has no such escape
+        return str(sse.loads(f'"{escape[0]}"', "replace"))
+    return escape[0]

@@ -12,7 +12,7 @@ Authority: openai.types.responses.ResponseInputItemParam. What becomes of a sess
 https://github.com/caozhiyuan/copilot-api/issues/359
 
 Rules of this file:
-1. A new type is one name in TOOL_ITEMS, which also says what it is: `_output` and `_response` are results.
+1. The name of a type says what it is: `_output` and `_response` are results. So are types of tomorrow read.
 2. All members are told, as they came, but for types and ids (NOT_TOLD).
 3. Images are refused, by the name of their place, unless items.py has put a text there (IMAGE_TEXT).
 """
@@ -21,18 +21,8 @@ import re
 
 IMAGE_TEXT = "[an image, which cannot be shown here]"
 
-TOOL_ITEMS = (
-    "shell_call", "shell_call_output",
-    "local_shell_call", "local_shell_call_output",
-    "apply_patch_call", "apply_patch_call_output",
-    "computer_call", "computer_call_output",
-    "tool_search_call", "tool_search_output",
-    "program", "program_output",
-    "mcp_approval_request", "mcp_approval_response",
-    "mcp_list_tools", "mcp_call",
-    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
-)  # fmt: skip
-SUFFIX = re.compile("_call|_request|_output|_response")  # begins after the name of the tool
+# The types of these items, with the name of the tool where something follows it.
+TOOL_ITEM = re.compile("(.+?)_(call|request|call_output|output|response)|program|mcp_list_tools")
 RESULT_SUFFIXES = ("_output", "_response")
 
 NOT_TOLD = ("type", "id", "call_id", "approval_request_id")

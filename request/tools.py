@@ -187,9 +187,8 @@ def read_client_tool(value: Any, path: str) -> DeclaredTool:
     tool = place(value, path)
     if tool.get("type", text, "custom") != "custom":
         return DeclaredTool(tool.members, [])  # rule 3
-    name, schema = tool.need("name", identifier), tool.need("input_schema", mapping)
-    made = Tool(name, "", tool.get("description", text, None), schema, tool.get("strict", boolean, False))
-    return DeclaredTool(tool.members, [made])
+    function = {"type": "function", "parameters": tool.need("input_schema", mapping)}
+    return read_tool(tool.members | function, path)
 
 
 # --- tool_choice --------------------------------------------------------------------------------------------

@@ -97,9 +97,7 @@ def members(value: Any, path: str, **checks: Check) -> Object:
 
 
 @makes_checks
-def pairs_of(
-    value: Any, path: str, check_name: Check, check_value: Check, max_pairs: int
-) -> dict[Any, Any]:
+def pairs_of(value: Any, path: str, check_name: Check, check_value: Check, max_pairs: int) -> dict[Any, Any]:
     """Accept an object whose members have any name that passes its check."""
     pairs = bounded(mapping, len, "a number of members", 0, max_pairs)(value, path).items()
     return {check_name(name, path): check_value(each, f"{path}.{name}") for name, each in pairs}

@@ -238,9 +238,7 @@ def relay_headers(chunks: list[list[list[str]]]) -> Iterator[Any]:
     yield from ([name.decode(), value.decode()] for name, value in relay.forwarded(raw))
 
 
-def completions_deltas(
-    chunks: list[bytes], logprobs: bool = False, **options: Any
-) -> Iterator[Any]:
+def completions_deltas(chunks: list[bytes], logprobs: bool = False, **options: Any) -> Iterator[Any]:
     """Items, ["logprobs", token, ...] if they are asked for, then ["finish", reason, message]."""
     answer = answers.Answer(metering.Meter(), answers.Asked(**options))
     said = Outputs(answer)

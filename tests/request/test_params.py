@@ -22,7 +22,7 @@ APIS: dict[str, tuple[Read, Json, dict[str, params.Parameter]]] = {
 }
 
 TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_parameter"
-MISSING, EXCLUSIVE = "missing_required_parameter", "mutually_exclusive_parameters"
+MISSING = "missing_required_parameter"
 NAN = float("nan")
 BIASES_301 = {str(token_id): 0 for token_id in range(301)}
 NO_IDS = ("a", "-1", "1.0", "", "\N{SUPERSCRIPT TWO}", "9" * 5000)
@@ -96,7 +96,7 @@ BAD: list[tuple[str, str, str, Json]] = [
     ("chat",      "stop",                         VALUE,       {"stop": ["a"] * 5}),
     ("responses", "tools",                        VALUE,       {"tools": [FUNCTION] * 129}),
     ("chat",      "modalities",                   UNSUPPORTED, {"modalities": ["audio"]}),
-    ("responses", "conversation",                 EXCLUSIVE,   {"previous_response_id": "r"} | IN_ONE),
+    ("responses", "conversation",                 UNSUPPORTED, IN_ONE),
     ("responses", "stop[1]",                      VALUE,       {"stop": ["a", ""]}),
     ("responses", "reasoning.effort",             VALUE,       {"reasoning": {"effort": "much"}}),
     ("responses", "text.format.schema",           MISSING,     {"text": {"format": SCHEMA}}),

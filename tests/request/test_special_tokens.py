@@ -291,6 +291,6 @@ def test_a_prompt_is_what_jinja_makes_of_the_request(source: str) -> None:
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     prompt = environment.from_string(source).render(messages=messages, tools=tools)
     assert template.render(messages, tools, datetime.min) == prompt
-    assert plain(template.trace(messages, tools, datetime.min)) == prompt
+    assert plain(template.render(messages, tools, datetime.min, True)) == prompt
     tokens = SpecialTokens(["<|object|>", "object", "<b>", "<f>"])
-    assert "".join(tokens.cut(prompt, template.trace(messages, tools, datetime.min))) == prompt
+    assert "".join(tokens.cut(prompt, template.render(messages, tools, datetime.min, True))) == prompt
