@@ -1,9 +1,9 @@
 """The endpoints: creating, retrieving, cancelling and deleting responses; chat completions, models, health.
 
     HTTP request --begin()--> Job, its Prompt --Job.start(), or in the background Registry.queue()--> its log
-    what fills the log is jobs.py; the answer reads it
+    jobs.py fills the log; the answer reads it
 
-A response is the fold of its events. All of them go to one event log, and the client chooses how it is read:
+A response is the fold of its events. All of them go to one event log, and the client chooses how to read it:
 
     stream: true                        as it grows                         EventStream(log)
     stream: false                       to its end: the last response       JsonAnswer
@@ -14,9 +14,13 @@ Authority: https://platform.openai.com/docs/api-reference/responses and .../chat
 behaviour that Azure/azure-sdk-for-net has probed, api-behaviour-contract.md (B1 to B37).
 
 Rules of this file:
-1. What can be refused is refused before a response is accepted, in the background too.
+1. Every check comes before a response is accepted, in the background too.
 2. While it runs, a foreground response belongs to its HTTP request: no other request can retrieve it.
-3. What is accepted and has no effect is named in the answer's Warning header and in the log.
+3. The answer's Warning header and the log name each parameter that is accepted without an effect.
+
+Why a table of endpoints and one class, and not a route decorator for each function: make_app() can wrap all
+of them in the same way, and tests can list them. Why no framework that validates bodies by types: a body is
+checked by the table of its parameters (request/params.py), which has the errors of OpenAI's API.
 """
 
 import asyncio

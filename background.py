@@ -7,8 +7,12 @@ Authority: https://platform.openai.com/docs/guides/background
 
 Rules of this file:
 1. A background response is stored before it begins, and then event by event (rule 3 of event_log.py).
-2. The queue is bounded in bytes. No owner can fill it, and none waits for all that another has queued.
-3. A response that waits is held as its row of JSON text: its prompt would take many times the room.
+2. The queue is bounded in bytes. No owner can fill it, and none waits for everything another has queued.
+3. A waiting response is held as its row of JSON text: its prompt would take many times the room.
+
+Why tasks of this process, and not a task queue such as Celery: a run holds the log that its readers follow,
+and the model is here anyway. The price: only this process can run what it has accepted, so recover() must.
+The event loop alone calls a Registry; it asks the store in a thread.
 """
 
 import asyncio
@@ -31,18 +35,18 @@ from worker import Prompt, Workers
 log = logging.getLogger("background")
 
 MAX_LIVE_BYTES = 128 * 2**20  # all background responses together that have not ended
-MIN_BYTES = MAX_LIVE_BYTES // 264  # one of them, for what it says; its request comes on top
+MIN_BYTES = MAX_LIVE_BYTES // 264  # the output of one of them; its request is counted on top
 MAX_RUNNING = 8  # background responses at once
-MAX_WAIT_S = 600  # for a worker that works: after a restart no upstream may have been reached yet
+MAX_WAIT_S = 600  # for a worker that is alive: after a restart no upstream may have been reached yet
 POLL_S = 1
-# How often what does not change of a response, such as its tools, is held: by its builder, by each of four
-# events, and by the response objects in these.
+# Copies of the constant part of a response, such as its tools: in its builder, in each of four events, and in
+# the response objects of these.
 N_HEADS = 12
 EVICTION_INTERVAL_S = 1
 
 
 class Registry:
-    """Finds responses; queues, runs and ends those in the background; stores those that are to be kept.
+    """Finds responses, and queues, runs, ends and stores background responses.
 
     `is_shared`: there are several owners. `is_persistent`: the store outlives this process, so what is queued
     at a stop waits there for the next one. `max_batch`: requests that a worker computes at once.
@@ -56,8 +60,8 @@ class Registry:
         is_persistent: bool = False,
         max_batch: int = MAX_RUNNING + 1,
     ) -> None:
-        self.jobs: dict[str, Job] = {}  # those in the background, by id of the response
-        self.stopping = asyncio.Event()  # set: no more background responses are accepted, or begin to run
+        self.jobs: dict[str, Job] = {}  # of background responses, by id
+        self.stopping = asyncio.Event()  # set: no background response is accepted or begins to run
         self.ended = Counter[str]()  # background responses of this process, by their last status
         self.archive = Archive(store)
         self.workers = workers
@@ -70,7 +74,7 @@ class Registry:
     # --- what a request asks for ----------------------------------------------------------------------------
 
     async def queue(self, job: Job) -> None:
-        """Store a background response, and have it wait for its turn; raises BadInput."""
+        """Store a background response, then let it wait for its turn. Raises BadInput."""
         row = job.row
         if self.stopping.is_set():
             raise BadInput("The server is about to stop.", code="server_is_overloaded")
@@ -83,9 +87,9 @@ class Registry:
         await self._launch(job, entries)
 
     async def get(self, id: str, owner: str, hold: Callable[[int], object] = int) -> Row | None:
-        """Return a response of this owner as it stands: for others it does not exist.
+        """Return the newest state of a response of this owner; None for others.
 
-        Before it is loaded, `hold` is told the bytes that it takes, its events included.
+        Call `hold` with its bytes, including its events, before it is loaded: `hold` may refuse.
         """
         job = self.jobs.get(id)
         if job and job.row.owner == owner:  # all readers share its events
@@ -96,11 +100,11 @@ class Registry:
         return await self._call(owner, self._store.get, id) if n_bytes else None
 
     async def to_continue(self, row: Row) -> Row:
-        """Return a response as another one continues it, be it stored or not: without logprobs."""
+        """Return the part of a response that another one continues: the output, without logprobs."""
         return await self._call(row.owner, self._store.to_continue, row)
 
     async def events(self, row: Row) -> EventLog | None:
-        """Return the log of a background response; None if its events are not there."""
+        """Return the log of a background response; None if its events are no longer kept."""
         if job := self.jobs.get(row.id):
             return job.log
         frames = await self._call(row.owner, self._store.frames, row.id)
@@ -112,7 +116,7 @@ class Registry:
             return event_log
 
     async def cancel(self, row: Row) -> Row:
-        """Stop a background response; return it when it has ended, and the engine has been told."""
+        """Stop a background response; return it when it has ended and the engine has dropped it."""
         job = self.jobs.get(row.id)
         if job is None:
             return row
@@ -121,19 +125,22 @@ class Registry:
         return job.shown_row()
 
     async def delete(self, row: Row) -> None:
-        """Forget a response that has ended, also one whose end could not be stored yet."""
+        """Delete a response that has ended, even if its end could not be stored yet."""
         await self._call(row.owner, self._store.delete, row.id)
         self._leave(row.id, row.status)
 
     def counts(self) -> dict[str, Mapping[str, int]]:
-        """Return how many background responses are live, and how many have ended, by their last status."""
+        """Count the background responses that are live, and those that have ended, by status."""
         live = {"queued": 0, "in_progress": 0} | Counter(job.log.status for job in self.jobs.values())
         return {"live": live, "ended": self.ended}
 
     # --- the life of a process ------------------------------------------------------------------------------
 
     async def recover(self, revive: Callable[[Row], Job]) -> None:
-        """Run again what the last process left queued, and end what it left in progress."""
+        """Queue the responses that the last process left queued; end those that it left in progress.
+
+        Call it once, before the server listens.
+        """
         for id_ in await self._call("", self._store.live):
             try:
                 row = await self._call("", self._store.get, id_)
@@ -152,7 +159,7 @@ class Registry:
                 await self._call("", self._store.set_aside, id_, time.time())
 
     async def evict(self) -> None:
-        """Delete what is over the store's limits, now and then, until the server stops."""
+        """Delete what exceeds the store's limits, once a second, until the task is cancelled."""
         told = ""
         while True:
             try:
@@ -165,7 +172,7 @@ class Registry:
             await asyncio.sleep(EVICTION_INTERVAL_S)
 
     async def close(self) -> None:
-        """End what runs, and what is queued if no other process will run it."""
+        """End all running responses, and the queued ones unless the next process will run them."""
         self.stopping.set()
         jobs = [*self.jobs.values()]
         for job in jobs:
@@ -181,7 +188,7 @@ class Registry:
     # --- the life of a job ----------------------------------------------------------------------------------
 
     async def _launch(self, job: Job, stored: Sequence[Entry]) -> None:
-        """Let a response wait for its turn; `stored` are its events in the store."""
+        """Let a response wait for its turn; `stored`: its events in the store."""
         job.log = EventLog(partial(self._write, job.row), stored)
         self.jobs[job.row.id] = job
         await job.start(self._turn(job))
@@ -191,7 +198,7 @@ class Registry:
         """Wait for the turn of a response, then make its prompt again: rule 3. Raises BadInput."""
         row = job.row
         async with self._turns.turn(row.owner):
-            if self.stopping.is_set():  # close() may be over, if the disk was slow to take it
+            if self.stopping.is_set():  # close() may be over, if the disk was slow
                 job.stop(self._end_of_queued)
                 await asyncio.sleep(0)  # raises CancelledError
             deadline = time.monotonic() + MAX_WAIT_S
@@ -203,7 +210,7 @@ class Registry:
             yield await self.workers.prepare(request, body["input"])
 
     async def _write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
-        """Store events; after the last one the store answers for the response. Return whether it could be."""
+        """Store events; after the last one drop the job. Return whether the store has them."""
         is_written = await self.archive.write(row, first_number, entries)
         status = newest_of(entries).status
         if is_written and status in TERMINAL:
@@ -211,12 +218,12 @@ class Registry:
         return is_written
 
     def _leave(self, id: str, status: str) -> None:
-        """Forget the job of a response that has ended, if there still is one."""
+        """Drop the job of a response that has ended, if it still has one."""
         if job := self.jobs.pop(id, None):
             self.ended[status] += 1
             self._room.add(job.row.owner, -job.n_bytes)
 
 
 def n_held(row: Row, response_json: str) -> int:
-    """Return about how many bytes a background response takes until it ends, its events included."""
+    """Estimate the bytes that a background response holds until it ends, including its events."""
     return row.n_bytes + N_HEADS * len(response_json) + MIN_BYTES

@@ -8,12 +8,16 @@ Authority: https://platform.openai.com/docs/guides/background for what a reader 
 Rules of this file:
 1. An event's number is its place in the log: 0, 1, 2, ... without a gap. Chunks of a completion and
    events of a message have none.
-2. An event is encoded when it is appended, together with the response object in it; background.py encodes
-   those that must be in the store before that. Readers, the store and GET share those bytes, and nothing
-   can change them.
-3. Readers see an event that is to be stored only after a write of it, so a restart does not take back what
+2. An event is encoded when it is appended, together with its response object; background.py encodes the
+   events that must be stored before that. Readers, the store and GET share those bytes, and nothing can
+   change them.
+3. Readers see an event of a stored response only after a write of it, so a restart takes back nothing that
    they saw. One write takes all events that came during the last one: tokens do not wait for the disk. If the
    write fails, readers see its events all the same, and the next write takes them too.
+
+Why one log that readers poll by position, and not a queue for each reader: a reader may come later, from any
+number on, and a slow one must not make the others wait. The price is that a log keeps all frames while its
+response runs. The event loop alone uses a log: it has no lock.
 """
 
 import asyncio
@@ -29,7 +33,7 @@ RETRY_S = 5  # after a write that failed
 
 
 class Entry(NamedTuple):
-    """An event as it is sent, and the response object in it, with its status; "" if it has none."""
+    """The bytes of an event, and its response object with its status, "" without one."""
 
     frame: bytes
     status: str = ""
@@ -41,7 +45,7 @@ Write = Callable[[int, Sequence[Entry]], Awaitable[bool]]
 
 
 def encode_event(number: int, event: Event) -> Entry:
-    """Encode an event, or a chunk of chat: rule 2. Raises ValueError for what JSON cannot say."""
+    """Encode an event, or a chunk of chat: rule 2. Raises ValueError for values that JSON cannot express."""
     numbered = event
     status = response_json = ""
     if event.get("type", "").startswith("response."):
@@ -61,26 +65,26 @@ def newest_of(entries: Sequence[Entry]) -> Entry:
 class EventLog:
     """The events of one response, or the chunks of one completion.
 
-    What is appended is shown to readers when it is written; without `write` at once. `stored` is in
-    the store already.
+    Readers see an event when `write` has stored it; without `write` at once. `stored`: events that the store
+    has already.
     """
 
     def __init__(self, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
         self.entries = [*stored]
-        self.shown = newest_of(stored)  # has the newest response object that readers see
-        self.status = self.shown.status  # that of the newest response object, even if it is not shown yet
+        self.shown = newest_of(stored)  # with the newest response object that readers see
+        self.status = self.shown.status  # of the newest response object, even if readers do not see it yet
         self._write = write
         self._n_shown = self._n_written = len(stored)
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._news = asyncio.Event()  # a pulse, set and cleared at once: each that waits looks again
+        self._news = asyncio.Event()  # a pulse, set and cleared at once: every waiting reader looks again
 
     @property
     def ended(self) -> bool:
         return self.status in TERMINAL
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Append events in their order, to be written and shown."""
+        """Append events in their order, and write and show them. If `events` raises, those before it stay."""
         n_before = len(self.entries)
         for event in events:
             entry = encode_event(len(self.entries), event)
@@ -105,12 +109,12 @@ class EventLog:
         self._writing = None
 
     def close(self) -> None:
-        """Nothing follows."""
+        """End the log: no event follows."""
         self._is_closed = True
         self._show(self._n_shown if self._write else len(self.entries))  # also if extend() has raised
 
     def _show(self, n_shown: int) -> None:
-        """Show so many entries to readers, and wake those that wait."""
+        """Show the first `n_shown` entries to readers, and wake those that wait."""
         for entry in self.entries[self._n_shown : n_shown]:
             if entry.status:
                 self.shown = entry
@@ -119,13 +123,13 @@ class EventLog:
         self._news.clear()
 
     async def until_begun(self) -> None:
-        """Wait until there is an event, or never will be."""
+        """Wait for the first event, or for the end of a log without events."""
         while not (self.entries or self._is_closed):
             await self._news.wait()
 
     @property
     def _is_over(self) -> bool:
-        """All is shown that there will ever be."""
+        """True if the log is closed and readers see all of it."""
         return self._is_closed and self._n_shown == len(self.entries)
 
     async def until_over(self) -> None:
@@ -133,7 +137,7 @@ class EventLog:
             await self._news.wait()
 
     async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
-        """Yield the frames after number `after`: batches of those that are there, then those to come."""
+        """Yield the frames after number `after` in batches, as they come, until the log is over."""
         position = after + 1
         while position < self._n_shown or not self._is_over:
             entries = self.entries[position : min(position + MAX_FRAMES, self._n_shown)]
@@ -141,7 +145,7 @@ class EventLog:
             if entries:
                 yield [entry.frame for entry in entries]
             if position < self._n_shown:
-                await asyncio.sleep(0)  # others have their turn, however fast this reader is
+                await asyncio.sleep(0)  # let others run, however fast this reader is
             elif not entries:
                 await self._news.wait()
-                await asyncio.sleep(0)  # what comes in the same turn of the event loop is one write
+                await asyncio.sleep(0)  # collect all events of this turn of the event loop in one write

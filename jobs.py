@@ -3,11 +3,11 @@
     Prompt --run()--> take(outputs): Restorer -> Shown -> Builder or Chunks -> EventLog
     Job.start() --> its task: run() --> Builder.finish() --> the last event, stored before it is shown
 
-Every response is run here, in one way. A foreground response belongs to its HTTP request and ends with it.
-One in the background (background.py) waits for its turn first, and is written to the store event by event.
+Every response runs here, in one way. A foreground response belongs to its HTTP request and ends with it. A
+background response (background.py) waits for its turn first, and its events are stored one by one.
 
 Why one function that a worker calls with lists, and not `async for outputs in prompt.run()`: the engine's
-thread hands on what a step brought to all sequences in one turn of the event loop. A generator for each
+thread passes the outputs of a step, for all sequences, to the event loop in one turn. A generator for each
 sequence would be a task to wake for each of its tokens; with 50 streams that is a tenth of an event's cost.
 
 Rules of this file:
@@ -58,7 +58,7 @@ def failure(error: Exception) -> Finish:
 
 
 class Log(Protocol):
-    """Takes the events of one answer in their order: an EventLog, or a list if they are wanted at the end."""
+    """Takes the events of one answer in their order: an EventLog, or a list that is read at the end."""
 
     def extend(self, events: Iterable[Event], /) -> None: ...
 
@@ -79,16 +79,16 @@ async def run(
     watch: Watch,
     choice: int = 0,
 ) -> None:
-    """Run one choice of a prompt to its end; what its client is shown of it becomes events in the log.
+    """Run one choice of a prompt to its end, and log the events that its client sees.
 
-    `make_events` writes what is shown in the form of an API: Job.feed(), Chunks.feed(). The event loop calls
-    this. It raises what refuses the request; what Prompt.run() raises after Accepted becomes a Finish.
+    `make_events` makes the events of one API: Job.feed(), Chunks.feed(). Call it in the event loop. It raises
+    the refusal of the request; an exception of Prompt.run() after Accepted becomes a Finish.
     """
     restorer = Restorer(prompt.request.called)
     shown = Shown(prompt.request)
 
     def take(outputs: Iterable[Accepted | Output | Finish]) -> None:
-        """Pass on what a step has brought: worker.Answer.feed() has decoded and parsed its tokens."""
+        """Pass on the outputs of a step: worker.Answer.feed() has decoded and parsed its tokens."""
         restored = [one for output in outputs for one in restorer.feed(output)]  # calls of the client's tools
         watch.note(restored)  # metrics
         said = [one for output in restored for one in shown.feed(output)]  # less, if this is a compaction
@@ -109,7 +109,7 @@ async def run(
 
 
 class Archive:
-    """The store, which is asked one thing at a time, and never in the event loop."""
+    """The store, called for one thing at a time and never in the event loop."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -117,7 +117,7 @@ class Archive:
         self.call = self.threads.call
 
     async def write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
-        """Store events of a background response, or the last one of another; return whether it could be."""
+        """Store events of a background response, or the last event of another; return whether it worked."""
         _, status, response_json = newest_of(entries)
         frames = [entry.frame for entry in entries] if row.background else []
         newest = row.with_response(status, response_json, time.time())
@@ -141,18 +141,18 @@ class Job:
     archive: Archive
     watch: Watch
     log: EventLog = field(default_factory=EventLog)
-    finish: Finish | None = UNFINISHED  # how it ends when its task is over; None: the next process runs it
-    n_bytes: int = 0  # what it takes of the room for background responses
+    finish: Finish | None = UNFINISHED  # its end when its task is over; None: the next process runs it
+    n_bytes: int = 0  # its share of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
     async def start(self, turn: AbstractAsyncContextManager[Prompt]) -> None:
-        """Start the task that runs the response. `turn` is entered first; it makes the prompt, or has it."""
+        """Start the task that runs the response. The task enters `turn` first, which yields the prompt."""
         self.task = asyncio.create_task(self._fill(turn))
-        # Let it begin: a task that is cancelled before its first step would not even make the last event.
+        # Let it begin: a task that is cancelled before its first step would make no event, not even the last.
         await asyncio.sleep(0)
 
     def feed(self, said: Said) -> list[Event]:
-        """Make events of what the client is shown. A Finish is only remembered: end() makes its events."""
+        """Make the events of one output. Only remember a Finish: end() makes its events."""
         if isinstance(said, Finish):
             self.finish = said
             return []
@@ -169,7 +169,7 @@ class Job:
             self.task.cancel()
 
     async def _fill(self, turn: AbstractAsyncContextManager[Prompt]) -> None:
-        """Fill the log. Whatever happens, what has begun gets its terminal event, and the log ends."""
+        """Fill the log. However the run ends, a response that has begun gets its terminal event."""
         with closing(self.log):
             try:
                 async with turn as prompt:
@@ -187,7 +187,7 @@ class Job:
                     await self.end(self.finish)
 
     async def end(self, finish: Finish) -> None:
-        """Append the last events. A foreground response that is kept is stored before the last: rule 1."""
+        """Append the last events. Store a foreground response before the last one: rule 1."""
         try:
             *others, last = self.builder.finish(finish, int(time.time()))
         except Exception:  # rule 3 holds in spite of a bug

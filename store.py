@@ -14,8 +14,11 @@ Rules of this file:
    loses the oldest, so no owner can push out what others keep.
 5. One process owns the file: a second one would take the live responses for interrupted ones and end them.
    Only the user of that process can read the file.
-6. A response object may be large, so it stays JSON text. If SQL looks into it, SQLite parses it without
-   holding Python's lock.
+6. A response object may be large, so it stays JSON text. SQL that reads its members parses it in SQLite,
+   which does not hold Python's lock.
+
+Why SQLite and one thread, and not files or a database server: a commit is atomic over a crash, and a server
+would be a second program to install. Statements are constants with `?`, so none is built from a request.
 """
 
 import logging
@@ -217,7 +220,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Retention:
-    """How many terminal responses the store keeps, and for how long."""
+    """How many terminal responses the store keeps, and how long."""
 
     max_responses: int = 10_000
     max_bytes: int = 2**28
@@ -226,7 +229,7 @@ class Retention:
 
 
 class Store:
-    """Opens or creates the file; ":memory:" is a store that is lost with the process."""
+    """Opens or creates the file; ":memory:" is lost with the process. One thread at a time may call it."""
 
     def __init__(self, path: str, retention: Retention) -> None:
         """Raises OSError or sqlite3.Error for a file that is not ours, and then has not changed it."""
@@ -279,14 +282,14 @@ class Store:
             self._db.execute(*DELETE, (id,))
 
     def set_aside(self, id: str, now: float) -> None:
-        """Take a response that cannot be read from its owner, and keep it as long as others."""
+        """Withdraw a response that cannot be read from its owner, and keep it as long as others."""
         with self._db:
             self._db.execute(SET_ASIDE, (now, id))
 
     # --- reading --------------------------------------------------------------------------------------------
 
     def get(self, id: str) -> Row | None:
-        """Return a response; None if there is none."""
+        """Return a response; None if the store has none with this id."""
         found = self._db.execute(GET, (id,)).fetchone()
         return Row(*found) if found else None
 
@@ -320,9 +323,9 @@ class Store:
     # --- limits ---------------------------------------------------------------------------------------------
 
     def evict(self, now: float) -> bool:
-        """Delete a few of what is over the limits, so that writes get in between; False: there are none.
+        """Delete a few responses over the limits, so that writes get in between; return whether more remain.
 
-        Raises OSError if the file has been removed, replaced or cut: SQLite need not notice.
+        Raises OSError if the file has been removed, replaced or cut, which SQLite may not notice.
         """
         with self._db:
             is_more = all(self._evict_one(now) for _ in range(N_EVICTED))
@@ -334,7 +337,7 @@ class Store:
         return is_more
 
     def _evict_one(self, now: float) -> bool:
-        """Delete one response, or its events: they expire before it. If none has expired, the oldest go."""
+        """Delete one response, or only its events, which expire first; without an expired one, the oldest."""
         limits = self._retention
         events_end = now - limits.events_age_s
         # fmt: off

@@ -9,7 +9,12 @@ Rules of this file:
 1. Before the first byte, an error has its status code. After it, only the last event can report a failure.
 2. When the client leaves, the task that works for it alone is cancelled, and with it the engine's sequence.
 3. A write holds whole events, because some parsers lose one that is cut. Waiting events share one write.
-4. Back-pressure ends here: a client that reads slowly keeps its own frames waiting, and no other client's.
+4. Back-pressure ends here: a client that reads slowly delays its own frames, and no other client's.
+
+Why not Starlette's StreamingResponse: it runs a second task for each stream, cannot turn an error before the
+first event into a status, and ends a stream cleanly when its generator raises. Why a log between the work and
+the client, and not a generator: a stream that is followed by several readers, or again later, is read the
+same way.
 """
 
 import asyncio
@@ -48,9 +53,9 @@ SSE_HEADERS = [
 
 
 class JsonAnswer(Response):
-    """Answers with JSON text, in pieces, each when the client has read most of those before.
+    """Answers with JSON text in pieces; sends each when the client has read most of those before.
 
-    Returns when at most 64 KiB of the answer wait in the transport.
+    The call returns when at most 64 KiB of the answer wait in the transport.
     """
 
     media_type = "application/json"
@@ -74,8 +79,8 @@ def json_response(status: int, body: Any, headers: Mapping[str, str] | None = No
 class EventStream(Response):
     """Answers with the events of a log that follow number `after`, as they come, then with `done`.
 
-    `task` fills the log for this client alone; None: the log fills without it. A task that raises before the
-    first event has refused the request. One that raises later has a bug: the connection breaks, which no
+    `task` fills the log for this client alone; None: something else fills it. A task that raises before the
+    first event refuses the request. A task that raises later has a bug: the connection breaks, which no
     client takes for a clean end of a stream.
     """
 
@@ -98,7 +103,7 @@ class EventStream(Response):
         if self.task:
             await self.log.until_begun()
             if not self.log.entries:
-                await self.task  # raises the refusal while an HTTP status can still say it
+                await self.task  # raises the refusal while the answer can still have its HTTP status
         headers = [*SSE_HEADERS, *Headers(self.more_headers).raw]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with kept_alive(send, self.keep_alive) as write, aclosing(self.log.read(self.after)) as logged:
@@ -106,7 +111,7 @@ class EventStream(Response):
                 await write(b"".join(frames))
         if self.task:
             await self.task  # a bug in it raises here: then the connection breaks, instead of a clean end
-        # If the next process is to run this response, the connection just ends: it was not a whole stream.
+        # If the next process will run this response, the connection just ends: the stream is not complete.
         if self.log.ended or not self.log.status:
             await send({"type": "http.response.body", "body": self.done})
 
@@ -115,10 +120,10 @@ class EventStream(Response):
 
 
 async def while_connected(work: Awaitable[T], receive: Receive) -> T:
-    """Work for a client, for example send an answer; raises ClientDisconnect if it leaves before the end.
+    """Await work for a client, such as sending its answer; raises ClientDisconnect if it leaves first.
 
-    Then `work` is cancelled, and with it a task that it awaits. As asyncio.timeout() does, this cancels the
-    task that it is called in, and so needs no second one for the work.
+    Then `work` is cancelled, with any task that it awaits. Like asyncio.timeout(), this cancels the task that
+    calls it, and so needs no second task for the work.
     """
     working = asyncio.current_task()
     assert working
@@ -135,19 +140,19 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
     try:
         result = await work
     except (Exception, asyncio.CancelledError):
-        if not has_left:  # else what it raises on its way out is dropped
+        if not has_left:  # else drop the exception of the cancelled work
             raise
     finally:
         watching.cancel()
     if not has_left:
         return result
-    if working.uncancel():  # it is cancelled for another reason, too
+    if working.uncancel():  # something else has cancelled it too
         raise asyncio.CancelledError
     raise ClientDisconnect
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks that have not ended, and wait until all have; what they raise is dropped."""
+    """Cancel the tasks that have not ended, and wait until all have; drop their exceptions."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -160,7 +165,7 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 async def kept_alive(
     send: Send, frame: bytes = KEEP_ALIVE
 ) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """Yield what writes frames of a body; while none come, write `frame`: proxies close silent streams."""
+    """Yield a function that writes frames; write `frame` during silences, after which proxies hang up."""
     loop = asyncio.get_running_loop()
     is_silent = True
     comments: list[asyncio.Task[None]] = []  # none, or the last one
