@@ -26,7 +26,7 @@ checked by the table of its parameters (request/params.py), which has the errors
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -175,10 +175,12 @@ class Api:
         visit: Visit,
         purpose: str = "respond",
         memory: Mapping[str, Row] | None = None,
+        before: Sequence[items.Item] = (),
     ) -> tuple[Job, Prompt, dict[str, str]]:
         """Check a body; return its job, its prompt and the headers of its answer. Raises BadInput.
 
-        `purpose`: "respond", "count" (its tokens) or "compact". `memory`: what a WebSocket remembers, by id.
+        `purpose`: "respond", "count" (its tokens) or "compact". `memory`: what a WebSocket remembers, by id;
+        `before`: items that go before the input of its message.
         """
         async with parsing as body:  # a large body holds its place in the queue of parses until step 5
             # 1. The values of its parameters, each checked by itself.
@@ -188,6 +190,7 @@ class Api:
                 body |= AS_BODY
             defaults = self.workers.find(params.model_name(body)).defaults
             values = await visit.call(params.read, params.RESPONSES, body, defaults, visit.owner)
+            values["input"] = [*before, *values["input"]]
             self._settle(values, purpose, in_websocket=memory is not None)
             # 2. The ids of the responses that it continues or refers to.
             ids = items.named(values)

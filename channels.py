@@ -125,7 +125,7 @@ class Accepted:
 class Finish(NamedTuple):
     """The last output of a worker for a request."""
 
-    reason: Literal["stop", "length", "content_filter", "failed", "cancelled"]
+    reason: Literal["stop", "length", "content_filter", "steered", "failed", "cancelled"]
     usage: Usage | None = None
     message: str = ""  # why it failed
     code: str = "server_error"

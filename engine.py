@@ -351,5 +351,5 @@ class Engine:
             except Exception as error:
                 ended.set_exception(error)
             else:
-                if output.finish or not wants_more:
+                if not ended.done() and (output.finish or not wants_more):  # feed() may cancel its reader
                     ended.set_result(None)

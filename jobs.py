@@ -26,7 +26,7 @@ from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from channels import Accepted, Compaction, Finish, Output
+from channels import Accepted, Call, Compaction, Delta, Finish, Output
 from event_log import Entry, EventLog, encode_event, newest_of
 from request.items import Shown
 from request.refusals import BadInput
@@ -42,6 +42,7 @@ Said = Accepted | Output | Compaction | Finish  # what the client is shown of a 
 
 CANCELLED = Finish("cancelled")
 UNFINISHED = Finish("failed", message="The run broke off; the server's log has the details.")
+STEERED = Finish("steered")
 SHUT_DOWN = Finish("failed", message="The server is shutting down.")
 INTERRUPTED = Finish("failed", message="interrupted by a restart")
 
@@ -67,6 +68,7 @@ class Watch(Protocol):
     """Times one run and counts its tokens: Stopwatch of service/metrics.py."""
 
     started_at: float  # when the worker accepted the request; 0: not yet
+    finish: Finish  # of the worker
 
     def note(self, outputs: list[Accepted | Output | Finish]) -> None: ...
     def end(self) -> None: ...
@@ -142,6 +144,8 @@ class Job:
     watch: Watch
     log: EventLog = field(default_factory=EventLog)
     finish: Finish | None = UNFINISHED  # its end when its task is over; None: the next process runs it
+    is_steered: bool = False  # it ends before its next delta, unless it has called a tool
+    has_called: bool = False
     n_bytes: int = 0  # its share of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
@@ -153,9 +157,14 @@ class Job:
 
     def feed(self, said: Said) -> list[Event]:
         """Make the events of one output. Only remember a Finish: end() makes its events."""
+        if self.is_steered and isinstance(said, Delta) and not self.has_called:
+            self.stop(STEERED)
+        if self.task.cancelling():  # the worker does not know it yet
+            return []
         if isinstance(said, Finish):
             self.finish = said
             return []
+        self.has_called |= isinstance(said, Call)
         return self.builder.feed(said)
 
     def shown_row(self) -> Row:
@@ -176,7 +185,9 @@ class Job:
                     await run(prompt, self.feed, self.log, self.watch)
             except asyncio.CancelledError:
                 # Not raised again: by its traceback the task would hold itself, and the whole request.
-                if not self.row.background:
+                if self.finish is STEERED:
+                    self.finish = STEERED._replace(usage=self.watch.finish.usage)
+                elif not self.row.background:
                     self.finish = CANCELLED
             except Exception as error:
                 if not self.log.status:  # no event yet: the error becomes the answer to the request

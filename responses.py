@@ -14,7 +14,7 @@ Rules of this file:
 1. A response is the fold of its events: whoever applies all of them has the `response` of the last event,
    bit for bit (tests/helpers/laws.py checks it), so fold() need only return that one.
 2. Every event is made by `Builder._event`, where GRAMMAR decides whether it may come now; but for the last of
-   a response that a bug kept from ending (background.py), and `response.steer.failed` (websocket.py).
+   a response that a bug kept from ending (background.py), and those of steering (websocket.py).
 3. The ids and the index of an output item are fixed when it is announced.
 4. `Builder._close` alone closes an item that grows: at the next, the end, a length stop, a failure, a cancel.
 5. The dict of an item that stands in an event is never changed, only replaced by a new one.
@@ -164,6 +164,8 @@ ENDINGS = {
     # https://github.com/vllm-project/vllm/issues/57998
     "length":         Ending("response.incomplete", "incomplete", "incomplete", "max_output_tokens"),
     "content_filter": Ending("response.incomplete", "incomplete", "incomplete", "content_filter"),
+    # The response that follows it has what its client has said meanwhile: service/websocket.py.
+    "steered":        Ending("response.incomplete", "incomplete", "incomplete", "steered"),
     "failed":         Ending("response.failed",     "failed",     "incomplete", None),
     # No event is named after a cancel: the stream ends with response.failed around status "cancelled".
     "cancelled":      Ending("response.failed",     "cancelled",  "incomplete", None),

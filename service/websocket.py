@@ -24,7 +24,10 @@ Rules of this file:
    lives on.
 3. The last response of each lane can be continued without a store. A turn that fails makes its lane forget
    it.
-4. A response cannot be steered while it runs. A client that tries gets its input back, and the turn goes on.
+4. A client may say something while a response runs (response.steer). What is accepted waits in the lane for a
+   successor, which has it as input, or comes back to the client: it is never lost. The response ends before
+   its next delta, and its successor begins at once; one that has called a tool goes on to its end, and its
+   successor is the turn that brings the results.
 5. A client that leaves ends its turns. At a stop of the server those that run go on to their end; those that
    wait are refused, and nothing more is read.
 6. The messages of all connections are taken one after another, by turns of the owners.
@@ -33,7 +36,7 @@ Rules of this file:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +45,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 import sse
 from background import Registry
 from jobs import Job
-from request.body import parsed
+from request import params
+from request.body import Parsing, parsed
+from request.ids import new_id
+from request.items import Item
 from request.refusals import BadInput, error_body, wrong_value
 from request.room import Visit
 from store import Row
@@ -50,11 +56,16 @@ from streaming import cancel
 
 log = logging.getLogger("websocket")
 
+MAX_STEERS = 8  # that wait in a lane
 MAX_LANES = 32  # with a name: the guide's limit
 MAX_NAME = 256  # characters of a lane's name, which each of its events repeats
 AS_BODY = {"type": None, "stream_id": None, "stream": True}  # what a body has in place of a message's members
 SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
+
+
+def not_steered(code: str, message: str = "Send the input with response.create.") -> Item:
+    return {"type": "invalid_request_error", "code": code, "message": message}
 
 
 # --- a connection -------------------------------------------------------------------------------------------
@@ -70,6 +81,8 @@ class Lane:
     visit: Visit | None = None  # what its turn holds
     next_number: int = 0  # the next sequence_number while no response is running
     last: Row | None = None  # its last response: rule 3
+    response_id: str = ""  # of its newest response
+    steers: list[Item] = field(default_factory=list)  # of this response; no other one has their input yet
 
 
 @dataclass
@@ -127,7 +140,7 @@ class Connection:
             lane = self.lanes.setdefault(name, Lane(name))
         match message.get("type"):
             case "response.create":
-                self.tasks.create_task(self._take_turn(lane, json_text))
+                self.tasks.create_task(self._take_turn(lane, json_text, message.get("previous_response_id")))
             case "response.steer":
                 await self._steer(lane, message, len(json_text))
             case "response.processed":
@@ -135,52 +148,88 @@ class Connection:
             case other:
                 await self._refuse(wrong_value("type", "'response.create'", other), lane.name)
 
-    async def _steer(self, lane: Lane, message: dict[str, Any], n_bytes: int) -> None:
-        """Say why a response is not steered: in its lane, or if it has none, in the lane of the message."""
-        id_ = message.get("previous_response_id")
-        code = "response_not_found"
+    async def _steer(self, lane: Lane, message: Item, n_bytes: int) -> None:
+        """Queue input for the response that a message names, or say in its lane why not: rule 4."""
+        steer = {name: message.get(name) for name in ("previous_response_id", "input")}
         for each in self.lanes.values():
-            if each.last and each.last.id == id_:
-                code, lane = "response_already_completed", each
-            elif each.job and each.job.row.id == id_:
-                code, lane = "steering_not_supported", each
-        event: dict[str, Any] = {
-            "type": "response.steer.failed",
-            "error": {
-                "type": "invalid_request_error",
-                "code": code,
-                "message": "A response is not steered here: send this with response.create after its end.",
-            },
-            "steer": {"input": message.get("input"), "previous_response_id": id_},
-        }
-        if lane.job and lane.visit:  # its log gives the number, and keeps the event until the turn ends
+            if each.response_id == steer["previous_response_id"]:
+                lane = each
+        job = lane.job
+        if job and lane.visit:  # until its turn ends, its log keeps the event, or the lane the input
             lane.visit.add_bytes(n_bytes)
-            lane.job.log.extend([event])
+        if lane.response_id != steer["previous_response_id"]:
+            code = "response_not_found"
+        elif not job or job.log.ended:
+            code = "response_already_completed"
+        elif len(lane.steers) == MAX_STEERS:
+            code = "too_many_pending_steers"
+        elif not isinstance(steer["input"], str | list):
+            code = "invalid_input"
         else:
-            event["sequence_number"] = lane.next_number
-            lane.next_number += 1
-            await self._send(sse.dumps(event), lane.name)
+            steer["id"] = new_id("steer")
+            lane.steers.append(steer)
+            job.is_steered = True
+            await self._tell(lane, "accepted", [steer])
+            return
+        await self._tell(lane, "failed", [steer], error=not_steered(code))
+
+    async def _tell(self, lane: Lane, event: str, steers: list[Item], **members: Any) -> None:
+        """Send what becomes of steers, with the next numbers of their lane."""
+        for steer in steers:
+            told = {"type": f"response.steer.{event}", "steer": steer, **members}
+            if lane.job:  # its log gives the number, and keeps the event until the turn ends
+                lane.job.log.extend([told])
+            else:
+                told["sequence_number"] = lane.next_number
+                lane.next_number += 1
+                await self._send(sse.dumps(told), lane.name)
 
     # --- a turn ---------------------------------------------------------------------------------------------
 
-    async def _take_turn(self, lane: Lane, json_text: bytes) -> None:
-        """Run a turn after those before it in its lane; what refuses it becomes a message."""
+    async def _take_turn(self, lane: Lane, json_text: bytes, previous_id: Any) -> None:
+        """Run a turn after those before it in its lane, then the successors that it is steered to."""
         try:
             with self.visit.rooms.visit(self.visit.owner) as visit:
                 visit.add_bytes(len(json_text))
                 visit.set_streams()
                 async with lane.turn:
                     lane.visit = visit
-                    if self.registry.stopping.is_set():
-                        raise BadInput("The server is about to stop.", code="server_is_overloaded")
-                    job, prompt, _ = await self.begin(parsed(json_text, visit), visit, memory=self.memory())
-                    await job.start(nullcontext(prompt))
-                    await self._send_events(lane, job)
+                    if previous_id != lane.response_id:
+                        await self._tell(
+                            lane, "failed", lane.steers, error=not_steered("response_not_active")
+                        )
+                        lane.steers = []
+                    job = await self._respond(lane, parsed(json_text, visit), visit)
+                    while lane.steers and not (job.has_called and lane.last):
+                        body = job.row.request | {"previous_response_id": job.row.id}
+                        with suppress(BadInput):  # the input has been given back
+                            job = await self._respond(lane, nullcontext(body), visit)
+                    calls = [item for item in job.builder.output if "call_id" in item]
+                    stubs = [{"type": f"{call['type']}_output", "call_id": call["call_id"]} for call in calls]
+                    why = {"reason": "waiting_for_required_input", "required_input": stubs}
+                    await self._tell(lane, "pending", lane.steers, **why)
         except BadInput as refusal:
             lane.last = None
             await self._refuse(refusal, lane.name)
 
+    async def _respond(self, lane: Lane, parsing: Parsing, visit: Visit) -> Job:
+        """Run one response, with the input of steers before its own; raises BadInput, and gives that back."""
+        steers, lane.steers = lane.steers, []
+        try:
+            items = [item for steer in steers for item in params.input_items(steer["input"], "input")]
+            if self.registry.stopping.is_set():
+                raise BadInput("The server is about to stop.", code="server_is_overloaded")
+            job, prompt, _ = await self.begin(parsing, visit, memory=self.memory(), before=items)
+            await job.start(nullcontext(prompt))
+            await self._send_events(lane, job)
+        except BadInput as refusal:
+            error = not_steered("successor_creation_failed", refusal.message)
+            await self._tell(lane, "failed", steers, error=error)
+            raise
+        return job
+
     async def _send_events(self, lane: Lane, job: Job) -> None:
+        lane.response_id = job.row.id
         lane.job = job  # until all is sent: the log numbers an event for a client that steers meanwhile
         try:
             async with aclosing(job.log.read()) as logged:
@@ -190,7 +239,7 @@ class Connection:
                     for frame in frames:
                         await self._send(sse.data(frame), lane.name)
             lane.job = None
-            lane.next_number = len(job.log.entries)
+            lane.next_number = len(job.log.entries) or lane.next_number  # none: it is refused
             await job.task  # raises what has refused it
         finally:
             lane.job = None
@@ -208,9 +257,9 @@ class Connection:
         if job.log.status == "failed":
             return
         lane.last = await self.registry.to_continue(job.shown_row())
-        rows = [each.last for each in self.lanes.values() if each.last]
+        n_bytes = sum(row.n_bytes + len(row.response_json) for row in self.memory().values())
+        n_bytes += len(sse.dumps([each.steers for each in self.lanes.values()]))
         try:
-            n_bytes = sum(row.n_bytes + len(row.response_json) for row in rows)
             self.visit.set_held(self.visit.rooms.bytes, n_bytes)
         except BadInput:  # until the next one, more room is held than is remembered
             lane.last = None

@@ -589,6 +589,7 @@ class Clients:
     async def socket(self) -> None:
         """Take turns in lanes of a WebSocket, one after another or at once, and steer; then leave."""
         world, numbers, n_ended = self.world, dict[str, int](), 0
+        steered = dict[str, str]()  # accepted steers that no response has as input yet, by what they steer
         connection = self.connection(self.random.choice(KEYS), "", "/v1/responses")
         connection.messages.put_nowait({"type": "websocket.connect"})
 
@@ -596,13 +597,14 @@ class Clients:
             data = json.dumps({"type": type, **members}).encode()
             connection.messages.put_nowait({"type": "websocket.receive", "bytes": data})
 
+        newest = dict[str, str]()  # response of a lane
         n_turns = self.random.choice((1, 3, 6))
         for _ in range(n_turns):
             more = {"store": world.chance(0.5), "stream_id": self.random.choice(("", "a", "b"))}
             say("response.create", **self.body(), **more)
         if not connection.start(self.leaving(0.4, 2)):
             return
-        while n_ended < n_turns and (text := await connection.chunks.get()) is not None:
+        while (n_ended < n_turns or steered) and (text := await connection.chunks.get()) is not None:
             event = json.loads(text)
             lane, type_, response = event.get("stream_id", ""), event["type"], event.get("response", {})
             of_lane = {"stream_id": lane, "previous_response_id": response.get("id")}
@@ -614,14 +616,30 @@ class Clients:
             elif type_ == "response.completed" and world.chance(0.3):
                 n_turns += 1
                 say("response.create", **self.body(), **of_lane)
-            elif type_ == "response.in_progress" and world.chance(0.3):
-                say("response.steer", input="more", **of_lane)
+            elif type_ in ("response.in_progress", "response.output_text.delta") and world.chance(0.3):
+                say("response.steer", input="more", previous_response_id=newest[lane])
             if type_ == "response.created":
-                numbers[lane] = -1
+                numbers[lane], newest[lane] = -1, response["id"]
+            n_turns += self.saw_steer(event, steered)
             if "sequence_number" in event:
                 numbers[lane] += 1
                 self.law(event["sequence_number"] == numbers[lane], "socket: event", event, numbers)
         connection.leave()
+
+    def saw_steer(self, event: Json, steered: dict[str, str]) -> bool:
+        """Note what becomes of steers; return whether a response begins that nothing else has asked for."""
+        steer, response = event.get("steer", {}), event.get("response", {})
+        match event["type"]:
+            case "response.steer.accepted":
+                steered[steer["id"]] = steer["previous_response_id"]
+            case "response.steer.failed" if "id" in steer:
+                self.law(steer["input"] == "more", "socket: not what was given", event)
+                self.law(steered.pop(steer["id"], ""), "socket: given back twice, or after its use", event)
+            case "response.created" if response["previous_response_id"] in steered.values():
+                for id_ in [id_ for id_, of in steered.items() if of == response["previous_response_id"]]:
+                    del steered[id_]
+                return True
+        return False
 
 
 # --- a run --------------------------------------------------------------------------------------------------

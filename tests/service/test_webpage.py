@@ -255,3 +255,15 @@ def test_headers(server: Server) -> None:
     assert re.findall(r"script-src (.*?);", policy)[0].count("'sha256-") == 2
     assert "unsafe" not in policy
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page_module.HTML)
+
+
+def test_an_answer_is_interrupted_with_a_sentence(page: "Page") -> None:
+    """Over a WebSocket: the answer ends there, another one follows, and both stay on the page."""
+    page.get_by_label("Over").select_option("WebSocket")
+    send(page, STORY, more=SLOW_STORY)
+    page.get_by_label("Prompt", exact=True).fill("Stop now.")
+    page.get_by_role("button", name="Interrupt").click()
+    reasons = "run.records.map(({ event }) => event.response?.incomplete_details?.reason).filter(Boolean)"
+    until(lambda: page.evaluate(reasons) == ["steered", "max_output_tokens"], "both have ended")
+    outputs = "run.records.filter(({ event }) => event.type === 'response.output_item.done').length"
+    assert page.locator("#output > *").count() == page.evaluate(outputs)
