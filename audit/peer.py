@@ -293,8 +293,8 @@ def curl(method: str, url: str, headers: Json, body: bytes) -> str:
         words += ["-H", f"{name}: {value}"]
     command = shlex.join(words)
     if body:  # printf has no limit of length, and takes any byte in octal
-        octal = "".join(f"\\{byte:03o}" for byte in body)
-        text = f"%s {shlex.quote(body.decode())}" if body.isascii() else f"'{octal}'"
+        octal = "".join(map(r"\{:03o}".format, b"" if body.isascii() else body))
+        text = f"'{octal}'" if octal else f"%s {shlex.quote(body.decode())}"
         command = f"printf {text} | {command} --data-binary @-"
     key = f"Authorization: {headers.get('Authorization')}"
     return command.replace(shlex.quote(key), '"Authorization: Bearer $AUDIT_API_KEY"')

@@ -18,6 +18,7 @@ it (__main__.py, peer.py).
 """
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -91,8 +92,9 @@ def events_of(pieces: Iterable[bytes]) -> Iterator[Json]:
                 yield frame.value
 
 
+@functools.lru_cache(32)  # each rule on streams reads the same ones
 def read(stream: bytes) -> Capture:
-    """Read a recorded stream; raises NotApplicable if it is of neither kind."""
+    """Read a recorded stream; raises NotApplicable if it is of neither kind. Do not change the result."""
     return captured([*events_of([stream])], stream)
 
 
