@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 import sse
 from blocks import Builder, fold
-from channels import Accepted, Call, Delta, Finish, Output, Usage
+from channels import Accepted, Arguments, Call, Delta, Finish, Output, Usage
 from event_log import encode_event
 from helpers import laws
 
@@ -86,6 +86,21 @@ def test_the_fold_is_what_a_client_accumulates(outputs: list[Output], finish: Fi
     assert told["content"] == message["content"]
     for name in ("stop_reason", "stop_sequence", "usage"):
         assert told[name] == message[name]
+
+
+@given(laws.outputs, ended)
+def test_a_message_does_not_depend_on_where_its_deltas_are_cut(outputs: list[Output], finish: Finish) -> None:
+    """Split invariance, in characters; in tokens the parser has it (test_channels.py)."""
+    cut: list[Output | Finish] = []
+    for said in outputs:
+        match said:
+            case Delta(channel, text) if text:
+                cut += [Delta(channel, character) for character in text]
+            case Arguments(text) if text:
+                cut += map(Arguments, text)
+            case _:
+                cut.append(said)
+    assert fold(events_of([*cut, finish])) == fold(events_of([*outputs, finish]))
 
 
 def test_ends() -> None:

@@ -8,7 +8,8 @@ import anthropic
 import pytest
 
 import sse
-from helpers.serving import Server, serve
+from helpers.serving import Server, serve, until
+from helpers.upstream import STREAM, head, says, says_and_hangs, upstream
 from request import params
 
 Json = dict[str, Any]
@@ -42,8 +43,19 @@ def front(server: Server) -> Iterator[Server]:
 GREEDY: Json = {"extra_body": {"temperature": 0}}  # a parameter that the SDK has no more
 
 
+CLIENTS: list[anthropic.Anthropic] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    for client in CLIENTS:
+        client.close()
+
+
 def client_of(server: Server) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=60)
+    CLIENTS.append(anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=60))
+    return CLIENTS[-1]
 
 
 def shown(message: Any) -> Any:
@@ -55,6 +67,7 @@ def shown(message: Any) -> Any:
     return content, message.stop_reason, message.usage.output_tokens
 
 
+@pytest.mark.bug("S11")
 @pytest.mark.parametrize("body", [TWO, CALLS], ids=["text", "call"])
 def test_the_stream_is_the_answer(server: Server, front: Server, body: Json) -> None:
     """What the SDK accumulates of a stream is the answer without one, here and behind a front."""
@@ -70,6 +83,7 @@ def test_the_stream_is_the_answer(server: Server, front: Server, body: Json) -> 
     assert answers[0] == answers[1]
 
 
+@pytest.mark.bug("S13")
 def test_an_agent_goes_on(server: Server) -> None:
     """A call, its result, an answer; thoughts come back with their signature."""
     client = client_of(server)
@@ -88,6 +102,7 @@ def test_an_agent_goes_on(server: Server) -> None:
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
+@pytest.mark.bug("S07")
 def test_a_stop_sequence_is_named(server: Server) -> None:
     """vllm-project/vllm#48273"""
     answer = client_of(server).messages.create(**TWO, **GREEDY, stop_sequences=["END", " plus"])
@@ -121,6 +136,7 @@ REFUSED: list[tuple[Json, int, str, str]] = [
 ]
 
 
+@pytest.mark.bug("S15", "S17")
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("body", "status", "kind", "words"), REFUSED, ids=lambda value: str(value)[:20])
 def test_a_refusal_has_its_status(
@@ -138,17 +154,22 @@ def test_a_key_is_asked_for(server: Server) -> None:
     assert (reply.status, reply.json["error"]["type"]) == (401, "authentication_error")
 
 
+@pytest.mark.bug("S08")
 def test_events_have_names_and_no_numbers(server: Server) -> None:
     reply = server.post("/v1/messages", TWO | {"stream": True}, x_api_key="key")
     events = sse.Parser().feed(reply.body)
     assert [event.type for event in events] == [json.loads(event.data)["type"] for event in events]
     assert all("sequence_number" not in json.loads(event.data) for event in events)
+    usage = json.loads(events[0].data)["message"]["usage"]
+    assert usage["input_tokens"] > 0
+    assert None not in usage.values()
 
 
 def test_models_are_listed_for_both_sdks(server: Server) -> None:
     assert [model.id for model in client_of(server).models.list()] == ["tiny"]
 
 
+@pytest.mark.bug("S09", "S10", "S12", "S18")
 def test_what_a_request_says_is_read() -> None:
     """A result that is an error says so; words that change with each request do not stand before the prompt.
 
@@ -160,10 +181,22 @@ def test_what_a_request_says_is_read() -> None:
     body = TWO | {"system": "x-anthropic-billing-header: cch=1;\nBe brief.", "messages": turns}
     request = params.from_messages(body, {})
     assert [request.messages[0]["content"], request.messages[-1]["content"]] == ["Be brief.", "Error: gone"]
+    late = [
+        *TWO["messages"],
+        {"role": "system", "content": "Now in French."},
+        {"role": "user", "content": ""},
+    ]
+    said = [
+        (one["role"], one["content"]) for one in params.from_messages(TWO | {"messages": late}, {}).messages
+    ]
+    assert said == [("user", "What is 2+2?"), ("system", "Now in French."), ("user", "")]
+    quiet = params.from_messages(TWO | {"thinking": {"type": "disabled"}}, {})
+    assert quiet.template_kwargs["enable_thinking"] is False
     warm_up = params.from_messages(TWO | {"max_tokens": 0}, {})
     assert (warm_up.generate, warm_up.max_tokens) == (False, 1)
 
 
+@pytest.mark.bug("S14")
 def test_what_is_not_run_is_named(server: Server) -> None:
     """Hosted tools (vllm-project/vllm#46790), budgets and what only Anthropic can read."""
     thoughts = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "4"}]
@@ -204,3 +237,19 @@ def test_a_prompt_is_shown(server: Server, front: Server) -> None:
     text = "".join(text or token for text, token in shown[0]["prompt"])
     assert (text.count("<|im_end|>"), special.count("<|im_end|>")) == (2, 1)  # the user's own is text
     assert "messages" in shown[0]["template"]
+
+
+def test_a_failure_after_the_first_event_is_the_last_event() -> None:
+    """And a client that leaves ends the run."""
+    half = head() + STREAM[: len(STREAM) // 2]
+    with upstream(says(half)) as broken, serve("--upstream", broken.url, model=None) as server:
+        body = TWO | {"model": "m", "stream": True}
+        *_, last = sse.Parser().feed(server.post("/v1/messages", body).body)
+        assert json.loads(last.data)["error"]["type"] == "api_error"
+        assert server.post("/v1/messages", body | {"stream": False}).status >= 500
+        broken.answer = says_and_hangs(half)
+        client = anthropic.Anthropic(base_url=server.url, api_key="any")
+        with client, client.messages.stream(**(TWO | {"model": "m"})) as stream:
+            next(iter(stream))
+            assert server.health()["running"] == 1
+        until(lambda: server.health()["running"] == 0, "nothing runs")

@@ -37,6 +37,7 @@ from unittest import mock
 
 import pytest
 
+import blocks
 import completions
 import sse
 from channels import Accepted, Arguments, Call, Close, Delta, Finish, Output, Parser, Piece, Usage
@@ -195,6 +196,15 @@ def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options
             yield values
 
 
+def messages_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
+    """The members `show` of each event that has one; a chunk in the file is a list of outputs."""
+    builder = blocks.Builder({"id": "msg_1", "model": "m"}, "{}_1".format, "{}: {}".format)
+    outputs = [Accepted(7), *map(to_output, itertools.chain(*chunks))]
+    for event in itertools.chain.from_iterable(builder.feed(0, output) for output in outputs):
+        if values := members(event, show):
+            yield values
+
+
 def background_log(chunks: list[list[Any]]) -> Iterator[Any]:
     """The frames of a log. A chunk is a list of events; one that cannot be written says so."""
     log = EventLog()
@@ -305,6 +315,7 @@ ADAPTERS: dict[str, tuple[Callable[[Any], Any], Run]] = {
     "openai-sdk":         (list,       functools.partial(client, program=clients.openai_sdk)),
     "responses":          (list,       responses_events),
     "completions":        (list,       completions_chunks),
+    "messages":           (list,       messages_events),
     "completions-deltas": (str.encode, completions_deltas),
     "relay":              (str.encode, relayed),
     "relay-headers":      (list,       relay_headers),
