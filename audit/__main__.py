@@ -63,7 +63,7 @@ OPTIONS = """
 --json          flag    print JSON instead of text
 --model         text    name of the model; the first of /models if left out
 --api-key       text    sent as a bearer token; better kept out of the command line, in AUDIT_API_KEY
---profile       text    which rules: chat, responses, stateful, agents, websocket; all if left out
+--profile       text    which rules: chat, responses, messages, stateful, agents, websocket; all if left out
 --rules         texts   only these, such as 'resume*'
 --strict        flag    exit status 1 for every failure, not for a failed must alone
 --repeat        number  ask all so many times; what differs is flaky

@@ -22,7 +22,7 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 # Importing these enters their rules.
-from audit import agents, answers, isolation, recording, refusals, stored, turns  # noqa: F401
+from audit import agents, answers, isolation, messages, recording, refusals, stored, turns  # noqa: F401
 from audit.http import NOT_THERE
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
@@ -30,7 +30,7 @@ from audit.schema import Json, Typed
 from audit.stream import of_chunks
 
 N_SHOWN = 4  # exchanges of a verdict
-PROFILES = ("chat", "responses", "stateful", "agents", "websocket", "all")
+PROFILES = ("chat", "responses", "messages", "stateful", "agents", "websocket", "all")
 
 
 class Result(NamedTuple):
