@@ -21,10 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
+import blocks
 import sse
-from channels import Accepted, Finish, Output, Parser, Piece
+from channels import Accepted, Delta, Finish, Output, Parser, Piece
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
+from completions import Chunks
 from dialects.matchers import Grammars
 from engine import Engine, Feed, StepOutput
 from event_log import encode_event
@@ -98,6 +100,8 @@ def walkthrough() -> str:
         (f"{name(Engine.generate)}() hands on one {name(Choice)} a step; it is decoded and parsed",
          ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))]),
         (f"{name(Builder.start)}(), feed(), finish(): {len(events)} events", elided(event_rows(events))),
+        (f"{name(Chunks.feed)}(), {name(blocks.Builder.feed)}(): the last delta in the two other APIs",
+         in_other_apis([output for _, outputs in engine.steps for output in outputs])),
         (f"{name(encode_event)}() -> Entry: the frame of event {number} as the client gets it", frame),
     )  # fmt: skip
 
@@ -132,6 +136,18 @@ def built(request: params.Request, outputs: abc.Sequence[WorkerOutput]) -> Itera
             yield from builder.feed(output)
 
 
+def in_other_apis(outputs: abc.Sequence[WorkerOutput]) -> Iterator[str]:
+    """Yield the last delta as the builders of chat and of messages write it."""
+    chunks = Chunks({"id": "chatcmpl-0"}, counted_ids(), 1, include_usage=False)
+    message = blocks.Builder({"id": "msg_0"}, counted_ids(), "{}: {}".format)
+    for builder in (chunks, message):
+        made = [builder.feed(0, output) for output in (Accepted(), *outputs)]
+        said = [
+            events[-1] for events, output in zip(made[1:], outputs, strict=True) if isinstance(output, Delta)
+        ]
+        yield sse.dumps({name: said[-1][name] for name in said[-1] if name not in ("id", "object")})
+
+
 def counted_ids() -> Callable[[str], str]:
     numbers = itertools.count(1)
     return lambda prefix: f"{prefix}_{next(numbers)}"
@@ -146,11 +162,11 @@ def event_rows(events: abc.Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]
 
 
 def elided(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the texts of (kind, text), but of more than four of a kind in succession only three."""
+    """Yield the texts of (kind, text), but of more than three of a kind in succession only two."""
     for _, group in itertools.groupby(rows, key=lambda row: row[0]):
         texts = [text for _, text in group]
-        if len(texts) > 4:
-            texts[2:-1] = [f"{'…':>4}  {len(texts) - 3} more"]
+        if len(texts) > 3:
+            texts[1:-1] = [f"{'…':>4}  {len(texts) - 2} more"]
         yield from texts
 
 
