@@ -183,6 +183,7 @@ class Job:
             try:
                 async with turn as prompt:
                     await run(prompt, self.feed, self.log, self.watch)
+                    assert self.log.status, "a run has made no event"
             except asyncio.CancelledError:
                 # Not raised again: by its traceback the task would hold itself, and the whole request.
                 if self.finish is STEERED:

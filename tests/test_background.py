@@ -594,3 +594,13 @@ async def test_what_the_builder_cannot_end_ends_all_the_same(in_background: bool
         assert (last["status"], last["error"]["message"]) == ("failed", UNFINISHED.message)
         if in_background:
             assert (await ended(registry, asked)).response == last
+
+
+async def test_what_the_builder_cannot_begin_is_an_error() -> None:
+    """Not an empty stream that ends as if all were well."""
+    async with registry_of() as registry:
+        job = job_of(registry, row(background=False))
+        job.builder.state = "end"
+        await start(registry, job, hello)
+        with pytest.raises(AssertionError, match="no event"):
+            await job.task

@@ -156,7 +156,7 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           34_400,  # the root, bench.py too; blocks.py and its endpoints took what benches/ gave back
+    "":           34_410,  # the root, bench.py too; blocks.py and its endpoints took what benches/ gave back
     "audit":      23_050,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
     "benches":     7_200,
     "checkpoint": 10_400,
