@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Se
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -61,6 +61,7 @@ from worker import Prompt
 log = logging.getLogger("api")
 
 T = TypeVar("T")
+Feed = Callable[[int, Said], list[Event]]  # writes what a choice says as the events of an API
 # Api.begin() and _prompt() return what runs a request or has answered it, its prompt, headers of the answer.
 Begin = Callable[..., Awaitable[tuple[Any, Any, Any]]]
 
@@ -315,14 +316,14 @@ class Api:
         relayed, prompt, headers = await self._received(http, visit, self._prompt, form)
         if relayed:
             return relayed
-        builder = form.builder(self, prompt.request)
+        feed = form.feed(self, prompt.request)
         if prompt.request.stream:
             event_log = EventLog()
-            task = asyncio.create_task(self._run(prompt, builder, event_log))
+            task = asyncio.create_task(self._run(prompt, feed, event_log))
             task.add_done_callback(lambda _: event_log.close())
             return EventStream(event_log, task, form.done, more_headers=headers, keep_alive=form.keep_alive)
         events: list[Event] = []
-        await while_connected(self._run(prompt, builder, events), http.receive)
+        await while_connected(self._run(prompt, feed, events), http.receive)
         answer = await asyncio.to_thread(form.fold, events)
         self._refuse_failed(answer.get("error"))
         return await asyncio.to_thread(json_response, 200, answer, headers)
@@ -344,16 +345,16 @@ class Api:
         prompt = await worker.prepare(request)
         return None, prompt, self._warning(prompt.request)
 
-    async def _run(self, prompt: Prompt, builder: "FormBuilder", event_log: Log) -> None:
+    async def _run(self, prompt: Prompt, feed: Feed, event_log: Log) -> None:
         """Run all choices of a prompt; their events go to the log as they come. Raises what refuses it."""
         await asyncio.gather(
             *(
-                run(prompt, partial(builder.feed, choice), event_log, Stopwatch(self.metrics), choice)
+                run(prompt, partial(feed, choice), event_log, Stopwatch(self.metrics), choice)
                 for choice in range(prompt.request.n)
             )
         )
 
-    def _chunks(self, request: params.Request) -> completions.Chunks:
+    def _chunks(self, request: params.Request) -> Feed:
         head = {
             "id": new_id("chatcmpl", "-"),  # as openai-openapi, CreateChatCompletionResponse, has it
             "created": int(time.time()),
@@ -361,11 +362,11 @@ class Api:
             "system_fingerprint": f"fp_{self.workers.started_at:x}",  # "the backend configuration"
             "service_tier": params.SERVICE_TIER,
         }
-        return completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call)
+        return completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call).feed
 
-    def _blocks(self, request: params.Request) -> blocks.Builder:
+    def _blocks(self, request: params.Request) -> Feed:
         head = {"id": new_id("msg"), "model": self.workers.spoken_name(request.model)}
-        return blocks.Builder(head, new_id, partial(items.sealed, self.secret, request.owner))
+        return blocks.Builder(head, new_id, partial(items.sealed, self.secret, request.owner)).feed
 
     # --- the prompt of a request ----------------------------------------------------------------------------
 
@@ -412,17 +413,11 @@ class Api:
 # --- the APIs beside Responses ------------------------------------------------------------------------------
 
 
-class FormBuilder(Protocol):
-    """Writes what the choices of a request say as the events of an API."""
-
-    def feed(self, choice: int, said: Said, /) -> list[Event]: ...
-
-
 class Form(NamedTuple):
     """How an API reads a request, and writes the answer."""
 
     read: Callable[..., params.Request]
-    builder: Callable[[Api, params.Request], FormBuilder]
+    feed: Callable[[Api, params.Request], Feed]  # makes what writes the answer
     fold: Callable[[Iterable[Event]], Event]  # events -> the answer without `stream`
     done: bytes  # ends a stream
     keep_alive: bytes

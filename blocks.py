@@ -87,9 +87,8 @@ KINDS = {
     "refusal":     TEXT,
 }
 
-#   finish reason    stop_reason
+#   finish reason    stop_reason; Builder._end after "stop"
 STOP_REASONS = {
-    "stop":           "end_turn",
     "length":         "max_tokens",
     "content_filter": "refusal",
 }
