@@ -211,7 +211,9 @@ class Api:
             values |= {"store": False, "background": False, "stream": False}
         is_kept = values["store"] or self.temporary
         if values["background"] and (in_websocket or not is_kept):
-            raise unsupported("background", "It needs a POST, and under --no-temporary also store=true.")
+            raise unsupported(
+                "background", "Not over a WebSocket, nor with store=false under --no-temporary."
+            )
         if self.image_texts:
             values["input"] = items.with_image_texts(values["input"])
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     # It alone: the others may need what is not installed.
     run, options = importlib.import_module(f"benches.{module}").COMMANDS[name]
     parser = argparse.ArgumentParser(
-        prog=f"bench.py {name}",
+        prog=f"{parser.prog} {name}",
         description=about,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

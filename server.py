@@ -20,8 +20,12 @@ Not here: the options (service/options.py), loading a model (service/loading.py)
 
 import os
 import signal
+import sys
+from importlib.util import find_spec
 
 if __name__ == "__main__":
+    if sys.version_info < (3, 11) or not find_spec("uvicorn"):
+        sys.exit("error: expected Python 3.11 or later, and its packages: pip install -e '.[fast]'")
     # Ctrl-C ends a start at once, with a shell's exit status for it and without a traceback, also while the
     # modules below are imported and while a model is loaded. A library may swallow an exception raised here,
     # as llvmlite does.
@@ -34,7 +38,6 @@ import logging
 import secrets
 import socket
 import sqlite3
-import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,16 +82,17 @@ def main() -> int:
             remote = RemoteWorker(args.upstream, options.upstream_keys(args), timeouts, args.price)
         max_connections(args.max_streams)  # raises if the system allows too few files
         listener = bind(args.host, args.port)
-        store = Store(args.store, Retention(args.store_max_responses, args.store_max_bytes))
+        retention = Retention(args.store_max_responses, args.store_max_bytes)
+        try:
+            store = Store(args.store, retention)
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(f"--store {args.store}: {error}") from error
         if args.model or not args.upstream:
             local = loading.load(hub.find(args.model, args.revision), args)
         elif args.debug_steps:
             raise ValueError("--debug-steps: expected --model too; the steps of upstreams cannot be seen")
     except (ValueError, OSError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except sqlite3.Error as error:
-        print(f"error: --store {args.store}: {error}", file=sys.stderr)
         return 2
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(serve(args, keys, local, remote, store, listener))

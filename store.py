@@ -238,7 +238,7 @@ class Store:
         if path != IN_MEMORY:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             if not os.path.isfile(path):
-                raise OSError(f"--store {path}: expected a file")
+                raise OSError("expected a file")
             self._file = os.stat(path)
         self._db = sqlite3.connect(path, LOCK_TIMEOUT_S, check_same_thread=False)
         self._db.execute("PRAGMA locking_mode = EXCLUSIVE")

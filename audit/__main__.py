@@ -87,7 +87,7 @@ KINDS: dict[str, Json] = {
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python {Path(sys.argv[0]).name}".replace("__main__.py", "-m audit"),
+        prog=f"{Path(sys.argv[0]).name}".replace("__main__.py", "python -m audit"),
         description="Hold a server of the Responses or Chat Completions API, or a stream recorded of one, "
         "against the rules that clients rely on.",
         epilog=EXAMPLES,

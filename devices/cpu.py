@@ -40,6 +40,7 @@ from devices.cpu_kernels import (
     ATTENTION_ROWS,
     SHARED,
     attention,
+    compiling,
     numba_config,
     product,
     rms_norm,
@@ -109,12 +110,12 @@ class FastOps(NumpyOps):
 
         One thread computes it, then all.
         """
-        log.info("getting the kernels ready: the first start compiles them, which takes some twenty seconds")
         batch = Batch([Span(0, [0], [0], 0, 1)])
         try:
-            for small in (sys.maxsize, 0):
-                self._small = small
-                forward(self, self.weights, batch)
+            with compiling(20 if self._n_threads == 1 else 30):
+                for small in (sys.maxsize, 0):
+                    self._small = small
+                    forward(self, self.weights, batch)
         except ValueError as error:  # there is no threading layer; the message says what to install
             log.warning("one thread: %s", " ".join(str(error).split()))
             self._n_threads = 1

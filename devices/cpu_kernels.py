@@ -19,20 +19,28 @@ Not here: the ops (cpu.py), how weights become panels (panels.py), the loop of a
 """
 
 import hashlib
+import logging
 import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numba
 import numpy as np
+from filelock import FileLock, Timeout
 from numba import njit, prange, types
+from numba.core import event
 from numba.extending import overload
 
 from checkpoint.default_model import HubError, cache_folder
 from devices import microkernel
 from devices.microkernel import AHEAD, BLOCK, ROWS, WIDTH, X_DTYPE, X_HEADER
 from model import PAGE
+
+log = logging.getLogger("cpu")
 
 ATTENTION_ROWS = 32  # rows of one sequence that attend together
 SPAN = 8 * PAGE  # keys that they attend to at once
@@ -71,9 +79,53 @@ def can_cache() -> bool:
             folder.mkdir(parents=True, exist_ok=True)  # else Numba would use another one
             numba_config.CACHE_DIR = str(folder)
         njit(cache=True)(can_cache)
-    except (RuntimeError, OSError, HubError):  # HubError: without a home
+    except (RuntimeError, OSError, HubError) as error:  # HubError: without a home
+        log.warning("each start compiles the kernels, for they cannot be kept (%s): set LLMREF_CACHE", error)
         return False
     return True
+
+
+PROGRESS_S = 5  # from one line of the log to the next
+
+
+class Progress(event.Listener):
+    """Logs how far compiling is. A start that finds every kernel in Numba's cache compiles nothing."""
+
+    def __init__(self, n_expected: int) -> None:
+        self._n_expected = n_expected  # more or less: the formats of the weights make the difference
+        self._n_done = 0
+        self._began_at = self._logged_at = 0.0
+
+    def on_start(self, event: Any) -> None:
+        if not self._began_at:
+            self._began_at = self._logged_at = time.monotonic()
+            log.info("compiling the kernels, which takes most of a minute, or longer on a busy machine")
+
+    def on_end(self, event: Any) -> None:
+        self._n_done += event.data["dispatcher"].py_func.__module__.startswith("devices.")  # else Numba's own
+        now = time.monotonic()
+        if self._n_done > 1 and now >= self._logged_at + PROGRESS_S:
+            self._logged_at = now
+            left = (now - self._began_at) * max(0, self._n_expected / self._n_done - 1)
+            log.info(
+                "compiled %d functions of about %d, about %d s to go", self._n_done, self._n_expected, left
+            )
+
+
+@contextmanager
+def compiling(n_expected: int) -> Iterator[None]:
+    """Let one process compile and log how far it is; those that wait for it read what it has kept."""
+    with ExitStack() as stack:
+        if OPTIONS["cache"]:
+            lock = FileLock(Path(numba_config.CACHE_DIR) / "lock")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                log.info("waiting for another process, which gets the kernels ready")
+                lock.acquire()
+            stack.callback(lock.release)
+        stack.enter_context(event.install_listener("numba:compile", Progress(n_expected)))
+        yield
 
 
 # The error model: a check of each divisor would keep a loop from becoming vector code.

@@ -111,7 +111,7 @@ def bind(host: str, port: int) -> Listener:
     try:
         listener.bind((host, port))
         listener.listen()  # a port that is only bound could be bound again
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise OSError(f"cannot listen on {host} port {port}: {error}") from error
     return listener
 

@@ -119,7 +119,7 @@ def ops_of(device: str) -> Any:
     try:
         from devices.cpu import FastOps
     except ImportError as error:
-        log.info("NumPy computes (%s); pip install -e '.[fast]' brings what is several times as fast", error)
+        log.info("NumPy computes (%s); `pip install numba tbb` brings what is several times as fast", error)
         return NumpyOps
     return FastOps
 
@@ -131,7 +131,7 @@ def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
     if config.experts or not hasattr(ops_class, "pack_as"):
         raise ValueError(
             f"--weights {weights}: expected a model without experts, on a CPU, with Numba: "
-            "give --device cpu, and pip install -e '.[fast]'; or leave it out"
+            "give --device cpu, and pip install numba tbb; or leave it out"
         )
     return [*ops_class.pack_as(weights)]
 
@@ -165,10 +165,9 @@ def free_memory() -> int:
 def facts(worker: LocalWorker) -> dict[str, str]:
     engine = worker.engine
     config = engine.config
-    n_kept = engine.counts()["pages"] * PAGE
     return {
         "model": f"{worker.names[0]} ({config.model_type}), {n_params(config) / 1e6:.1f} M parameters",
-        "context": f"{engine.max_seq_len} tokens; the KV cache has room for {n_kept}",
+        "context": f"{engine.max_seq_len} tokens; room for {engine.counts()['pages'] * PAGE} in the KV cache",
         "dialect": worker.dialect,
         "device": engine.about,
     }

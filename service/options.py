@@ -50,7 +50,9 @@ def number(kind: Callable[[str], float], low: float, text: str, high: float = MA
             return value
     except ValueError:
         pass
-    raise ArgumentTypeError(f"expected {low} or more, at most {high:g}, got {text}")
+    raise ArgumentTypeError(
+        f"expected {'an integer' if kind is int else 'a number'} from {low} to {high:g}, got {text}"
+    )
 
 
 def timeout(text: str) -> tuple[str, float]:
@@ -80,6 +82,21 @@ def key(text: str) -> str:
     if not re.fullmatch("[ -~]+", text):
         raise ArgumentTypeError("expected a key of printable ASCII, for it travels in a header")
     return text
+
+
+def keys(text: str) -> list[str]:
+    """Return the key of each line. Lines whose first character is "#" are comments, indented too."""
+    # Not splitlines(), for which the second byte of an "Å" in UTF-8 ends a line too.
+    lines = [line for line in text.split("\n") if line.strip()[:1] not in ("", "#")]
+    return [*map(key, lines or [""])]
+
+
+def key_file(name: str) -> list[str]:
+    """Return the keys in a file. Any bytes can be read as Latin-1; key() takes ASCII alone."""
+    try:
+        return keys(Path(name).read_text(encoding="latin-1"))
+    except OSError as error:
+        raise ArgumentTypeError(f"expected a file of keys: {error}") from error
 
 
 natural = partial(number, int, 0)
@@ -129,11 +146,12 @@ OPTIONS: dict[str, list[Any]] = {
     ],
     "network and keys": [
         ("--host HOST",             text, "127.0.0.1", "address to listen on; 0.0.0.0: all interfaces"),
-        ("--port N",                natural, 8000, "port to listen on; 0: any free one"),
+        ("--port N",                partial(number, int, 0, high=65535), 8000,
+         "port to listen on; 0: any free one"),
         ("--api-key KEY",           key, [],
          "require 'Authorization: Bearer KEY' except for / and /health; each key sees only its own "
          "responses; LLMREF_API_KEY in the environment is one more; repeatable"),
-        ("--api-key-file FILE",     Path, None,
+        ("--api-key-file FILE",     key_file, None,
          "a file with such keys, one a line: other users of this machine can read a command line"),
         ("--cors-origin URL",       origin, [],
          "let pages from there, such as https://example.org, call this server; '*': from anywhere; "
@@ -170,14 +188,14 @@ OPTIONS: dict[str, list[Any]] = {
         ("--secret TEXT",           key, [],
          "key that seals what clients keep for this server: reasoning, compactions (default: LLMREF_SECRET "
          "in the environment, else another at each start)"),
-        ("--secret-file FILE",      Path, None, "a file that holds this key"),
+        ("--secret-file FILE",      key_file, None, "a file that holds this key"),
     ],
     "upstream servers": [
         ("--upstream URL",          base_url, [],
          "an OpenAI-compatible server whose models are served too, such as http://host:8000/v1; without "
          "--model only those; repeatable"),
         ("--upstream-api-key KEY",  key, [], "sent to the one upstream as 'Authorization: Bearer KEY'"),
-        ("--upstream-api-key-file FILE", Path, None,
+        ("--upstream-api-key-file FILE", key_file, None,
          "a file of such keys: the key, or for several upstreams a line 'URL KEY' for each; "
          "LLMREF_UPSTREAM_API_KEY in the environment may hold the same"),
         ("--upstream-timeout NAME=SECONDS", timeout, [],
@@ -204,7 +222,7 @@ OPTIONS: dict[str, list[Any]] = {
 
 def arguments() -> ArgumentParser:
     parser = ArgumentParser(
-        usage="python server.py [OPTION ...]",
+        usage="%(prog)s [OPTION ...]",
         description="Serve a language model over OpenAI's Responses and Chat Completions APIs.",
     )
     for title, options in OPTIONS.items():
@@ -230,28 +248,13 @@ def arguments() -> ArgumentParser:
 
 
 def secrets(args: Namespace, name: str) -> list[str]:
-    """Return what an option, each line of its file, and each line of its variable hold.
-
-    Lines whose first character is "#" are comments, indented too. Raises OSError for a file that cannot be
-    read, and ValueError for a file or a variable that holds nothing, or what cannot be a key.
-    """
-    file = getattr(args, f"{name}_file")
+    """Return what an option, its file and its variable hold; raises ValueError for a wrong variable."""
     variable = f"LLMREF_{name.upper()}"
-    texts: dict[str, str] = {}  # by the name of their source
-    if file:
-        # Any bytes can be read so; key() takes ASCII alone.
-        texts[str(file)] = file.read_text(encoding="latin-1")
-    if variable in os.environ:
-        texts[variable] = os.environ[variable]
-    found = [*getattr(args, name)]
-    for source, text in texts.items():
-        # Not splitlines(), for which the second byte of an "Å" in UTF-8 ends a line too.
-        lines = [line for line in text.split("\n") if line.strip()[:1] not in ("", "#")]
-        try:
-            found += map(key, lines or [""])
-        except ArgumentTypeError as error:
-            raise ValueError(f"{source}: {error}") from error
-    return found
+    found: list[str] = getattr(args, name) + (getattr(args, f"{name}_file") or [])
+    try:
+        return found + keys(os.environ[variable]) if variable in os.environ else found
+    except ArgumentTypeError as error:
+        raise ValueError(f"{variable}: {error}") from error
 
 
 def upstream_keys(args: Namespace) -> dict[str, str]:

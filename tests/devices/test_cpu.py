@@ -1,8 +1,10 @@
 """devices/cpu.py: NumPy's products of the same weights, and the same bits alone and in any batch."""
 
+import logging
 import shutil
 import sys
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
 
+from filelock import FileLock
 from numba import njit, types
 
 from checkpoint.blocks import FLOATS, Blocks, decoded, quantized
@@ -344,3 +347,53 @@ def test_a_changed_module_compiles_all_kernels_anew(tmp_path: Path, monkeypatch:
     with (folder / "microkernel.py").open("a") as file:
         file.write("# changed\n")
     assert kernels.kernel_folder() != before
+
+
+# --- a start ------------------------------------------------------------------------------------------------
+
+
+def test_one_process_compiles_and_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bugs: nine starts at once compiled the same for minutes; a start that compiled nothing announced it."""
+    monkeypatch.setattr(kernels.numba_config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "PROGRESS_S", 0)
+    monkeypatch.setitem(kernels.OPTIONS, "cache", True)
+    caplog.set_level(logging.INFO)
+    waits, order = threading.Event(), list[str]()
+
+    def heard(record: logging.LogRecord) -> bool:
+        waits.set()
+        return True
+
+    def other() -> None:
+        with kernels.compiling(30):
+            order.append("the other")
+
+    monkeypatch.setattr(kernels.log, "filter", heard)
+    thread = threading.Thread(target=other)
+    with FileLock(tmp_path / "lock"):
+        thread.start()
+        waits.wait()
+        order.append("this one")
+    thread.join()
+    assert order == ["this one", "the other"]
+    assert caplog.messages == ["waiting for another process, which gets the kernels ready"]
+    with kernels.compiling(30):
+        for n in (1, 2):
+            one = njit(lambda x: x + 1)
+            one.py_func.__module__ = "devices.tried"
+            assert one(n) == n + 1
+    assert caplog.messages[1].startswith("compiling the kernels")
+    assert caplog.messages[2].startswith("compiled 2 functions of about 30")
+    assert len(caplog.messages) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(kernels.numba_config, "CACHE_DIR", "")
+    assert not kernels.can_cache()
+    assert "each start compiles the kernels" in caplog.text

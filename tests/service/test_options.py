@@ -12,7 +12,7 @@ PARSER = options.arguments()
 TYPES = {action.option_strings[0]: action.type for action in PARSER._actions if action.type}
 TEXTS = {"--model", "--revision", "--served-model-name", "--host", "--store", "--cors-origin",
          "--allowed-host", "--upstream", "--api-key", "--secret", "--upstream-api-key"}  # fmt: skip
-FILES = {name for name, kind in TYPES.items() if kind is Path}
+FILES = {name for name, kind in TYPES.items() if kind is options.key_file}
 NUMBERS = TYPES.keys() - TEXTS - FILES
 
 # fmt: off
@@ -26,6 +26,8 @@ WRONG = [
     *(("--allowed-host", value) for value in ("x.org:80", "http://x.org", "*.x.org", "x..org")),
     *((name, value) for name in ("--api-key", "--upstream-api-key") for value in ("cl\u00e9", "a\nb")),
     ("--speculate", "17"),
+    ("--port", "65536"),
+    *((name, "/no/such/file") for name in sorted(FILES)),
 ]
 SIZES = {"1": 1, "64K": 2**16, "3m": 3 * 2**20, "1.5G": 3 * 2**29, "2GiB": 2**31, "2GB": 2**31}
 # fmt: on
@@ -85,26 +87,16 @@ def test_a_secret_comes_from_options_a_file_and_the_environment(
     assert options.secrets(args, "secret") == []
 
 
-# fmt: off
-#   what is in the file   the error says
-NO_KEYS = [
-    (b"\n# of Ada\n",     "keys: expected a key"),  # else an emptied file would open the server
-    (b"\xb3\x01",         "keys: expected a key of printable ASCII"),
-    (None,                "No such file or directory"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("content", "why"), NO_KEYS)
+# An emptied file would open the server.
+@pytest.mark.parametrize("content", [b"\n# of Ada\n", b"\xb3\x01"])
 def test_a_file_without_a_key_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     """Nor is an empty variable a key."""
-    if content is not None:
-        (tmp_path / "keys").write_bytes(content)
-    with pytest.raises((ValueError, OSError), match=re.escape(str(tmp_path / "keys"))) as caught:
-        options.secrets(parsed("--api-key-file", tmp_path / "keys"), "api_key")
-    assert why in str(caught.value)
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(SystemExit):
+        parsed("--api-key-file", tmp_path / "keys")
+    assert "argument --api-key-file: expected a key of printable ASCII" in capsys.readouterr().err
     monkeypatch.setenv("LLMREF_API_KEY", "")
     with pytest.raises(ValueError, match="LLMREF_API_KEY: expected a key"):
         options.secrets(parsed(), "api_key")
