@@ -73,9 +73,15 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     name = directory.name
     if args.model and not Path(args.model).exists():  # an id on the Hub
         name = args.model
-    names = args.served_model_name or [name]
     return LocalWorker(
-        engine, tokenizer, template, grammars, args.dialect, names, defaults, args.max_output_tokens
+        engine,
+        tokenizer,
+        template,
+        grammars,
+        args.dialect,
+        args.served_model_name or [name],
+        defaults,
+        args.max_output_tokens,
     )
 
 
@@ -164,9 +170,9 @@ def free_memory() -> int:
 
 def facts(worker: LocalWorker) -> dict[str, str]:
     engine = worker.engine
-    config = engine.config
     return {
-        "model": f"{worker.names[0]} ({config.model_type}), {n_params(config) / 1e6:.1f} M parameters",
+        "model": f"{worker.names[0]} ({engine.config.model_type}), "
+        f"{n_params(engine.config) / 1e6:.1f} M parameters",
         "context": f"{engine.max_seq_len} tokens; room for {engine.counts()['pages'] * PAGE} in the KV cache",
         "dialect": worker.dialect,
         "device": engine.about,

@@ -124,6 +124,18 @@ def test_a_response_is_built_before_our_eyes(page: "Page", server: Server) -> No
     assert [c for i, c in enumerate(channels) if c != channels[i - 1]] == ["reasoning", "text", "response"]
 
 
+def test_the_answer_to_a_call_forces_no_further_call(page: "Page") -> None:
+    """Bug: tool_choice was sent again, so a model that had to call had to call for ever."""
+    page.locator("#options").evaluate("details => { details.open = true }")
+    page.locator("#example").click()
+    page.locator("#choice").select_option("required")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_placeholder("what the tool answers").fill("sunny")
+    page.get_by_role("button", name="Answer the call").click()
+    asked = page.evaluate("[run.body.input[0].type, run.body.tools.length, run.body.tool_choice ?? null]")
+    assert asked == ["function_call_output", 1, None]
+
+
 # --- pause, resume, cancel ----------------------------------------------------------------------------------
 
 
