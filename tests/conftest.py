@@ -18,6 +18,9 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from helpers.limits import SLOWNESS  # noqa: E402
+
+os.environ.setdefault("PYTEST_TIMEOUT", f"{120 * SLOWNESS}")  # for a test that hangs, unless it has a mark
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 settings.load_profile("suite")
 

@@ -24,6 +24,7 @@ from background import MIN_BYTES, Registry
 from channels import Accepted, Compaction, Delta, Finish, Take, TokenLogprob, Usage
 from event_log import MAX_FRAMES, Entry, EventLog, encode_event
 from helpers import laws
+from helpers.limits import PATIENCE_S
 from jobs import UNFINISHED, Job, Said
 from request import params
 from request.refusals import BadInput
@@ -32,7 +33,7 @@ from service.metrics import Metrics, Stopwatch
 from store import TERMINAL, Retention, Row, Store
 from worker import Prompt, Workers
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(PATIENCE_S)
 BODY = {"model": "m", "input": "hi", "background": True, "stream": True}
 HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_responses(BODY, {}).echo
 DONE = Finish("stop", Usage(3, 2))

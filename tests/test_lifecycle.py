@@ -23,7 +23,8 @@ from background import MAX_RUNNING
 from dialects.matchers import N_CHECKS
 from helpers import laws
 from helpers.asked import FAULTY, HELLO, HI, NO_END, RESPONSES
-from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
+from helpers.limits import PATIENCE_S
+from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
 from request import items, params
 from store import TERMINAL
 

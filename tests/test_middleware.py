@@ -18,8 +18,8 @@ from api import Api
 from background import Registry
 from helpers.asked import CHAT, FAULTY, HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
-from helpers.limits import processor_time
-from helpers.serving import PATIENCE_S, Json, Reply, Server, http_bytes, http_frames, serve, until
+from helpers.limits import PATIENCE_S, processor_time
+from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
 from middleware import Keys, turned_away
 from request import params
 from request.body import parsed

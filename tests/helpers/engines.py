@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
 from engine import Engine, StepOutput
+from helpers.limits import PATIENCE_S
 from model import NumpyOps, Span, Ticket
 from parity import TINY, Ours
 from sampling import Choice, Context, Sampling
@@ -27,7 +28,6 @@ from service.steps import Share, Steps
 
 T = TypeVar("T")
 
-PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
 MAX_BATCH = 16
 GREEDY = Sampling(temperature=0, n_top_logprobs=2)  # with logprobs, == compares the bits of logits as well
 

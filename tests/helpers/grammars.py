@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar
-from helpers.serving import PATIENCE_S
+from helpers.limits import PATIENCE_S
 
 
 class Followed:

@@ -1,9 +1,14 @@
-"""A limit on the processor time that a block of a test may take: other work on the machine does not count."""
+"""Limits that other work on the machine does not count for: patience by its load, and processor time."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from typing import NoReturn
+
+# How many processes want each core, at least one: everything takes so many times as long.
+SLOWNESS = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+PATIENCE_S = 30 * SLOWNESS  # for what takes milliseconds on a quiet machine
 
 
 @contextlib.contextmanager

@@ -24,11 +24,12 @@ from urllib.parse import urlsplit
 import openai
 from websockets.sync.client import ClientConnection, connect
 
+from helpers.limits import PATIENCE_S, SLOWNESS
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "models" / "tiny"
 SERVER = ("server.py",)
-PATIENCE_S = 30  # for what takes milliseconds on a quiet machine
-START_S = 300  # Numba may have to compile the kernels
+START_S = 300 * SLOWNESS  # Numba may have to compile the kernels
 
 Json = dict[str, Any]
 

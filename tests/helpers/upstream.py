@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-PATIENCE_S = 30
+from helpers.limits import PATIENCE_S
 
 Json = dict[str, Any]
 

@@ -24,7 +24,8 @@ from uvicorn.server import ServerState
 
 from helpers.asked import FAULTY, HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
-from helpers.serving import PATIENCE_S, Json, Server, http_bytes, http_frames, serve, until
+from helpers.limits import PATIENCE_S
+from helpers.serving import Json, Server, http_bytes, http_frames, serve, until
 from helpers.wire import Wire
 from service import connections, options
 from streaming import cancel
