@@ -4,11 +4,9 @@
 
 Other servers have a reasoning parser and a tool call parser; this is both in one, made for streaming.
 
-Why one parser over a table of transitions, and not a parser for each model: the faults of such parsers are
-the same for all models (a marker cut in two, a step that holds several channels), so they are mended once.
-Why not a regular expression over the text so far: it would read the whole answer again for every token, and
-could not tell a marker that is a token from text that spells it. The price: a family whose calls the
-tables cannot describe needs a reader of its own (dialects/calls.py).
+Why one parser over a table, and not one for each model: they share their faults (a marker cut in two, a step
+that holds several channels), which are mended here once. Why no regular expression over the text so far: it
+would read the answer again for every token, and take text for a token. A new notation of calls is a reader.
 
 Authority: the chat templates of the models; what each family writes is a row of dialects/families.py.
 
