@@ -65,18 +65,6 @@ Feed = Callable[[int, Said], list[Event]]  # writes what a choice says as the ev
 # Api.begin() and _prompt() return what runs a request or has answered it, its prompt, headers of the answer.
 Begin = Callable[..., Awaitable[tuple[Any, Any, Any]]]
 
-COUNTED = {"object": "response.input_tokens"}
-
-# fmt: off
-#  status        why such a response cannot be cancelled; to cancel one a second time is not an error
-CANNOT_CANCEL = {
-    "completed":  "Cannot cancel a completed response.",
-    "failed":     "Cannot cancel a failed response.",
-    "incomplete": "Cannot cancel a response in terminal state.",
-    "queued":     "Cannot cancel a response while the server stops: its next process will run it.",
-}
-# fmt: on
-
 
 @dataclass(eq=False)
 class Api:
@@ -98,37 +86,6 @@ class Api:
             self.workers.main_model(), lambda: self.workers.counts() | self.registry.counts()
         )
 
-    def endpoints(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
-        of_responses = partial(self.inspect, self.begin, "count")
-        of_chat = partial(self.inspect, self._prompt, CHAT_RENDERED)
-        of_messages = partial(self.inspect, self._prompt, MESSAGES_COUNTED)
-        debug = [("GET", "/debug/steps", self.stream_steps)] if self.steps else []
-        # fmt: off
-        return [
-            # method   path                             handler
-            ("POST",   "/v1/responses",                  self.create_response),
-            ("POST",   "/v1/responses/input_tokens",     partial(of_responses, COUNTED)),
-            ("POST",   "/v1/responses/render",           partial(of_responses, None)),
-            ("POST",   "/v1/responses/compact",          self.compact),
-            ("GET",    "/v1/responses/{id}",             self.get_response),
-            ("DELETE", "/v1/responses/{id}",             self.delete_response),
-            ("POST",   "/v1/responses/{id}/cancel",      self.cancel_response),
-            ("GET",    "/v1/responses/{id}/input_items", self.list_input_items),
-            ("POST",   "/v1/chat/completions",           partial(self.answer, CHAT)),
-            ("POST",   "/v1/chat/completions/render",    partial(of_chat, None)),
-            ("POST",   "/v1/messages",                   partial(self.answer, MESSAGES)),
-            ("POST",   "/v1/messages/count_tokens",      partial(of_messages, {})),
-            ("POST",   "/v1/messages/render",            partial(of_messages, None)),
-            ("GET",    "/v1/models",                     self.list_models),
-            ("GET",    "/v1/models/{id:path}",           self.get_model),
-            ("GET",    "/health",                        self.health),
-            ("GET",    "/health/live",                   self.alive),
-            *debug,
-        ]
-        # fmt: on
-
-    # --- Responses: making one ------------------------------------------------------------------------------
-
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with a stream, the whole response, or in the background its first snapshot."""
         job, prompt, headers = await self._received(http, visit, self.begin)
@@ -144,23 +101,6 @@ class Api:
             if self.registry.stopping.is_set():
                 self._refuse_failed(job.shown_row().response["error"])
         return JsonAnswer(job.log.shown.response_json, headers=headers)
-
-    async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
-        visit.set_held(visit.rooms.sockets, 1)
-        await Connection(websocket, visit, self.registry, self.begin).run()
-
-    async def compact(self, http: HttpRequest, visit: Visit) -> Response:
-        """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
-        job, prompt, headers = await self._received(http, visit, self.begin, "compact")
-        await job.start(nullcontext(prompt))
-        await while_connected(job.task, http.receive)
-        response = job.shown_row().response
-        self._refuse_failed(response["error"])
-        compaction = {name: response[name] for name in ("id", "created_at", "usage")}
-        compaction["object"] = "response.compaction"
-        retained = await visit.call(items.retained, job.row)
-        compaction["output"] = [*retained, *response["output"]]
-        return json_response(200, compaction, headers)
 
     async def _received(
         self, http: HttpRequest, visit: Visit, begin: Callable[..., Awaitable[T]], *more: Any
@@ -217,14 +157,6 @@ class Api:
         if self.image_texts:
             values["input"] = items.with_image_texts(values["input"])
 
-    async def _find(self, id: str, visit: Visit, memory: Mapping[str, Row]) -> Row | None:
-        """Return a response that a request continues or refers to, None if there is none."""
-        visit.is_small = False  # a chain may be large, also one that a WebSocket remembers
-        if id in memory:
-            return memory[id]
-        row = await self.registry.get(id, visit.owner, visit.add_bytes)
-        return await self.registry.to_continue(row) if row else None
-
     def _check(
         self, values: Object, found: items.Found, purpose: str
     ) -> tuple[params.Request, Row, list[items.Item]]:
@@ -242,6 +174,72 @@ class Api:
         seal = partial(items.sealed, self.secret, row.owner)
         builder = Builder(head, item_ids(row.id), seal, seals_reasoning, self.reasoning_events)
         return Job(row, builder, self.registry.archive, Stopwatch(self.metrics))
+
+    def _warning(self, request: params.Request) -> dict[str, str]:
+        """Return the header of rule 3, and log the same: each name once a minute for each key."""
+        if not request.not_run:
+            return {}
+        if names := [name for name in request.not_run if is_news((request.owner, name), self._told)]:
+            log.warning("accepted, and without any effect here: %s", ", ".join(names))
+        return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def endpoints(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
+        of_responses = partial(self.inspect, self.begin, "count")
+        of_chat = partial(self.inspect, self._prompt, CHAT_RENDERED)
+        of_messages = partial(self.inspect, self._prompt, MESSAGES_COUNTED)
+        debug = [("GET", "/debug/steps", self.stream_steps)] if self.steps else []
+        # fmt: off
+        return [
+            # method   path                             handler
+            ("POST",   "/v1/responses",                  self.create_response),
+            ("POST",   "/v1/responses/input_tokens",     partial(of_responses, COUNTED)),
+            ("POST",   "/v1/responses/render",           partial(of_responses, None)),
+            ("POST",   "/v1/responses/compact",          self.compact),
+            ("GET",    "/v1/responses/{id}",             self.get_response),
+            ("DELETE", "/v1/responses/{id}",             self.delete_response),
+            ("POST",   "/v1/responses/{id}/cancel",      self.cancel_response),
+            ("GET",    "/v1/responses/{id}/input_items", self.list_input_items),
+            ("POST",   "/v1/chat/completions",           partial(self.answer, CHAT)),
+            ("POST",   "/v1/chat/completions/render",    partial(of_chat, None)),
+            ("POST",   "/v1/messages",                   partial(self.answer, MESSAGES)),
+            ("POST",   "/v1/messages/count_tokens",      partial(of_messages, {})),
+            ("POST",   "/v1/messages/render",            partial(of_messages, None)),
+            ("GET",    "/v1/models",                     self.list_models),
+            ("GET",    "/v1/models/{id:path}",           self.get_model),
+            ("GET",    "/health",                        self.health),
+            ("GET",    "/health/live",                   self.alive),
+            *debug,
+        ]
+        # fmt: on
+
+    # --- Responses: making one ------------------------------------------------------------------------------
+
+    async def open_websocket(self, websocket: WebSocket, visit: Visit) -> None:
+        visit.set_held(visit.rooms.sockets, 1)
+        await Connection(websocket, visit, self.registry, self.begin).run()
+
+    async def compact(self, http: HttpRequest, visit: Visit) -> Response:
+        """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
+        job, prompt, headers = await self._received(http, visit, self.begin, "compact")
+        await job.start(nullcontext(prompt))
+        await while_connected(job.task, http.receive)
+        response = job.shown_row().response
+        self._refuse_failed(response["error"])
+        compaction = {name: response[name] for name in ("id", "created_at", "usage")}
+        compaction["object"] = "response.compaction"
+        retained = await visit.call(items.retained, job.row)
+        compaction["output"] = [*retained, *response["output"]]
+        return json_response(200, compaction, headers)
+
+    async def _find(self, id: str, visit: Visit, memory: Mapping[str, Row]) -> Row | None:
+        """Return a response that a request continues or refers to, None if there is none."""
+        visit.is_small = False  # a chain may be large, also one that a WebSocket remembers
+        if id in memory:
+            return memory[id]
+        row = await self.registry.get(id, visit.owner, visit.add_bytes)
+        return await self.registry.to_continue(row) if row else None
 
     def revive(self, row: Row) -> Job:
         """Return the job of a background response that the last process has left unfinished in the store."""
@@ -302,14 +300,6 @@ class Api:
         if row is None:
             raise BadInput(f"Response with id '{id_}' not found.", code="response_not_found")
         return row
-
-    def _warning(self, request: params.Request) -> dict[str, str]:
-        """Return the header of rule 3, and log the same: each name once a minute for each key."""
-        if not request.not_run:
-            return {}
-        if names := [name for name in request.not_run if is_news((request.owner, name), self._told)]:
-            log.warning("accepted, and without any effect here: %s", ", ".join(names))
-        return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
     # --- chat completions, messages -------------------------------------------------------------------------
 
@@ -412,7 +402,19 @@ class Api:
         return json_response(200, {"status": "ok"})
 
 
-# --- the APIs beside Responses ------------------------------------------------------------------------------
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+COUNTED = {"object": "response.input_tokens"}
+
+# fmt: off
+#  status        why such a response cannot be cancelled; to cancel one a second time is not an error
+CANNOT_CANCEL = {
+    "completed":  "Cannot cancel a completed response.",
+    "failed":     "Cannot cancel a failed response.",
+    "incomplete": "Cannot cancel a response in terminal state.",
+    "queued":     "Cannot cancel a response while the server stops: its next process will run it.",
+}
+# fmt: on
 
 
 class Form(NamedTuple):

@@ -26,13 +26,32 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
-# --- vocabulary ---------------------------------------------------------------------------------------------
-
 # Harmony's words for the reasoning, asides to the user, and the answer. Only other servers distinguish a
 # refusal from an answer (gateway/outputs.py): a model has no marker for it.
 Channel = Literal["analysis", "commentary", "final", "refusal"]
 
-UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one: JSON has no infinity
+
+# --- vocabulary ---------------------------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    """The next part of the open call's arguments, as the model wrote them."""
+
+    text: str
+
+
+class Call(NamedTuple):
+    """The start of a call; its arguments follow, or the input of a custom tool."""
+
+    name: str
+    custom: bool = False  # request/tool_calls.py sets it and the namespace: a model knows only functions
+    namespace: str = ""
+
+
+class Close(NamedTuple):
+    """The end of the open item: the next output starts another one, even on the same channel."""
+
+    is_cut: bool = False  # it is incomplete, though the answer goes on
 
 
 class TokenLogprob(NamedTuple):
@@ -43,6 +62,8 @@ class TokenLogprob(NamedTuple):
     bytes: bytes
     top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
     def entry(self, with_bytes: bool = True) -> dict[str, Any]:
         """Return it in the spelling of both APIs, with the likeliest tokens. JSON encodes NaN as null."""
         spelled: list[dict[str, Any]] = []
@@ -52,6 +73,66 @@ class TokenLogprob(NamedTuple):
                 members["bytes"] = list(token.bytes)
             spelled.append(members)
         return spelled[0] | {"top_logprobs": spelled[1:]}
+
+
+class Delta(NamedTuple):
+    """A piece of output on a channel."""
+
+    channel: Channel
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+Output = Delta | Call | Arguments | Close
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The first output of a worker for a request: after it, the request cannot be refused."""
+
+    input_tokens: int = 0  # of its prompt; 0: only the upstream can count them
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens in and out; every sampled token counts, including stop tokens and markers."""
+
+    input_tokens: int
+    output_tokens: int
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Finish(NamedTuple):
+    """The last output of a worker for a request."""
+
+    reason: Literal["stop", "length", "content_filter", "steered", "failed", "cancelled"]
+    usage: Usage | None = None
+    message: str = ""  # why it failed
+    code: str = "server_error"
+    stop_sequence: str = ""  # the stop string that ended it
+
+
+Take = Callable[[Sequence[Accepted | Output | Finish]], None]  # takes a worker's output: rule 2 of worker.py
+
+
+# The part of the answer that the output has reached. dialects/families.py explains headers and their states
+# beside the one dialect that has them.
+HeaderState = Literal["between", "role", "header"]
+State = Literal["analysis", "commentary", "final", "call", "end"] | HeaderState
+NextState = State | Literal["content"]  # after "content" the header says which state it is
+Transitions = Mapping[tuple[State | Literal["any"], str], NextState]  # (state, marker) -> next state
+
+HEADER_STATES = ("between", "role", "header")
+CHANNEL_STATES = ("analysis", "commentary", "final")  # of a model's text
+
+Schemas = Mapping[str, Mapping[str, Any]]  # name of a function on offer -> JSON schema of its arguments
+
+
+class Compaction(NamedTuple):
+    """The conversation as one item, which the server makes from the model's summary."""
+
+    summary: str
 
 
 class Piece(NamedTuple):
@@ -66,93 +147,7 @@ class Piece(NamedTuple):
         return Piece(self.text[:n], "", self.logprobs), Piece(self.text[n:])
 
 
-class Delta(NamedTuple):
-    """A piece of output on a channel."""
-
-    channel: Channel
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-class Call(NamedTuple):
-    """The start of a call; its arguments follow, or the input of a custom tool."""
-
-    name: str
-    custom: bool = False  # request/tool_calls.py sets it and the namespace: a model knows only functions
-    namespace: str = ""
-
-
-class Arguments(NamedTuple):
-    """The next part of the open call's arguments, as the model wrote them."""
-
-    text: str
-
-
-class Close(NamedTuple):
-    """The end of the open item: the next output starts another one, even on the same channel."""
-
-    is_cut: bool = False  # it is incomplete, though the answer goes on
-
-
-Output = Delta | Call | Arguments | Close
-
-
-class Compaction(NamedTuple):
-    """The conversation as one item, which the server makes from the model's summary."""
-
-    summary: str
-
-
-@dataclass(slots=True)
-class Usage:
-    """Tokens in and out; every sampled token counts, including stop tokens and markers."""
-
-    input_tokens: int
-    output_tokens: int
-    reasoning_tokens: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The first output of a worker for a request: after it, the request cannot be refused."""
-
-    input_tokens: int = 0  # of its prompt; 0: only the upstream can count them
-
-
-class Finish(NamedTuple):
-    """The last output of a worker for a request."""
-
-    reason: Literal["stop", "length", "content_filter", "steered", "failed", "cancelled"]
-    usage: Usage | None = None
-    message: str = ""  # why it failed
-    code: str = "server_error"
-    stop_sequence: str = ""  # the stop string that ended it
-
-
-def is_object(arguments: str) -> bool:
-    """Return whether this is the text of a JSON object, which the arguments of a function must be."""
-    try:
-        return isinstance(json.loads(arguments, parse_constant=int), dict)  # int() refuses NaN and Infinity
-    except (ValueError, RecursionError):
-        return False
-
-
-Take = Callable[[Sequence[Accepted | Output | Finish]], None]  # takes a worker's output: rule 2 of worker.py
-
 # --- dialects -----------------------------------------------------------------------------------------------
-
-# The part of the answer that the output has reached. dialects/families.py explains headers and their states
-# beside the one dialect that has them.
-HeaderState = Literal["between", "role", "header"]
-State = Literal["analysis", "commentary", "final", "call", "end"] | HeaderState
-NextState = State | Literal["content"]  # after "content" the header says which state it is
-Transitions = Mapping[tuple[State | Literal["any"], str], NextState]  # (state, marker) -> next state
-
-HEADER_STATES = ("between", "role", "header")
-CHANNEL_STATES = ("analysis", "commentary", "final")  # of a model's text
-
-Schemas = Mapping[str, Mapping[str, Any]]  # name of a function on offer -> JSON schema of its arguments
 
 
 class CallReader(Protocol):
@@ -181,103 +176,8 @@ class Forms(NamedTuple):
     arguments: Literal["json", "xml"] = "json"
 
 
-class Dialect(NamedTuple):
-    """How a family of models marks the parts of its output."""
-
-    known_by: tuple[str, ...]  # substrings that its chat templates all have
-    transitions: Transitions
-    call_reader: Callable[[Schemas], CallReader]
-    forms: Forms
-    # Takes the words of a message's header, which precede its content; returns the state that follows, and
-    # the reader of the call if the message is one. None: messages have no headers.
-    header: Callable[[str], tuple[State, CallReader | None]] | None = None
-    start: State = "final"  # the state of an answer's beginning, unless the prompt ends with a marker
-    call_markers: tuple[str, ...] = ()  # plain text unless the request offers tools
-    trims: bool = True  # newlines beside markers are the template's
-    tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary
-
-    @property
-    def markers(self) -> frozenset[str]:
-        return frozenset(marker for _, marker in self.transitions)
-
-    def next(self, state: State, marker: str) -> NextState | None:
-        """Return the state that the marker leads to; None: it has no meaning in this state."""
-        return self.transitions.get((state, marker), self.transitions.get(("any", marker)))
-
-
-# --- finding strings in text that arrives in pieces ---------------------------------------------------------
-
-
-class Finder:
-    """Finds `needles` in a text that comes in pieces, holding back only text that may still become one.
-
-    If several match, the first to be complete wins, then the longest: so the result does not depend on the
-    cuts between the pieces.
-    """
-
-    def __init__(self, needles: Collection[str]) -> None:
-        self._needles = needles
-        self._first_characters = {needle[0] for needle in needles}
-        self._held_pieces: list[Piece] = []
-        self._held_text = ""  # the text of these; after each feed() it is shorter than the longest needle
-
-    def lets_through(self, text: str) -> bool:
-        """Return True if nothing is held and no needle may begin in this text, as in most pieces."""
-        return not self._held_text and self._first_characters.isdisjoint(text)
-
-    def feed(self, piece: Piece) -> Iterator[Piece | str]:
-        """Yield the text that is no needle for certain, as pieces, and each needle found, as a str."""
-        if self.lets_through(piece.text):
-            yield piece
-            return
-        self._held_pieces.append(piece)
-        self._held_text += piece.text
-        while match := self._first_match():
-            end, start, needle = match
-            yield from self._release(start)
-            self._release(end - start)  # the needle leaves as a str, not as pieces
-            yield needle
-        yield from self._release(len(self._held_text) - self._n_ambiguous())
-
-    def flush(self) -> list[Piece]:
-        """Release the text that is held: it did not become a needle."""
-        released = self._held_pieces
-        self._held_pieces = []
-        self._held_text = ""
-        return released
-
-    def _first_match(self) -> tuple[int, int, str] | None:
-        """Return (end, start, needle) of the match that ends first; of several, of the longest."""
-        matches = [
-            (start + len(needle), start, needle)
-            for needle in self._needles
-            if (start := self._held_text.find(needle)) >= 0
-        ]
-        return min(matches, default=None)
-
-    def _n_ambiguous(self) -> int:
-        """Return the length of the longest end of the text that is a proper beginning of a needle."""
-        longest = 0
-        for needle in self._needles:
-            for n in range(longest + 1, min(len(needle) - 1, len(self._held_text)) + 1):
-                if self._held_text.endswith(needle[:n]):
-                    longest = n
-        return longest
-
-    def _release(self, n: int) -> list[Piece]:
-        """Release the first `n` characters held."""
-        released: list[Piece] = []
-        self._held_text = self._held_text[n:]
-        while n > 0:
-            head, rest = self._held_pieces.pop(0).cut(n)
-            released.append(head)
-            n -= len(head.text)
-            if rest.text:
-                self._held_pieces.insert(0, rest)
-        return released
-
-
 # --- theory of operation ------------------------------------------------------------------------------------
+
 
 # The parser is four state machines; a piece passes them from left to right:
 #
@@ -316,8 +216,6 @@ class Finder:
 #     </tool_call>                 final                                Close()
 #     '\nThe EN'                   final     stop strings: 'EN'         Delta('final', 'The ')
 #     'D of it'                    stopped
-
-
 @dataclass
 class CallBody:
     """The text of one call, held back while it may turn out not to be a call."""
@@ -328,52 +226,28 @@ class CallBody:
     held_pieces: list[Piece] = field(default_factory=list)
 
 
-class Trimming:
-    """Removes newlines beside markers: those after a marker, and those held back before a marker."""
+class Dialect(NamedTuple):
+    """How a family of models marks the parts of its output."""
 
-    def __init__(self, enabled: bool, after_marker: bool) -> None:
-        self._enabled = enabled
-        self._after_marker = enabled and after_marker  # <think> | "\na": the next newlines belong to it
-        self._has_text = False  # <think> | " " | </think>: any whitespace is held until the first text
-        self._held_pieces: list[Piece] = []  # "a\n" | <think>: whitespace that a marker drops
+    known_by: tuple[str, ...]  # substrings that its chat templates all have
+    transitions: Transitions
+    call_reader: Callable[[Schemas], CallReader]
+    forms: Forms
+    # Takes the words of a message's header, which precede its content; returns the state that follows, and
+    # the reader of the call if the message is one. None: messages have no headers.
+    header: Callable[[str], tuple[State, CallReader | None]] | None = None
+    start: State = "final"  # the state of an answer's beginning, unless the prompt ends with a marker
+    call_markers: tuple[str, ...] = ()  # plain text unless the request offers tools
+    trims: bool = True  # newlines beside markers are the template's
+    tokens: frozenset[str] = frozenset()  # the markers that are one token of the vocabulary
 
-    def marker(self) -> None:
-        """Drop the newlines before a marker, and from now on those after it."""
-        self._after_marker = self._enabled
-        self._has_text = False
-        self._held_pieces = []
+    @property
+    def markers(self) -> frozenset[str]:
+        return frozenset(marker for _, marker in self.transitions)
 
-    def lets_through(self, text: str) -> bool:
-        """Return True if nothing is held, and no newline of this text can be beside a marker."""
-        is_amid_text = self._has_text and not self._after_marker and not self._held_pieces
-        return not self._enabled or (is_amid_text and not text.endswith("\n"))
-
-    def without_leading(self, piece: Piece) -> Piece:
-        if self._after_marker:
-            piece = piece._replace(text=piece.text.lstrip("\n"))
-            self._after_marker = not piece.text
-        return piece
-
-    def without_trailing(self, piece: Piece) -> list[Piece]:
-        """Return the held pieces and this one without the newlines at its end, which are held now."""
-        if not self._enabled:
-            return [piece]
-        self._has_text = self._has_text or bool(piece.text.strip())
-        n_before_newlines = len(piece.text.rstrip("\n"))
-        if not self._has_text or not n_before_newlines:
-            self._held_pieces.append(piece)
-            return []
-        head, newlines = piece.cut(n_before_newlines)
-        released = [*self.release(), head]
-        if newlines.text:
-            self._held_pieces = [newlines]
-        return released
-
-    def release(self) -> list[Piece]:
-        """Return the held pieces: no marker has come."""
-        released = self._held_pieces
-        self._held_pieces = []
-        return released
+    def next(self, state: State, marker: str) -> NextState | None:
+        """Return the state that the marker leads to; None: it has no meaning in this state."""
+        return self.transitions.get((state, marker), self.transitions.get(("any", marker)))
 
 
 # --- the parser ---------------------------------------------------------------------------------------------
@@ -447,40 +321,6 @@ class Parser:
             and (self.state == "analysis" or self._stop.lets_through(text))
         )
 
-    def close(self, cut: bool) -> list[Output]:
-        """Return the rest at the end of the output; `cut`: the model was interrupted, it was not done."""
-        self._outputs = []
-        for piece in self._markers.flush():
-            self._text(piece)
-        if self.state == "between" or (self.state in HEADER_STATES and not cut):
-            self._end_header()
-        if self.state == "call":
-            is_half_a_call = self._call.opened_by or self._call.reader.called
-            if not (cut and is_half_a_call):  # half a call is neither completed nor shown as text
-                self._end_call()
-        if self.state != "call":
-            self._show_up_to_stop(self._stop.flush())
-            self._show(self._trimming.release())
-        return self._outputs
-
-    def _collect(self, outputs: Iterable[Output]) -> None:
-        """Keep outputs for feed() or close() to return, up to the output that ends the response."""
-        for output in outputs:
-            if self.stopped:
-                return
-            self._outputs.append(output)
-            match output:
-                case Delta():
-                    self._open_item = "text"
-                case Close():
-                    self.stopped = self._one_call and self._open_item == "call"
-                    self._open_item = ""
-                case _:
-                    self._open_item = "call"
-                    self._trimming.release()  # the newlines before the call's marker go with it
-
-    # --- channel: markers move it, text goes where it stands ------------------------------------------------
-
     def _marker(self, marker: str) -> None:
         """End the open header or call, unless the marker is part of it; then move to the next state.
 
@@ -504,6 +344,15 @@ class Parser:
             return
         self._show_up_to_stop(self._stop.flush())
         self._transition(marker)
+
+    def _show_up_to_stop(self, parts: Iterable[Piece | str]) -> None:
+        for part in parts:
+            if isinstance(part, str):
+                self._show(self._trimming.release())
+                self.stopped = True
+                self.stop_sequence = part
+                return
+            self._show(self._trimming.without_trailing(part))
 
     def _transition(self, marker: str) -> None:
         leads_to = self._dialect.next(self.state, marker) or self.state
@@ -530,6 +379,57 @@ class Parser:
             self.stopped = True
         self.state = leads_to
 
+    def _text(self, piece: Piece) -> None:
+        if self.state == "call":
+            self._to_call(piece)
+        elif self.state in HEADER_STATES:
+            self._header.append(piece)
+        elif (trimmed := self._trimming.without_leading(piece)).text:
+            if self.state == "analysis":
+                self._show(self._trimming.without_trailing(trimmed))
+            else:
+                self._show_up_to_stop(self._stop.feed(trimmed))
+
+    def _show(self, pieces: list[Piece]) -> None:
+        channel = cast(Channel, self.state)
+        self._collect(Delta(channel, piece.text, piece.logprobs) for piece in pieces)
+
+    def _collect(self, outputs: Iterable[Output]) -> None:
+        """Keep outputs for feed() or close() to return, up to the output that ends the response."""
+        for output in outputs:
+            if self.stopped:
+                return
+            self._outputs.append(output)
+            match output:
+                case Delta():
+                    self._open_item = "text"
+                case Close():
+                    self.stopped = self._one_call and self._open_item == "call"
+                    self._open_item = ""
+                case _:
+                    self._open_item = "call"
+                    self._trimming.release()  # the newlines before the call's marker go with it
+
+    def close(self, cut: bool) -> list[Output]:
+        """Return the rest at the end of the output; `cut`: the model was interrupted, it was not done."""
+        self._outputs = []
+        for piece in self._markers.flush():
+            self._text(piece)
+        if self.state == "between" or (self.state in HEADER_STATES and not cut):
+            self._end_header()
+        if self.state == "call":
+            is_half_a_call = self._call.opened_by or self._call.reader.called
+            if not (cut and is_half_a_call):  # half a call is neither completed nor shown as text
+                self._end_call()
+        if self.state != "call":
+            self._show_up_to_stop(self._stop.flush())
+            self._show(self._trimming.release())
+        return self._outputs
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    # --- channel: markers move it, text goes where it stands ------------------------------------------------
+
     def _end_header(self) -> None:
         """Enter the state that the header names; words between two messages are stray text.
 
@@ -551,17 +451,6 @@ class Parser:
             for piece in pieces:
                 self._text(piece)
 
-    def _text(self, piece: Piece) -> None:
-        if self.state == "call":
-            self._to_call(piece)
-        elif self.state in HEADER_STATES:
-            self._header.append(piece)
-        elif (trimmed := self._trimming.without_leading(piece)).text:
-            if self.state == "analysis":
-                self._show(self._trimming.without_trailing(trimmed))
-            else:
-                self._show_up_to_stop(self._stop.feed(trimmed))
-
     def _to_call(self, piece: Piece) -> None:
         if not self._call.reader.called:
             self._call.held_pieces.append(piece)
@@ -581,17 +470,137 @@ class Parser:
         for piece in [Piece(self._call.opened_by), *self._call.held_pieces]:
             self._text(piece)
 
-    # --- stop strings, and the end of trimming --------------------------------------------------------------
 
-    def _show_up_to_stop(self, parts: Iterable[Piece | str]) -> None:
-        for part in parts:
-            if isinstance(part, str):
-                self._show(self._trimming.release())
-                self.stopped = True
-                self.stop_sequence = part
-                return
-            self._show(self._trimming.without_trailing(part))
+class Trimming:
+    """Removes newlines beside markers: those after a marker, and those held back before a marker."""
 
-    def _show(self, pieces: list[Piece]) -> None:
-        channel = cast(Channel, self.state)
-        self._collect(Delta(channel, piece.text, piece.logprobs) for piece in pieces)
+    def __init__(self, enabled: bool, after_marker: bool) -> None:
+        self._enabled = enabled
+        self._after_marker = enabled and after_marker  # <think> | "\na": the next newlines belong to it
+        self._has_text = False  # <think> | " " | </think>: any whitespace is held until the first text
+        self._held_pieces: list[Piece] = []  # "a\n" | <think>: whitespace that a marker drops
+
+    def marker(self) -> None:
+        """Drop the newlines before a marker, and from now on those after it."""
+        self._after_marker = self._enabled
+        self._has_text = False
+        self._held_pieces = []
+
+    def without_leading(self, piece: Piece) -> Piece:
+        if self._after_marker:
+            piece = piece._replace(text=piece.text.lstrip("\n"))
+            self._after_marker = not piece.text
+        return piece
+
+    def without_trailing(self, piece: Piece) -> list[Piece]:
+        """Return the held pieces and this one without the newlines at its end, which are held now."""
+        if not self._enabled:
+            return [piece]
+        self._has_text = self._has_text or bool(piece.text.strip())
+        n_before_newlines = len(piece.text.rstrip("\n"))
+        if not self._has_text or not n_before_newlines:
+            self._held_pieces.append(piece)
+            return []
+        head, newlines = piece.cut(n_before_newlines)
+        released = [*self.release(), head]
+        if newlines.text:
+            self._held_pieces = [newlines]
+        return released
+
+    def release(self) -> list[Piece]:
+        """Return the held pieces: no marker has come."""
+        released = self._held_pieces
+        self._held_pieces = []
+        return released
+
+    def lets_through(self, text: str) -> bool:
+        """Return True if nothing is held, and no newline of this text can be beside a marker."""
+        is_amid_text = self._has_text and not self._after_marker and not self._held_pieces
+        return not self._enabled or (is_amid_text and not text.endswith("\n"))
+
+
+# --- finding strings in text that arrives in pieces ---------------------------------------------------------
+
+
+class Finder:
+    """Finds `needles` in a text that comes in pieces, holding back only text that may still become one.
+
+    If several match, the first to be complete wins, then the longest: so the result does not depend on the
+    cuts between the pieces.
+    """
+
+    def __init__(self, needles: Collection[str]) -> None:
+        self._needles = needles
+        self._first_characters = {needle[0] for needle in needles}
+        self._held_pieces: list[Piece] = []
+        self._held_text = ""  # the text of these; after each feed() it is shorter than the longest needle
+
+    def flush(self) -> list[Piece]:
+        """Release the text that is held: it did not become a needle."""
+        released = self._held_pieces
+        self._held_pieces = []
+        self._held_text = ""
+        return released
+
+    def feed(self, piece: Piece) -> Iterator[Piece | str]:
+        """Yield the text that is no needle for certain, as pieces, and each needle found, as a str."""
+        if self.lets_through(piece.text):
+            yield piece
+            return
+        self._held_pieces.append(piece)
+        self._held_text += piece.text
+        while match := self._first_match():
+            end, start, needle = match
+            yield from self._release(start)
+            self._release(end - start)  # the needle leaves as a str, not as pieces
+            yield needle
+        yield from self._release(len(self._held_text) - self._n_ambiguous())
+
+    def lets_through(self, text: str) -> bool:
+        """Return True if nothing is held and no needle may begin in this text, as in most pieces."""
+        return not self._held_text and self._first_characters.isdisjoint(text)
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def _first_match(self) -> tuple[int, int, str] | None:
+        """Return (end, start, needle) of the match that ends first; of several, of the longest."""
+        matches = [
+            (start + len(needle), start, needle)
+            for needle in self._needles
+            if (start := self._held_text.find(needle)) >= 0
+        ]
+        return min(matches, default=None)
+
+    def _n_ambiguous(self) -> int:
+        """Return the length of the longest end of the text that is a proper beginning of a needle."""
+        longest = 0
+        for needle in self._needles:
+            for n in range(longest + 1, min(len(needle) - 1, len(self._held_text)) + 1):
+                if self._held_text.endswith(needle[:n]):
+                    longest = n
+        return longest
+
+    def _release(self, n: int) -> list[Piece]:
+        """Release the first `n` characters held."""
+        released: list[Piece] = []
+        self._held_text = self._held_text[n:]
+        while n > 0:
+            head, rest = self._held_pieces.pop(0).cut(n)
+            released.append(head)
+            n -= len(head.text)
+            if rest.text:
+                self._held_pieces.insert(0, rest)
+        return released
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one: JSON has no infinity
+
+
+def is_object(arguments: str) -> bool:
+    """Return whether this is the text of a JSON object, which the arguments of a function must be."""
+    try:
+        return isinstance(json.loads(arguments, parse_constant=int), dict)  # int() refuses NaN and Infinity
+    except (ValueError, RecursionError):
+        return False

@@ -50,36 +50,6 @@ log = logging.getLogger("engine")
 
 SWITCH_INTERVAL_S = 0.0005  # another thread may keep the interpreter from this one for so long
 STEP_S = 0.08  # length of a step with prefill chunks beside decoding: no stream may pause for 0.1 s
-MASK_WAIT_S = 0.005  # a step waits for masks for so long; most come within 1 ms
-MAX_STEP_S = 30  # the longest that close() waits for the step that runs
-MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
-
-CLOSING = "The server is shutting down."
-BROKEN = "The engine has stopped; its log has the details."
-NO_NUMBERS = "The model's logits are not finite numbers."
-GAVE_UP = (
-    "The constraint on the output gave up: its schema or definition is too costly or too ambiguous to be "
-    "followed any further, or allows nothing here. Simplify it; the log has the details."
-)
-
-
-class ModelRunner(Protocol):
-    """Computes the steps, and owns the memory of the KV cache; model.NumpyOps is the spec."""
-
-    config: Config
-    about: str  # what it computes with, in words: a line of the server's start
-    max_seq_len: int
-    n_pages: int
-    max_batch: int  # sequences a step
-    chunk: int  # tokens of a prefill chunk
-    max_wanted: int  # rows of a step from which a token may be chosen
-    n_ahead: int  # steps that may be launched before the first of them is read
-
-    def launch(self, spans: list[Span], contexts: list[Context]) -> Ticket:
-        """Start a step. `contexts` has one for each wanted row of the spans, in their order."""
-
-    def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """Wait for the oldest step; return the choices of each span, one for each of its wanted rows."""
 
 
 class StepOutput(NamedTuple):
@@ -101,6 +71,25 @@ Read = tuple[list[Scheduled], list[list[Choice]], float]
 Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 
+class ModelRunner(Protocol):
+    """Computes the steps, and owns the memory of the KV cache; model.NumpyOps is the spec."""
+
+    config: Config
+    about: str  # what it computes with, in words: a line of the server's start
+    max_seq_len: int
+    n_pages: int
+    max_batch: int  # sequences a step
+    chunk: int  # tokens of a prefill chunk
+    max_wanted: int  # rows of a step from which a token may be chosen
+    n_ahead: int  # steps that may be launched before the first of them is read
+
+    def launch(self, spans: list[Span], contexts: list[Context]) -> Ticket:
+        """Start a step. `contexts` has one for each wanted row of the spans, in their order."""
+
+    def read(self, ticket: Ticket) -> list[list[Choice]]:
+        """Wait for the oldest step; return the choices of each span, one for each of its wanted rows."""
+
+
 # --- Theory of operation ------------------------------------------------------------------------------------
 #
 # This is the thread beside a device, with n_ahead = 1. It launches step 4 before it reads step 3, so the
@@ -117,8 +106,6 @@ Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], Non
 # before, and computes the other sequences if it does not come in a moment:
 #
 #   read 2: token 17   ask for the mask after 17   wait, 5 ms at most   schedule 3, with the mask or without
-
-
 class Engine:
     """Runs a model in a thread of its own."""
 
@@ -165,39 +152,6 @@ class Engine:
         finally:
             self._inbox.put(partial(self._scheduler.remove, sequence))  # it may have ended by itself
 
-    def busy(self) -> bool:
-        """Return whether there is work. Any thread may call it; the answer may be a step old."""
-        is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
-        is_at_work = is_asked or self._scheduler.running or self._scheduler.waiting
-        return bool(is_at_work) and not self._why_closed
-
-    @property
-    def alive(self) -> bool:
-        """False if its thread has ended, or its steps fail one after another. Any thread may read it."""
-        return not self._why_closed and self._n_failed_steps < MAX_FAILED_STEPS
-
-    def counts(self) -> dict[str, int]:
-        """Return gauges for /health and /metrics. Any thread may call it; numbers may be of two steps."""
-        scheduler = self._scheduler
-        return {
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            **scheduler.counts,
-            "pages": scheduler.pool.n_pages,
-            "free_pages": scheduler.pool.n_free,
-        }
-
-    def close(self) -> None:
-        """Fail all sequences that are left, and end the thread; give up if a step outlasts MAX_STEP_S.
-
-        Call it from another thread than the engine's, and not in the event loop: it waits.
-        """
-        self._why_closed = self._why_closed or CLOSING
-        self._inbox.put(lambda: None)  # it wakes up
-        self._thread.join(MAX_STEP_S)
-
-    # --- the thread: it alone calls these -------------------------------------------------------------------
-
     def _loop(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
@@ -240,13 +194,6 @@ class Engine:
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
             self._flush_outbox()
 
-    def _end_constraints(self) -> None:
-        """End the processes that make masks for sequences that have left the batch, ended or preempted."""
-        for sequence in self._scheduler.left:
-            if sequence.constraint is not None:
-                sequence.constraint.close()
-        self._scheduler.left.clear()
-
     def _bring_masks(self) -> list[Sequence]:
         """Ask for the masks that running sequences need, and take those that have come.
 
@@ -254,6 +201,107 @@ class Engine:
         """
         waiting = [sequence for sequence in self._scheduler.running if sequence.awaits_mask]
         return [sequence for sequence in waiting if self._is_held_up(sequence)]
+
+    def _launch(self, batch: list[Scheduled]) -> None:
+        spans = [scheduled.span for scheduled in batch]
+        contexts = [context for scheduled in batch for context in scheduled.contexts]
+        if not self._in_flight:
+            self._began_at = time.perf_counter()
+        try:
+            self._in_flight.append((self._runner.launch(spans, contexts), batch))
+            self._scheduler.counts["steps"] += 1
+            begun = [each.sequence for each in batch if each.is_prefill and not each.sequence.output]
+            self._outbox += [(sequence, StepOutput([])) for sequence in begun]
+        except Exception as error:
+            self._fail_batch(batch, error)
+
+    def _flush_outbox(self) -> None:
+        """Empty the outbox with one call of the event loop: a call per sequence would outlast a step."""
+        if self._outbox:
+            with suppress(RuntimeError):  # the loop has closed, and its readers are gone
+                self._event_loop.call_soon_threadsafe(self._feed, self._outbox)
+            self._outbox = []
+
+    def _read(self) -> Read:
+        """Hand the choices of the oldest step to the scheduler; return that step, empty if it failed."""
+        ticket, batch = self._in_flight.popleft()
+        try:
+            choices = self._runner.read(ticket)
+        except Exception as error:
+            self._fail_batch(batch, error)
+            return [], [], 0.0
+        self._n_failed_steps = 0
+        read_at = time.perf_counter()
+        seconds = read_at - self._began_at
+        self._began_at = read_at
+        if any(scheduled.is_prefill for scheduled in batch):
+            n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
+            self._rows_per_s = n_rows / seconds
+        for scheduled, chosen in zip(batch, choices, strict=True):
+            sequence = scheduled.sequence
+            tokens = self._scheduler.postprocess(scheduled, chosen)
+            if tokens:
+                output = StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached)
+                self._outbox.append((sequence, output))
+            elif sequence.finish == "failed":
+                self._fail(sequence, NO_NUMBERS)
+        return batch, choices, seconds
+
+    def _end_constraints(self) -> None:
+        """End the processes that make masks for sequences that have left the batch, ended or preempted."""
+        for sequence in self._scheduler.left:
+            if sequence.constraint is not None:
+                sequence.constraint.close()
+        self._scheduler.left.clear()
+
+    def busy(self) -> bool:
+        """Return whether there is work. Any thread may call it; the answer may be a step old."""
+        is_asked = not self._inbox.empty()  # for a sequence that the scheduler does not know yet
+        is_at_work = is_asked or self._scheduler.running or self._scheduler.waiting
+        return bool(is_at_work) and not self._why_closed
+
+    def _feed(self, outputs: list[tuple[Sequence, StepOutput]]) -> None:
+        """Feed each reader the output of a step, and end those with their last. Runs in the event loop."""
+        for sequence, output in outputs:
+            context, feed, ended = self._readers[sequence]
+            if ended.done():
+                continue
+            try:
+                wants_more = context.run(feed, output)
+            except Exception as error:
+                ended.set_exception(error)
+            else:
+                if not ended.done() and (output.finish or not wants_more):  # feed() may cancel its reader
+                    ended.set_result(None)
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """False if its thread has ended, or its steps fail one after another. Any thread may read it."""
+        return not self._why_closed and self._n_failed_steps < MAX_FAILED_STEPS
+
+    def counts(self) -> dict[str, int]:
+        """Return gauges for /health and /metrics. Any thread may call it; numbers may be of two steps."""
+        scheduler = self._scheduler
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            **scheduler.counts,
+            "pages": scheduler.pool.n_pages,
+            "free_pages": scheduler.pool.n_free,
+        }
+
+    def close(self) -> None:
+        """Fail all sequences that are left, and end the thread; give up if a step outlasts MAX_STEP_S.
+
+        Call it from another thread than the engine's, and not in the event loop: it waits.
+        """
+        self._why_closed = self._why_closed or CLOSING
+        self._inbox.put(lambda: None)  # it wakes up
+        self._thread.join(MAX_STEP_S)
+
+    # --- the thread: it alone calls these -------------------------------------------------------------------
 
     def _is_held_up(self, sequence: Sequence) -> bool:
         """Ask for the mask of a sequence, and take it if it has come; return whether it waits for it."""
@@ -283,44 +331,6 @@ class Engine:
             wait([sequence.constraint.fileno() for sequence in held_up if sequence.constraint], seconds_left)
         return set(held_up)
 
-    def _launch(self, batch: list[Scheduled]) -> None:
-        spans = [scheduled.span for scheduled in batch]
-        contexts = [context for scheduled in batch for context in scheduled.contexts]
-        if not self._in_flight:
-            self._began_at = time.perf_counter()
-        try:
-            self._in_flight.append((self._runner.launch(spans, contexts), batch))
-            self._scheduler.counts["steps"] += 1
-            begun = [each.sequence for each in batch if each.is_prefill and not each.sequence.output]
-            self._outbox += [(sequence, StepOutput([])) for sequence in begun]
-        except Exception as error:
-            self._fail_batch(batch, error)
-
-    def _read(self) -> Read:
-        """Hand the choices of the oldest step to the scheduler; return that step, empty if it failed."""
-        ticket, batch = self._in_flight.popleft()
-        try:
-            choices = self._runner.read(ticket)
-        except Exception as error:
-            self._fail_batch(batch, error)
-            return [], [], 0.0
-        self._n_failed_steps = 0
-        read_at = time.perf_counter()
-        seconds = read_at - self._began_at
-        self._began_at = read_at
-        if any(scheduled.is_prefill for scheduled in batch):
-            n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
-            self._rows_per_s = n_rows / seconds
-        for scheduled, chosen in zip(batch, choices, strict=True):
-            sequence = scheduled.sequence
-            tokens = self._scheduler.postprocess(scheduled, chosen)
-            if tokens:
-                output = StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached)
-                self._outbox.append((sequence, output))
-            elif sequence.finish == "failed":
-                self._fail(sequence, NO_NUMBERS)
-        return batch, choices, seconds
-
     # --- what comes out -------------------------------------------------------------------------------------
 
     def _fail_batch(self, batch: list[Scheduled], error: Exception) -> None:
@@ -333,23 +343,17 @@ class Engine:
         self._scheduler.remove(sequence)
         self._outbox.append((sequence, StepOutput([], "failed", message)))
 
-    def _flush_outbox(self) -> None:
-        """Empty the outbox with one call of the event loop: a call per sequence would outlast a step."""
-        if self._outbox:
-            with suppress(RuntimeError):  # the loop has closed, and its readers are gone
-                self._event_loop.call_soon_threadsafe(self._feed, self._outbox)
-            self._outbox = []
 
-    def _feed(self, outputs: list[tuple[Sequence, StepOutput]]) -> None:
-        """Feed each reader the output of a step, and end those with their last. Runs in the event loop."""
-        for sequence, output in outputs:
-            context, feed, ended = self._readers[sequence]
-            if ended.done():
-                continue
-            try:
-                wants_more = context.run(feed, output)
-            except Exception as error:
-                ended.set_exception(error)
-            else:
-                if not ended.done() and (output.finish or not wants_more):  # feed() may cancel its reader
-                    ended.set_result(None)
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+MASK_WAIT_S = 0.005  # a step waits for masks for so long; most come within 1 ms
+MAX_STEP_S = 30  # the longest that close() waits for the step that runs
+MAX_FAILED_STEPS = 3  # one after another, and the engine is not alive: a device can fail for good
+
+CLOSING = "The server is shutting down."
+BROKEN = "The engine has stopped; its log has the details."
+NO_NUMBERS = "The model's logits are not finite numbers."
+GAVE_UP = (
+    "The constraint on the output gave up: its schema or definition is too costly or too ambiguous to be "
+    "followed any further, or allows nothing here. Simplify it; the log has the details."
+)

@@ -29,7 +29,6 @@ from responses import Event
 from store import TERMINAL
 
 MAX_FRAMES = 64  # the most that a reader gets at once
-RETRY_S = 5  # after a write that failed
 
 
 class Entry(NamedTuple):
@@ -44,6 +43,11 @@ class Entry(NamedTuple):
 Write = Callable[[int, Sequence[Entry]], Awaitable[bool]]
 
 
+def newest_of(entries: Sequence[Entry]) -> Entry:
+    """Return the newest entry that has a response object, else an empty one."""
+    return next((entry for entry in reversed(entries) if entry.status), Entry(b""))
+
+
 def encode_event(number: int, event: Event) -> Entry:
     """Encode an event, or a chunk of chat: rule 2. Raises ValueError for values that JSON cannot express."""
     numbered = event
@@ -55,11 +59,6 @@ def encode_event(number: int, event: Event) -> Entry:
         response_json = sse.dumps(event["response"])
         numbered["response"] = sse.Encoded(response_json)
     return Entry(sse.encode(sse.dumps(numbered), event.get("type")), status, response_json)
-
-
-def newest_of(entries: Sequence[Entry]) -> Entry:
-    """Return the newest entry that has a response object, else an empty one."""
-    return next((entry for entry in reversed(entries) if entry.status), Entry(b""))
 
 
 class EventLog:
@@ -79,10 +78,6 @@ class EventLog:
         self._is_closed = False
         self._news = asyncio.Event()  # a pulse, set and cleared at once: every waiting reader looks again
 
-    @property
-    def ended(self) -> bool:
-        return self.status in TERMINAL
-
     def extend(self, events: Iterable[Event]) -> None:
         """Append events in their order, and write and show them. If `events` raises, those before it stay."""
         n_before = len(self.entries)
@@ -96,22 +91,6 @@ class EventLog:
             self._show(len(self.entries))
         elif self._writing is None:
             self._writing = asyncio.create_task(self._write_all(self._write))
-
-    async def _write_all(self, write: Write) -> None:
-        """Write until all entries are written: rule 3."""
-        while unwritten := self.entries[self._n_written :]:
-            is_written = await write(self._n_written, unwritten)
-            self._show(self._n_written + len(unwritten))
-            if is_written:
-                self._n_written += len(unwritten)
-            else:
-                await asyncio.sleep(RETRY_S)
-        self._writing = None
-
-    def close(self) -> None:
-        """End the log: no event follows."""
-        self._is_closed = True
-        self._show(self._n_shown if self._write else len(self.entries))  # also if extend() has raised
 
     def _show(self, n_shown: int) -> None:
         """Show the first `n_shown` entries to readers, and wake those that wait."""
@@ -127,15 +106,6 @@ class EventLog:
         while not (self.entries or self._is_closed):
             await self._news.wait()
 
-    @property
-    def _is_over(self) -> bool:
-        """True if the log is closed and readers see all of it."""
-        return self._is_closed and self._n_shown == len(self.entries)
-
-    async def until_over(self) -> None:
-        while not self._is_over:
-            await self._news.wait()
-
     async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
         """Yield the frames after number `after` in batches, as they come, until the log is over."""
         position = after + 1
@@ -149,3 +119,39 @@ class EventLog:
             elif not entries:
                 await self._news.wait()
                 await asyncio.sleep(0)  # collect all events of this turn of the event loop in one write
+
+    @property
+    def _is_over(self) -> bool:
+        """True if the log is closed and readers see all of it."""
+        return self._is_closed and self._n_shown == len(self.entries)
+
+    def close(self) -> None:
+        """End the log: no event follows."""
+        self._is_closed = True
+        self._show(self._n_shown if self._write else len(self.entries))  # also if extend() has raised
+
+    @property
+    def ended(self) -> bool:
+        return self.status in TERMINAL
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    async def _write_all(self, write: Write) -> None:
+        """Write until all entries are written: rule 3."""
+        while unwritten := self.entries[self._n_written :]:
+            is_written = await write(self._n_written, unwritten)
+            self._show(self._n_written + len(unwritten))
+            if is_written:
+                self._n_written += len(unwritten)
+            else:
+                await asyncio.sleep(RETRY_S)
+        self._writing = None
+
+    async def until_over(self) -> None:
+        while not self._is_over:
+            await self._news.wait()
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+RETRY_S = 5  # after a write that failed

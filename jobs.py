@@ -43,16 +43,6 @@ Said = Accepted | Output | Compaction | Finish  # what the client is shown of a 
 CANCELLED = Finish("cancelled")
 UNFINISHED = Finish("failed", message="The run broke off; the server's log has the details.")
 STEERED = Finish("steered")
-SHUT_DOWN = Finish("failed", message="The server is shutting down.")
-INTERRUPTED = Finish("failed", message="interrupted by a restart")
-
-
-def failure(error: Exception) -> Finish:
-    """Return how an answer ends that can no longer be refused."""
-    if isinstance(error, BadInput):
-        return Finish("failed", None, error.message, error.late_code)
-    log.error("a run failed", exc_info=error)
-    return UNFINISHED
 
 
 # --- the way of a token -------------------------------------------------------------------------------------
@@ -155,28 +145,6 @@ class Job:
         # Let it begin: a task that is cancelled before its first step would make no event, not even the last.
         await asyncio.sleep(0)
 
-    def feed(self, said: Said) -> list[Event]:
-        """Make the events of one output. Only remember a Finish: end() makes its events."""
-        if self.is_steered and isinstance(said, Delta) and not self.has_called:
-            self.stop(STEERED)
-        if self.task.cancelling():  # the worker does not know it yet
-            return []
-        if isinstance(said, Finish):
-            self.finish = said
-            return []
-        self.has_called |= isinstance(said, Call)
-        return self.builder.feed(said)
-
-    def shown_row(self) -> Row:
-        """Return the row with the newest response object that readers may see."""
-        return self.row.with_response(self.log.shown.status, self.log.shown.response_json, time.time())
-
-    def stop(self, finish: Finish | None) -> None:
-        """Cancel the response unless it has ended; the first to stop it decides how it ends."""
-        if not (self.log.ended or self.task.cancelling()):
-            self.finish = finish
-            self.task.cancel()
-
     async def _fill(self, turn: AbstractAsyncContextManager[Prompt]) -> None:
         """Fill the log. However the run ends, a response that has begun gets its terminal event."""
         with closing(self.log):
@@ -198,6 +166,18 @@ class Job:
                 if self.finish and self.log.status:
                     await self.end(self.finish)
 
+    def feed(self, said: Said) -> list[Event]:
+        """Make the events of one output. Only remember a Finish: end() makes its events."""
+        if self.is_steered and isinstance(said, Delta) and not self.has_called:
+            self.stop(STEERED)
+        if self.task.cancelling():  # the worker does not know it yet
+            return []
+        if isinstance(said, Finish):
+            self.finish = said
+            return []
+        self.has_called |= isinstance(said, Call)
+        return self.builder.feed(said)
+
     async def end(self, finish: Finish) -> None:
         """Append the last events. Store a foreground response before the last one: rule 1."""
         try:
@@ -213,3 +193,29 @@ class Job:
             # It is stored even if the client leaves now.
             last["response"]["store"] = await asyncio.shield(self.archive.write(self.row, 0, [entry]))
         self.log.extend([last])
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def shown_row(self) -> Row:
+        """Return the row with the newest response object that readers may see."""
+        return self.row.with_response(self.log.shown.status, self.log.shown.response_json, time.time())
+
+    def stop(self, finish: Finish | None) -> None:
+        """Cancel the response unless it has ended; the first to stop it decides how it ends."""
+        if not (self.log.ended or self.task.cancelling()):
+            self.finish = finish
+            self.task.cancel()
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+SHUT_DOWN = Finish("failed", message="The server is shutting down.")
+INTERRUPTED = Finish("failed", message="interrupted by a restart")
+
+
+def failure(error: Exception) -> Finish:
+    """Return how an answer ends that can no longer be refused."""
+    if isinstance(error, BadInput):
+        return Finish("failed", None, error.message, error.late_code)
+    log.error("a run failed", exc_info=error)
+    return UNFINISHED

@@ -55,7 +55,48 @@ KEYLESS_PATHS = ("/", "/health", "/health/live")  # the page asks for a key itse
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before its reply began: only logged
 SWITCHING_PROTOCOLS = 101  # the status of a WebSocket that was accepted
 
+# Matches the header without the blanks around it. A pattern for blanks at the end would try each character as
+# their beginning: 31,000 blanks before the last character took 3 s.
+BEARER = re.compile(r"(?i:bearer)\s+(\S.*)")
+# A page cannot give a WebSocket a header: it offers the key as a subprotocol, as OpenAI's clients do.
+OFFERED_KEY = re.compile(r"\bopenai-insecure-api-key\.([^\s,]+)")
+
+
 # --- the application ----------------------------------------------------------------------------------------
+
+
+def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
+    """Give each request its id, log and count its reply; `unanswered` is that of Rooms."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = new_id("req")
+        REQUEST_ID.set(request_id)  # in the log records of this task and those that it starts
+        unanswered.add(request_id)
+        status = CLIENT_CLOSED_REQUEST
+        started_at = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if "headers" in message:  # the start of a reply, or of a WebSocket
+                unanswered.discard(request_id)
+                status = message.get("status", SWITCHING_PROTOCOLS)
+                ids = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
+                message["headers"] = [*message["headers"], *ids]
+            await send(message)
+
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            unanswered.discard(request_id)
+            seconds = round(time.perf_counter() - started_at, 4)
+            method = scope.get("method", "GET")  # a WebSocket has none
+            # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
+            handler = scope["route"].path if "route" in scope else "none"
+            metrics.add("http_requests", 1, handler, method, str(status))
+            fields = {"method": method, "path": scope["path"], "status": status, "seconds": seconds}
+            log.info("%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
+
+    return answer
 
 
 def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set[str]) -> ASGIApp:
@@ -97,53 +138,7 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
     return logged(app, api.metrics, rooms.unanswered)
 
 
-def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
-    """Give each request its id, log and count its reply; `unanswered` is that of Rooms."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = new_id("req")
-        REQUEST_ID.set(request_id)  # in the log records of this task and those that it starts
-        unanswered.add(request_id)
-        status = CLIENT_CLOSED_REQUEST
-        started_at = time.perf_counter()
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if "headers" in message:  # the start of a reply, or of a WebSocket
-                unanswered.discard(request_id)
-                status = message.get("status", SWITCHING_PROTOCOLS)
-                ids = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
-                message["headers"] = [*message["headers"], *ids]
-            await send(message)
-
-        try:
-            await app(scope, receive, send_with_id)
-        finally:
-            unanswered.discard(request_id)
-            seconds = round(time.perf_counter() - started_at, 4)
-            method = scope.get("method", "GET")  # a WebSocket has none
-            # As the routes spell it, "/v1/responses/{id}": a label must not have a value for each id.
-            handler = scope["route"].path if "route" in scope else "none"
-            metrics.add("http_requests", 1, handler, method, str(status))
-            fields = {"method": method, "path": scope["path"], "status": status, "seconds": seconds}
-            log.info("%s %s: %d in %.3f s", *fields.values(), extra={"fields": fields})
-
-    return answer
-
-
-async def visited(handler: Callable[..., Awaitable[Any]], http: HTTPConnection) -> Any:
-    """Call an endpoint with the request and its visit; Starlette would pass the request alone."""
-    return await handler(http, http.scope["visit"])
-
-
 # --- who is let in ------------------------------------------------------------------------------------------
-
-
-# Matches the header without the blanks around it. A pattern for blanks at the end would try each character as
-# their beginning: 31,000 blanks before the last character took 3 s.
-BEARER = re.compile(r"(?i:bearer)\s+(\S.*)")
-# A page cannot give a WebSocket a header: it offers the key as a subprotocol, as OpenAI's clients do.
-OFFERED_KEY = re.compile(r"\bopenai-insecure-api-key\.([^\s,]+)")
 
 
 class Keys:
@@ -165,6 +160,47 @@ class Keys:
         owner = digest(key)
         matches = [hmac.compare_digest(owner, each) for each in self._digests]  # with all of them: rule 2
         return owner if any(matches) else None
+
+
+def turned_away(
+    scope: Scope, headers: Headers, keys: Keys, origins: Set[str], hosts: Set[str]
+) -> Response | None:
+    """Return the answer to a request that must not reach an endpoint; None lets it in."""
+    host = headers.get("host")
+    if keys.n_owners == 0 and not is_ours(host, hosts):
+        return refused(scope, BAD_HOST, host)
+    if not scope["visit"].has_key and scope["path"] not in KEYLESS_PATHS:
+        return refused(scope, BAD_KEY)
+    is_socket = scope["type"] == "websocket" and scope["path"] == "/v1/responses"
+    if headers.get("upgrade", "").lower() == "websocket" and not is_socket:
+        return refused(scope, NO_WEBSOCKET)
+    origin = headers.get("origin", "")
+    if not origin or origin.partition("://")[2] == host or origins & {origin, "*"}:
+        return None
+    # A browser has sent this for a page of another site.
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if is_socket or (scope["method"] == "POST" and content_type != "application/json"):
+        return refused(scope, BAD_ORIGIN, origin)
+    return None
+
+
+def is_ours(host: str | None, names: Set[str]) -> bool:
+    """Return whether a Host header is a name of this server, or an address: rule 5."""
+    if host is None or "*" in names:  # HTTP/1.0 needs none, but no browser speaks it
+        return True
+    name = re.sub(r":\d*$", "", host).rstrip(".").lower()
+    return name in names or re.fullmatch(r"[\d.]+|\[[\da-f:.]+\]", name) is not None
+
+
+async def visited(handler: Callable[..., Awaitable[Any]], http: HTTPConnection) -> Any:
+    """Call an endpoint with the request and its visit; Starlette would pass the request alone."""
+    return await handler(http, http.scope["visit"])
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+# --- who is let in ------------------------------------------------------------------------------------------
 
 
 def digest(key: str) -> str:
@@ -206,40 +242,10 @@ BAD_ORIGIN = Refusal(
 )
 
 
-def turned_away(
-    scope: Scope, headers: Headers, keys: Keys, origins: Set[str], hosts: Set[str]
-) -> Response | None:
-    """Return the answer to a request that must not reach an endpoint; None lets it in."""
-    host = headers.get("host")
-    if keys.n_owners == 0 and not is_ours(host, hosts):
-        return refused(scope, BAD_HOST, host)
-    if not scope["visit"].has_key and scope["path"] not in KEYLESS_PATHS:
-        return refused(scope, BAD_KEY)
-    is_socket = scope["type"] == "websocket" and scope["path"] == "/v1/responses"
-    if headers.get("upgrade", "").lower() == "websocket" and not is_socket:
-        return refused(scope, NO_WEBSOCKET)
-    origin = headers.get("origin", "")
-    if not origin or origin.partition("://")[2] == host or origins & {origin, "*"}:
-        return None
-    # A browser has sent this for a page of another site.
-    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if is_socket or (scope["method"] == "POST" and content_type != "application/json"):
-        return refused(scope, BAD_ORIGIN, origin)
-    return None
-
-
 def refused(scope: Scope, refusal: Refusal, got: str | None = None) -> Response:
     response = error_response(scope, refusal.status, refusal.message.format(shown(got)), None, refusal.code)
     response.headers.update(refusal.headers)
     return response
-
-
-def is_ours(host: str | None, names: Set[str]) -> bool:
-    """Return whether a Host header is a name of this server, or an address: rule 5."""
-    if host is None or "*" in names:  # HTTP/1.0 needs none, but no browser speaks it
-        return True
-    name = re.sub(r":\d*$", "", host).rstrip(".").lower()
-    return name in names or re.fullmatch(r"[\d.]+|\[[\da-f:.]+\]", name) is not None
 
 
 # --- errors -------------------------------------------------------------------------------------------------

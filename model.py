@@ -41,6 +41,8 @@ Ints = NDArray[np.int64]
 
 PAGE = 64  # tokens of a KV cache page
 CHUNK = PAGE  # tokens of a prefill chunk
+Ticket = Any  # a step in flight, as launch() returns it and read() takes it; the ops decide what it is
+
 
 # --- what goes in -------------------------------------------------------------------------------------------
 
@@ -112,198 +114,6 @@ def forward(ops: Any, weights: Weights, batch: Any) -> Any:
 
 # --- the ops ------------------------------------------------------------------------------------------------
 
-Ticket = Any  # a step in flight, as launch() returns it and read() takes it; the ops decide what it is
-
-
-class NumpyOps:
-    """The spec: each op in the fewest lines that are clear. The engine's thread alone calls it.
-
-    In a formula W is a matrix as in the checkpoint, (outputs, inputs), so that y = x W^T.
-    """
-
-    pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
-    chunk = CHUNK
-    kv_dtype = "float32"  # of the keys and values, for the start-up lines
-    max_wanted = sys.maxsize  # rows of a step from which a token may be chosen
-    n_ahead = 0  # steps that may be launched before the first of them is read
-
-    def __init__(
-        self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
-    ) -> None:
-        self.about = f"NumPy, {weights.nbytes / 1e6:.0f} MB of weights in float32"
-        self.config = config
-        self.weights = weights
-        self.max_seq_len = max_seq_len
-        self.n_pages = n_pages
-        self.max_batch = max_batch
-        # cos + i sin, (max_seq_len, head_dim/2) complex64
-        self._rope = rope_table(config.rope, config.head_dim, max_seq_len)
-        # The page pool; axis 2 is keys, then values. The page is the first axis, so a page is contiguous, and
-        # the operating system gives it memory only when its first token is written.
-        shape = (n_pages, config.n_layers, 2, PAGE, config.n_kv_heads, config.head_dim)
-        self._kv: Array = np.empty(shape, np.float32)
-
-    @staticmethod
-    def page_bytes(config: Config) -> int:
-        return 4 * config.n_layers * 2 * PAGE * config.n_kv_heads * config.head_dim
-
-    # --- steps ----------------------------------------------------------------------------------------------
-
-    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
-        """Compute a step. `contexts` has an element for each wanted row, in the order of the rows."""
-        logits = forward(self, self.weights, Batch(spans))
-        choices = iter(self.pick(logits, contexts))  # one for each wanted row of all spans
-        return [list(islice(choices, span.n_wanted)) for span in spans]
-
-    def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """Return the choices of each span. The engine reads tickets in the order of their launch."""
-        return ticket  # type: ignore[no-any-return]
-
-    # --- the forward pass, op by op -------------------------------------------------------------------------
-
-    def embed(self, batch: Batch, weights: Weights) -> Array:
-        """x = E[token_id]"""
-        return weights.embed[batch.token_ids]  # type: ignore[no-any-return]
-
-    def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        """[q, k, v] = RMSNorm(x) W_qkv^T + b"""
-        return self._linear(self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv)
-
-    def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
-        """y = attention(rotate(q), rotate(k), v), with k and v of all tokens so far.
-
-        Qwen3 norms each head of q and k before the rotation: https://arxiv.org/abs/2505.09388, section 2.
-        """
-        c = self.config
-        heads = qkv.reshape(len(qkv), -1, c.head_dim)  # (n_rows, n_heads + 2 * n_kv_heads, head_dim)
-        q = heads[:, : c.n_heads]
-        k = heads[:, c.n_heads : -c.n_kv_heads]
-        v = heads[:, -c.n_kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = self._rms_norm(q, layer.q_norm)
-            k = self._rms_norm(k, layer.k_norm)
-        if c.rotary[i]:
-            turns = self._rope[batch.positions]  # (n_rows, head_dim/2)
-            q = rotate(q, turns)
-            k = rotate(k, turns)
-        self._kv[batch.pages, i, 0, batch.offsets] = k
-        self._kv[batch.pages, i, 1, batch.offsets] = v
-        return self._attention(q, layer, i, batch)
-
-    def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
-        """x += y W_o^T + b"""
-        x += self._linear(y, layer.wo, layer.bo)
-
-    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        """h = swiglu(RMSNorm(x) W_gate_up^T + b)"""
-        normed = self._rms_norm(x, layer.mlp_norm)
-        return self._swiglu(self._linear(normed, layer.w_gate_up, layer.b_gate_up))
-
-    def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
-        """x += h W_down^T + b"""
-        x += self._linear(h, layer.w_down, layer.b_down)
-
-    def experts(self, x: Array, layer: Layer, batch: Batch) -> None:
-        """x += sum of share_e * (h_e W_down_e^T + b_e) over the experts e that the row has chosen, where
-        h_e = swiglu(RMSNorm(x) W_gate_up_e^T + b_e).
-
-        https://arxiv.org/abs/1701.06538, equation 1
-        """
-        normed = self._rms_norm(x, layer.mlp_norm)
-        chosen, shares = self._route(normed, layer)
-        n_chosen = chosen.shape[1]
-        experts = chosen.ravel()  # (n_rows * n_chosen,)
-        inputs = normed.repeat(n_chosen, axis=0)
-        gate_up = self._expert_linear(inputs, layer.w_gate_up, layer.b_gate_up, experts)
-        y = self._expert_linear(self._swiglu(gate_up), layer.w_down, layer.b_down, experts)
-        y = y.reshape(-1, n_chosen, x.shape[1])
-        for i in range(n_chosen):
-            x += shares[:, i, None] * y[:, i]
-
-    def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
-        """RMSNorm(x) W_head^T for the wanted rows."""
-        return self._linear(self._rms_norm(x[batch.wanted_rows], weights.norm), weights.head, None)
-
-    def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
-        """Choose a token for each wanted row (sampling.py)."""
-        return [pick_token(row, context) for row, context in zip(logits, contexts, strict=True)]
-
-    # --- what the ops are made of ---------------------------------------------------------------------------
-
-    def _rms_norm(self, x: Array, w: Array) -> Array:
-        """x / sqrt(mean(x^2) + eps) * w, over the last axis. https://arxiv.org/abs/1910.07467, equation 4"""
-        mean_square = np.mean(x**2, axis=-1, keepdims=True)
-        normed: Array = x / np.sqrt(mean_square + self.config.norm_eps)
-        return normed * w
-
-    def _linear(self, x: Array, w: Matrix, b: Array | None) -> Array:
-        """x W^T + b. x (n_rows, n_in), w (n_out, n_in), b (n_out,) -> (n_rows, n_out)"""
-        y: Array = (x[:, None] @ w.T)[:, 0]  # a product for each row (rule 2): (row, 1, in) (in, out)
-        if b is not None:
-            y += b
-        return y
-
-    def _route(self, normed: Array, layer: Layer) -> tuple[Ints, Array]:
-        """Return the experts that each row chooses, and their shares in the sum. Both are (n_rows, n_chosen).
-
-        A row chooses the experts with the highest scores. A share is the softmax of the score, over all
-        experts or over the chosen ones.
-        """
-        assert self.config.experts is not None
-        scores = self._linear(normed, layer.router, layer.b_router)  # (n_rows, n_experts)
-        ranked = np.argsort(-scores, axis=-1, kind="stable")  # of equals the first
-        chosen = ranked[:, : self.config.experts.n_chosen]
-        if self.config.experts.normalised:
-            return chosen, softmax(np.take_along_axis(scores, chosen, -1))
-        return chosen, np.take_along_axis(softmax(scores), chosen, -1)
-
-    def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
-        """x[i] W_e^T + b_e, with e = experts[i]. x (n, n_in), w (n_experts, n_out, n_in) -> (n, n_out)"""
-        y = np.stack([row @ w[e].T for row, e in zip(x, experts, strict=True)])
-        if b is not None:
-            y += b[experts]
-        return y
-
-    def _swiglu(self, gate_up: Array) -> Array:
-        """silu(gate) * up: SwiGLU, https://arxiv.org/abs/2002.05202, equation 6. (..., 2 n) -> (..., n)
-
-        gpt-oss clamps both, and computes gate * sigmoid(alpha * gate) * (up + 1):
-        https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py, swiglu
-        """
-        gate, up = np.split(gate_up, 2, axis=-1)
-        experts = self.config.experts
-        if experts is None or experts.limit is None:
-            return silu(gate) * up
-        gate = np.minimum(gate, experts.limit)
-        up = np.clip(up, -experts.limit, experts.limit)
-        return silu(gate, experts.alpha) * (up + 1)
-
-    def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
-        """softmax(q K^T / sqrt(head_dim)) V. q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)
-
-        https://arxiv.org/abs/1706.03762, equation 1, row by row (rule 2). A row sees all tokens up to its own
-        position; with a sliding window of w it sees the last w of these, https://arxiv.org/abs/2310.06825,
-        section 2. n_heads / n_kv_heads query heads share a key head: grouped-query attention,
-        https://arxiv.org/abs/2305.13245
-        """
-        c = self.config
-        window = c.windows[i] or self.max_seq_len
-        sinks = layer.sinks
-        if sinks is not None:
-            sinks = sinks.reshape(c.n_kv_heads, -1, 1)  # (g, h, 1)
-        outputs = np.empty((len(q), c.n_heads * c.head_dim), np.float32)
-        # Axes: k key, d head_dim, g key head, h query head among those that share the key head.
-        for row, position in enumerate(batch.positions):
-            seen = np.arange(max(0, position + 1 - window), position + 1)  # (n_keys,) positions
-            pages = np.take(batch.page_tables[row], seen // PAGE)
-            keys = self._kv[pages, i, 0, seen % PAGE].transpose(1, 2, 0)  # (g, d, k)
-            values = self._kv[pages, i, 1, seen % PAGE].transpose(1, 0, 2)  # (g, k, d)
-            queries = q[row].reshape(c.n_kv_heads, -1, c.head_dim)  # (g, h, d)
-            scores = queries @ keys / math.sqrt(c.head_dim)  # (g, h, k)
-            y: Array = softmax(scores, sinks) @ values  # (g, h, d)
-            outputs[row] = y.reshape(-1)
-        return outputs
-
 
 def rotate(x: Array, turns: NDArray[np.complex64]) -> Array:
     """Turn each pair of a head, seen as a complex number, by its angle at the row's position.
@@ -334,3 +144,193 @@ def softmax(x: Array, sink: Array | None = None) -> Array:
 def silu(x: Array, alpha: float = 1.0) -> Array:
     """x * sigmoid(alpha * x). https://arxiv.org/abs/1702.03118"""
     return x / (1 + np.exp(-alpha * x))  # type: ignore[no-any-return]
+
+
+class NumpyOps:
+    """The spec: each op in the fewest lines that are clear. The engine's thread alone calls it.
+
+    In a formula W is a matrix as in the checkpoint, (outputs, inputs), so that y = x W^T.
+    """
+
+    pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
+    chunk = CHUNK
+    kv_dtype = "float32"  # of the keys and values, for the start-up lines
+    max_wanted = sys.maxsize  # rows of a step from which a token may be chosen
+    n_ahead = 0  # steps that may be launched before the first of them is read
+
+    def __init__(
+        self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
+    ) -> None:
+        self.about = f"NumPy, {weights.nbytes / 1e6:.0f} MB of weights in float32"
+        self.config = config
+        self.weights = weights
+        self.max_seq_len = max_seq_len
+        self.n_pages = n_pages
+        self.max_batch = max_batch
+        # cos + i sin, (max_seq_len, head_dim/2) complex64
+        self._rope = rope_table(config.rope, config.head_dim, max_seq_len)
+        # The page pool; axis 2 is keys, then values. The page is the first axis, so a page is contiguous, and
+        # the operating system gives it memory only when its first token is written.
+        shape = (n_pages, config.n_layers, 2, PAGE, config.n_kv_heads, config.head_dim)
+        self._kv: Array = np.empty(shape, np.float32)
+
+    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
+        """Compute a step. `contexts` has an element for each wanted row, in the order of the rows."""
+        logits = forward(self, self.weights, Batch(spans))
+        choices = iter(self.pick(logits, contexts))  # one for each wanted row of all spans
+        return [list(islice(choices, span.n_wanted)) for span in spans]
+
+    def embed(self, batch: Batch, weights: Weights) -> Array:
+        """x = E[token_id]"""
+        return weights.embed[batch.token_ids]  # type: ignore[no-any-return]
+
+    def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
+        """[q, k, v] = RMSNorm(x) W_qkv^T + b"""
+        return self._linear(self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv)
+
+    def _rms_norm(self, x: Array, w: Array) -> Array:
+        """x / sqrt(mean(x^2) + eps) * w, over the last axis. https://arxiv.org/abs/1910.07467, equation 4"""
+        mean_square = np.mean(x**2, axis=-1, keepdims=True)
+        normed: Array = x / np.sqrt(mean_square + self.config.norm_eps)
+        return normed * w
+
+    def _linear(self, x: Array, w: Matrix, b: Array | None) -> Array:
+        """x W^T + b. x (n_rows, n_in), w (n_out, n_in), b (n_out,) -> (n_rows, n_out)"""
+        y: Array = (x[:, None] @ w.T)[:, 0]  # a product for each row (rule 2): (row, 1, in) (in, out)
+        if b is not None:
+            y += b
+        return y
+
+    def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
+        """y = attention(rotate(q), rotate(k), v), with k and v of all tokens so far.
+
+        Qwen3 norms each head of q and k before the rotation: https://arxiv.org/abs/2505.09388, section 2.
+        """
+        c = self.config
+        heads = qkv.reshape(len(qkv), -1, c.head_dim)  # (n_rows, n_heads + 2 * n_kv_heads, head_dim)
+        q = heads[:, : c.n_heads]
+        k = heads[:, c.n_heads : -c.n_kv_heads]
+        v = heads[:, -c.n_kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = self._rms_norm(q, layer.q_norm)
+            k = self._rms_norm(k, layer.k_norm)
+        if c.rotary[i]:
+            turns = self._rope[batch.positions]  # (n_rows, head_dim/2)
+            q = rotate(q, turns)
+            k = rotate(k, turns)
+        self._kv[batch.pages, i, 0, batch.offsets] = k
+        self._kv[batch.pages, i, 1, batch.offsets] = v
+        return self._attention(q, layer, i, batch)
+
+    def _attention(self, q: Array, layer: Layer, i: int, batch: Batch) -> Array:
+        """softmax(q K^T / sqrt(head_dim)) V. q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)
+
+        https://arxiv.org/abs/1706.03762, equation 1, row by row (rule 2). A row sees all tokens up to its own
+        position; with a sliding window of w it sees the last w of these, https://arxiv.org/abs/2310.06825,
+        section 2. n_heads / n_kv_heads query heads share a key head: grouped-query attention,
+        https://arxiv.org/abs/2305.13245
+        """
+        c = self.config
+        window = c.windows[i] or self.max_seq_len
+        sinks = layer.sinks
+        if sinks is not None:
+            sinks = sinks.reshape(c.n_kv_heads, -1, 1)  # (g, h, 1)
+        outputs = np.empty((len(q), c.n_heads * c.head_dim), np.float32)
+        # Axes: k key, d head_dim, g key head, h query head among those that share the key head.
+        for row, position in enumerate(batch.positions):
+            seen = np.arange(max(0, position + 1 - window), position + 1)  # (n_keys,) positions
+            pages = np.take(batch.page_tables[row], seen // PAGE)
+            keys = self._kv[pages, i, 0, seen % PAGE].transpose(1, 2, 0)  # (g, d, k)
+            values = self._kv[pages, i, 1, seen % PAGE].transpose(1, 0, 2)  # (g, k, d)
+            queries = q[row].reshape(c.n_kv_heads, -1, c.head_dim)  # (g, h, d)
+            scores = queries @ keys / math.sqrt(c.head_dim)  # (g, h, k)
+            y: Array = softmax(scores, sinks) @ values  # (g, h, d)
+            outputs[row] = y.reshape(-1)
+        return outputs
+
+    def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
+        """x += y W_o^T + b"""
+        x += self._linear(y, layer.wo, layer.bo)
+
+    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
+        """h = swiglu(RMSNorm(x) W_gate_up^T + b)"""
+        normed = self._rms_norm(x, layer.mlp_norm)
+        return self._swiglu(self._linear(normed, layer.w_gate_up, layer.b_gate_up))
+
+    def _swiglu(self, gate_up: Array) -> Array:
+        """silu(gate) * up: SwiGLU, https://arxiv.org/abs/2002.05202, equation 6. (..., 2 n) -> (..., n)
+
+        gpt-oss clamps both, and computes gate * sigmoid(alpha * gate) * (up + 1):
+        https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py, swiglu
+        """
+        gate, up = np.split(gate_up, 2, axis=-1)
+        experts = self.config.experts
+        if experts is None or experts.limit is None:
+            return silu(gate) * up
+        gate = np.minimum(gate, experts.limit)
+        up = np.clip(up, -experts.limit, experts.limit)
+        return silu(gate, experts.alpha) * (up + 1)
+
+    def down(self, x: Array, h: Array, layer: Layer, batch: Batch) -> None:
+        """x += h W_down^T + b"""
+        x += self._linear(h, layer.w_down, layer.b_down)
+
+    def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
+        """RMSNorm(x) W_head^T for the wanted rows."""
+        return self._linear(self._rms_norm(x[batch.wanted_rows], weights.norm), weights.head, None)
+
+    def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
+        """Choose a token for each wanted row (sampling.py)."""
+        return [pick_token(row, context) for row, context in zip(logits, contexts, strict=True)]
+
+    def read(self, ticket: Ticket) -> list[list[Choice]]:
+        """Return the choices of each span. The engine reads tickets in the order of their launch."""
+        return ticket  # type: ignore[no-any-return]
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    @staticmethod
+    def page_bytes(config: Config) -> int:
+        return 4 * config.n_layers * 2 * PAGE * config.n_kv_heads * config.head_dim
+
+    # --- the forward pass, op by op -------------------------------------------------------------------------
+
+    def experts(self, x: Array, layer: Layer, batch: Batch) -> None:
+        """x += sum of share_e * (h_e W_down_e^T + b_e) over the experts e that the row has chosen, where
+        h_e = swiglu(RMSNorm(x) W_gate_up_e^T + b_e).
+
+        https://arxiv.org/abs/1701.06538, equation 1
+        """
+        normed = self._rms_norm(x, layer.mlp_norm)
+        chosen, shares = self._route(normed, layer)
+        n_chosen = chosen.shape[1]
+        experts = chosen.ravel()  # (n_rows * n_chosen,)
+        inputs = normed.repeat(n_chosen, axis=0)
+        gate_up = self._expert_linear(inputs, layer.w_gate_up, layer.b_gate_up, experts)
+        y = self._expert_linear(self._swiglu(gate_up), layer.w_down, layer.b_down, experts)
+        y = y.reshape(-1, n_chosen, x.shape[1])
+        for i in range(n_chosen):
+            x += shares[:, i, None] * y[:, i]
+
+    # --- what the ops are made of ---------------------------------------------------------------------------
+
+    def _route(self, normed: Array, layer: Layer) -> tuple[Ints, Array]:
+        """Return the experts that each row chooses, and their shares in the sum. Both are (n_rows, n_chosen).
+
+        A row chooses the experts with the highest scores. A share is the softmax of the score, over all
+        experts or over the chosen ones.
+        """
+        assert self.config.experts is not None
+        scores = self._linear(normed, layer.router, layer.b_router)  # (n_rows, n_experts)
+        ranked = np.argsort(-scores, axis=-1, kind="stable")  # of equals the first
+        chosen = ranked[:, : self.config.experts.n_chosen]
+        if self.config.experts.normalised:
+            return chosen, softmax(np.take_along_axis(scores, chosen, -1))
+        return chosen, np.take_along_axis(softmax(scores), chosen, -1)
+
+    def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
+        """x[i] W_e^T + b_e, with e = experts[i]. x (n, n_in), w (n_experts, n_out, n_in) -> (n, n_out)"""
+        y = np.stack([row @ w[e].T for row, e in zip(x, experts, strict=True)])
+        if b is not None:
+            y += b[experts]
+        return y

@@ -27,20 +27,6 @@ from hashlib import sha256
 PrefixHash = bytes
 
 
-def root_hash(owner: str) -> PrefixHash:
-    """Return the hash of the empty prefix of an owner: rule 3."""
-    return sha256(owner.encode()).digest()
-
-
-def prefix_hash(before: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
-    """Return the hash of a page with these tokens after the prefix `before`, and of that prefix."""
-    return sha256(before + array("q", token_ids).tobytes()).digest()
-
-
-class OutOfPages(Exception):
-    """All pages are in use."""
-
-
 class PagePool:
     """The pages 0 to n_pages - 1."""
 
@@ -52,15 +38,6 @@ class PagePool:
         self._page_of: dict[PrefixHash, int] = {}  # the prefix cache
         self._hash_of: dict[int, PrefixHash] = {}  # the same, page to hash
 
-    @property
-    def n_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def cached_pages(self) -> KeysView[int]:
-        """The pages of the prefix cache, in use or free."""
-        return self._hash_of.keys()
-
     def take(self) -> int:
         """Allocate a page to one sequence, and drop it from the prefix cache. Raises OutOfPages."""
         if not self._free:
@@ -71,6 +48,30 @@ class PagePool:
             del self._page_of[evicted_hash]
         self._n_users[page] = 1
         return page
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take a user from each page of a page table.
+
+        Later pages are freed first, and so taken first: a page is useless without the pages before it.
+        """
+        for page in reversed(pages):
+            self._n_users[page] -= 1
+            if self._n_users[page]:
+                continue
+            self._free[page] = None
+            if page not in self._hash_of:
+                self._free.move_to_end(page, last=False)  # taken first: rule 4
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached_pages(self) -> KeysView[int]:
+        """The pages of the prefix cache, in use or free."""
+        return self._hash_of.keys()
 
     def register(self, page: int, page_hash: PrefixHash) -> None:
         """Put a full page, which is in use, into the prefix cache, unless it has a page with this hash."""
@@ -90,15 +91,19 @@ class PagePool:
         self._n_users[page] += 1
         self._free.pop(page, None)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Take a user from each page of a page table.
 
-        Later pages are freed first, and so taken first: a page is useless without the pages before it.
-        """
-        for page in reversed(pages):
-            self._n_users[page] -= 1
-            if self._n_users[page]:
-                continue
-            self._free[page] = None
-            if page not in self._hash_of:
-                self._free.move_to_end(page, last=False)  # taken first: rule 4
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+def root_hash(owner: str) -> PrefixHash:
+    """Return the hash of the empty prefix of an owner: rule 3."""
+    return sha256(owner.encode()).digest()
+
+
+def prefix_hash(before: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
+    """Return the hash of a page with these tokens after the prefix `before`, and of that prefix."""
+    return sha256(before + array("q", token_ids).tobytes()).digest()
+
+
+class OutOfPages(Exception):
+    """All pages are in use."""

@@ -38,11 +38,6 @@ Event = dict[str, Any]  # as on the wire, without its sequence_number; what is l
 
 EncodedLogprob = tuple[sse.Encoded, sse.Encoded]  # as events have it, and as content parts have it
 
-
-class IllegalEvent(RuntimeError):
-    """GRAMMAR has no row for this state and event: the caller has a bug, or the response has ended."""
-
-
 # --- theory of operation ------------------------------------------------------------------------------------
 
 # The output of a response is a list of items: messages, reasoning, calls. At most one of them is open. It is
@@ -181,12 +176,6 @@ def label(event: Mapping[str, Any]) -> str:
     return str(event["type"])
 
 
-def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the response object of a stream: that of the newest event with one."""
-    snapshots = [event["response"] for event in events if "response" in event]
-    return dict(snapshots[-1])
-
-
 # --- the builder --------------------------------------------------------------------------------------------
 
 
@@ -206,6 +195,13 @@ class _Item:
         if self.kind.part:
             # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
             self.place["content_index"] = 0
+
+    def part(self) -> dict[str, Any]:
+        """Return the content part with the text so far."""
+        part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
+        if self.kind.part == "output_text":
+            part |= {"annotations": [], "logprobs": [of_part for _, of_part in self.logprobs]}
+        return part
 
     def text(self) -> str:
         return "".join(self.texts)
@@ -228,12 +224,15 @@ class _Item:
             whole["name"] = self.announced["name"]  # required by openai-openapi, absent from the SDK's type
         return whole
 
-    def part(self) -> dict[str, Any]:
-        """Return the content part with the text so far."""
-        part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
-        if self.kind.part == "output_text":
-            part |= {"annotations": [], "logprobs": [of_part for _, of_part in self.logprobs]}
-        return part
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.input_tokens + usage.output_tokens,
+    }
 
 
 class Builder:
@@ -264,36 +263,6 @@ class Builder:
         reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
         self._kinds = KINDS | {"analysis": reasoning}
 
-    def queue(self) -> list[Event]:
-        """Return the events of a response that waits for its turn."""
-        return [self._envelope(type_, "queued") for type_ in ("response.created", "response.queued")]
-
-    def start(self) -> list[Event]:
-        """Return the events that need no token, at once: clients time out on long prompts."""
-        created = []
-        if self.state == "start":  # else it was queued
-            created = [self._envelope("response.created", "in_progress")]
-        return [*created, self._envelope("response.in_progress", "in_progress")]
-
-    def resume(self, events: Iterable[Event]) -> None:
-        """Continue a response after these events of another builder, read from JSON."""
-        newest: list[Event] = []  # of the newest item: how it was announced, and its deltas
-        for event in events:
-            self.state = GRAMMAR[self.state, label(event)]
-            if event["type"] == "response.output_item.added":
-                newest = [event]
-            elif "delta" in event:
-                newest.append(event)
-            elif event["type"] == "response.output_item.done":
-                self.output.append(event["item"])
-        for kind in self._kinds.values():
-            if (self.state, kind.events + ".delta") in GRAMMAR:  # one is open
-                added, *deltas = newest
-                self._item = _Item(kind, added["item"], added["output_index"])
-                for delta in deltas:
-                    logprobs = map(_read_logprob, delta.get("logprobs", ()))
-                    self._item.grow(delta["delta"], [*map(_logprob, logprobs)])
-
     def feed(self, output: Accepted | Output | Compaction) -> list[Event]:
         """Return the events of one output of the worker: none, one or several."""
         match output:
@@ -316,20 +285,25 @@ class Builder:
             case Close(is_cut):
                 return self._close("incomplete" if is_cut else "completed")
 
-    def finish(self, finish: Finish, now: int) -> list[Event]:
-        """Return the events that end the response; `now` is the time in Unix seconds."""
-        ending = ENDINGS[finish.reason]
-        closing = self._close(ending.item_status)
-        members: dict[str, Any] = {}
-        if ending.status == "completed":
-            members["completed_at"] = max(now, self._head["created_at"])  # a clock may be set back
-        if ending.status == "failed":
-            members["error"] = {"code": finish.code, "message": finish.message}
-        if ending.incomplete_reason:
-            members["incomplete_details"] = {"reason": ending.incomplete_reason}
-        if finish.usage and ending.status != "cancelled":
-            members["usage"] = usage_object(finish.usage)
-        return [*closing, self._envelope(ending.event, ending.status, **members)]
+    def start(self) -> list[Event]:
+        """Return the events that need no token, at once: clients time out on long prompts."""
+        created = []
+        if self.state == "start":  # else it was queued
+            created = [self._envelope("response.created", "in_progress")]
+        return [*created, self._envelope("response.in_progress", "in_progress")]
+
+    def _envelope(self, type_: str, status: str, **members: Any) -> Event:
+        """Make an event with the response object so far; `members` are set at its end."""
+        response = self._head | {
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "output": [*self.output],
+            "usage": None,
+            **members,
+        }
+        return self._event(type_, {"response": response})
 
     def _event(self, type_: str, fields: Mapping[str, Any]) -> Event:
         """Make an event; raises IllegalEvent (rule 2)."""
@@ -355,24 +329,6 @@ class Builder:
         self._item = item
         return events
 
-    def _compaction(self, encrypted_content: str) -> list[Event]:
-        """Announce and close an item that does not grow; it has no status."""
-        item = {"id": self._new_id("cmp"), "type": "compaction", "encrypted_content": encrypted_content}
-        index = len(self.output)
-        self.output.append(item)
-        announced = item | {"encrypted_content": ""}
-        return [
-            self._event("response.output_item.added", {"output_index": index, "item": announced}),
-            self._event("response.output_item.done", {"output_index": index, "item": item}),
-        ]
-
-    def _grow(self, text: str, logprobs: Sequence[EncodedLogprob] = ()) -> list[Event]:
-        """Add text to the open item."""
-        item = self._item
-        if item is None or not (text or logprobs):
-            return []
-        return [self._event(item.kind.events + ".delta", item.grow(text, logprobs))]
-
     def _close(self, status: str) -> list[Event]:
         """End the open item with the events that repeat it as a whole."""
         item = self._item
@@ -393,28 +349,82 @@ class Builder:
         self._item = None
         return events
 
-    def _envelope(self, type_: str, status: str, **members: Any) -> Event:
-        """Make an event with the response object so far; `members` are set at its end."""
-        response = self._head | {
-            "status": status,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "output": [*self.output],
-            "usage": None,
-            **members,
-        }
-        return self._event(type_, {"response": response})
+    def _grow(self, text: str, logprobs: Sequence[EncodedLogprob] = ()) -> list[Event]:
+        """Add text to the open item."""
+        item = self._item
+        if item is None or not (text or logprobs):
+            return []
+        return [self._event(item.kind.events + ".delta", item.grow(text, logprobs))]
+
+    def finish(self, finish: Finish, now: int) -> list[Event]:
+        """Return the events that end the response; `now` is the time in Unix seconds."""
+        ending = ENDINGS[finish.reason]
+        closing = self._close(ending.item_status)
+        members: dict[str, Any] = {}
+        if ending.status == "completed":
+            members["completed_at"] = max(now, self._head["created_at"])  # a clock may be set back
+        if ending.status == "failed":
+            members["error"] = {"code": finish.code, "message": finish.message}
+        if ending.incomplete_reason:
+            members["incomplete_details"] = {"reason": ending.incomplete_reason}
+        if finish.usage and ending.status != "cancelled":
+            members["usage"] = usage_object(finish.usage)
+        return [*closing, self._envelope(ending.event, ending.status, **members)]
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def queue(self) -> list[Event]:
+        """Return the events of a response that waits for its turn."""
+        return [self._envelope(type_, "queued") for type_ in ("response.created", "response.queued")]
+
+    def resume(self, events: Iterable[Event]) -> None:
+        """Continue a response after these events of another builder, read from JSON."""
+        newest: list[Event] = []  # of the newest item: how it was announced, and its deltas
+        for event in events:
+            self.state = GRAMMAR[self.state, label(event)]
+            if event["type"] == "response.output_item.added":
+                newest = [event]
+            elif "delta" in event:
+                newest.append(event)
+            elif event["type"] == "response.output_item.done":
+                self.output.append(event["item"])
+        for kind in self._kinds.values():
+            if (self.state, kind.events + ".delta") in GRAMMAR:  # one is open
+                added, *deltas = newest
+                self._item = _Item(kind, added["item"], added["output_index"])
+                for delta in deltas:
+                    logprobs = map(_read_logprob, delta.get("logprobs", ()))
+                    self._item.grow(delta["delta"], [*map(_logprob, logprobs)])
+
+    def _compaction(self, encrypted_content: str) -> list[Event]:
+        """Announce and close an item that does not grow; it has no status."""
+        item = {"id": self._new_id("cmp"), "type": "compaction", "encrypted_content": encrypted_content}
+        index = len(self.output)
+        self.output.append(item)
+        announced = item | {"encrypted_content": ""}
+        return [
+            self._event("response.output_item.added", {"output_index": index, "item": announced}),
+            self._event("response.output_item.done", {"output_index": index, "item": item}),
+        ]
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.input_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.input_tokens + usage.output_tokens,
-    }
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+class IllegalEvent(RuntimeError):
+    """GRAMMAR has no row for this state and event: the caller has a bug, or the response has ended."""
+
+
+# --- the tables ---------------------------------------------------------------------------------------------
+
+
+def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the response object of a stream: that of the newest event with one."""
+    snapshots = [event["response"] for event in events if "response" in event]
+    return dict(snapshots[-1])
+
+
+# --- the builder --------------------------------------------------------------------------------------------
 
 
 def _logprob(token: TokenLogprob) -> EncodedLogprob:

@@ -29,9 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
-
-NEGLIGIBLE = 1e-17  # a probability relative to the likeliest token's: 10^5 such tokens add up to 10^-12
-RUN = 64  # the draw chooses a run of so many tokens first, then one of them
+NO_TOKEN = -1  # the choice if logits are not finite numbers: that sequence fails, and no other
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,12 @@ class Context(NamedTuple):
     mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that structured output allows; None: all
     n_unread: int = 0  # tokens that the device has chosen in steps that the host has not read
 
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
     @property
     def n_output(self) -> int:
         """The number of the token to choose, from 0."""
         return len(self.output) + self.n_unread
-
-
-NO_TOKEN = -1  # the choice if logits are not finite numbers: that sequence fails, and no other
 
 
 class Choice(NamedTuple):
@@ -88,17 +85,6 @@ def pick_token(logits: Array, context: Context) -> Choice:
         return Choice(token_id)
     logprobs = log_softmax(logits)  # the model's own: rule 2
     return Choice(token_id, float(logprobs[token_id]), top_logprobs(logprobs, sampling.n_top_logprobs))
-
-
-def sample(logits: Array, context: Context) -> int:
-    """Draw a token from the distribution that the request asks for."""
-    sampling = context.sampling
-    token_ids = candidates(logits, sampling)
-    if token_ids is not None:
-        logits = logits[token_ids]
-    probs = apply_top_p(apply_temperature(logits, sampling.temperature), sampling.top_p)
-    token_id = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
-    return token_id if token_ids is None else int(token_ids[token_id])
 
 
 # --- logits to probabilities --------------------------------------------------------------------------------
@@ -129,6 +115,26 @@ def apply_penalties(logits: Array, context: Context) -> Array:
     if context.mask is not None:
         logits[~context.mask] = -np.inf
     return logits
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+NEGLIGIBLE = 1e-17  # a probability relative to the likeliest token's: 10^5 such tokens add up to 10^-12
+RUN = 64  # the draw chooses a run of so many tokens first, then one of them
+
+
+def sample(logits: Array, context: Context) -> int:
+    """Draw a token from the distribution that the request asks for."""
+    sampling = context.sampling
+    token_ids = candidates(logits, sampling)
+    if token_ids is not None:
+        logits = logits[token_ids]
+    probs = apply_top_p(apply_temperature(logits, sampling.temperature), sampling.top_p)
+    token_id = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
+    return token_id if token_ids is None else int(token_ids[token_id])
+
+
+# --- logits to probabilities --------------------------------------------------------------------------------
 
 
 def candidates(logits: Array, sampling: Sampling) -> NDArray[np.int64] | None:

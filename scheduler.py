@@ -148,43 +148,10 @@ class Sequence:
     preempted_for: PreemptedFor = ""  # the last time
     max_drafts: int = 0  # drafts of a step: fewer while they are wrong
 
-    @cached_property
-    def prompt_array(self) -> NDArray[np.int64]:
-        """The prompt for penalties and drafts, made once for all steps."""
-        return np.array(self.prompt, np.int64)
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def awaits_mask(self) -> bool:
-        """True while its next token cannot be chosen."""
-        return self.constraint is not None and self.mask is None
-
-    @property
-    def n_ready(self) -> int:
-        """Known tokens that a step can compute now: not the last one while its mask is missing."""
-        return self.n_tokens - self.n_computed - self.awaits_mask
-
     @property
     def is_prefilling(self) -> bool:
         """True for a prompt, and for a preempted sequence that is computed again as one."""
         return not self.n_unread and (not self.output or self.n_tokens - self.n_computed > 1)
-
-    def token_ids(self, start: int, end: int) -> list[int]:
-        """Tokens `start` to `end` of prompt and output."""
-        n_prompt = len(self.prompt)
-        return self.prompt[start:end] + self.output[max(0, start - n_prompt) : max(0, end - n_prompt)]
-
-    def page_hash(self, number: int) -> PrefixHash:
-        """Return the hash of page `number` of the page table, which its tokens fill."""
-        hashes = self.prefix_hashes
-        while len(hashes) <= number:
-            before = hashes[-1] if hashes else root_hash(self.owner)
-            start = len(hashes) * PAGE
-            hashes.append(prefix_hash(before, self.token_ids(start, start + PAGE)))
-        return hashes[number]
 
     def hash_at(self, position: int) -> PrefixHash | None:
         """Return the hash of the page at a position of the prefill; None for the page of the last token.
@@ -196,12 +163,47 @@ class Sequence:
             return None
         return self.page_hash(number)
 
+    @property
+    def n_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def n_ready(self) -> int:
+        """Known tokens that a step can compute now: not the last one while its mask is missing."""
+        return self.n_tokens - self.n_computed - self.awaits_mask
+
+    @property
+    def awaits_mask(self) -> bool:
+        """True while its next token cannot be chosen."""
+        return self.constraint is not None and self.mask is None
+
     def contexts(self, drafts: list[int]) -> list[Context]:
         """Return the context of the next choice, then that of the choice after each draft."""
         outputs = [self.output, *([*self.output, *drafts[:n]] for n in range(1, len(drafts) + 1))]
         return [
             Context(self.sampling, self.prompt_array, output, self.mask, self.n_unread) for output in outputs
         ]
+
+    @cached_property
+    def prompt_array(self) -> NDArray[np.int64]:
+        """The prompt for penalties and drafts, made once for all steps."""
+        return np.array(self.prompt, np.int64)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Tokens `start` to `end` of prompt and output."""
+        n_prompt = len(self.prompt)
+        return self.prompt[start:end] + self.output[max(0, start - n_prompt) : max(0, end - n_prompt)]
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def page_hash(self, number: int) -> PrefixHash:
+        """Return the hash of page `number` of the page table, which its tokens fill."""
+        hashes = self.prefix_hashes
+        while len(hashes) <= number:
+            before = hashes[-1] if hashes else root_hash(self.owner)
+            start = len(hashes) * PAGE
+            hashes.append(prefix_hash(before, self.token_ids(start, start + PAGE)))
+        return hashes[number]
 
 
 class Scheduled(NamedTuple):
@@ -270,67 +272,6 @@ class Scheduler:
             scheduled.sequence.n_unread += scheduled.span.n_wanted
         return batch
 
-    def postprocess(self, scheduled: Scheduled, choices: list[Choice]) -> list[Choice]:
-        """Record the choices of a step for one sequence, one for each context; return the new tokens.
-
-        Set `finish` if the sequence ends with them.
-        """
-        sequence, span, drafts = scheduled.sequence, scheduled.span, scheduled.drafts
-        if sequence.slot is None:  # it ended while the step was in flight
-            return []
-        n_accepted = 0
-        while n_accepted < len(drafts) and choices[n_accepted].token_id == drafts[n_accepted]:
-            n_accepted += 1
-        tokens = choices[: n_accepted + 1]  # the rows after them follow another text
-        token_ids = [token.token_id for token in tokens]
-        if NO_TOKEN in token_ids:
-            sequence.finish = "failed"
-            self.remove(sequence)
-            return []
-        n_rejected = len(choices) - len(tokens)
-        sequence.output += token_ids
-        sequence.n_unread -= len(choices)
-        sequence.n_computed -= n_rejected
-        if drafts:
-            sequence.max_drafts = min(self._speculate, max(1, 2 * n_accepted))
-            self.counts["drafted"] += len(drafts)
-            self.counts["accepted"] += n_accepted
-        for number in range(span.start // PAGE, (span.end - n_rejected) // PAGE):  # pages that are now full
-            self.pool.register(sequence.page_table[number], sequence.page_hash(number))
-        if tokens:
-            sequence.mask = None
-            if token_ids[-1] in sequence.stop_token_ids:
-                sequence.finish = "stop"
-            elif len(sequence.output) == sequence.max_tokens:
-                sequence.finish = "length"
-        if sequence.finish:
-            self.remove(sequence)
-        return tokens
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that waits or runs; do nothing if it has ended."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        elif sequence in self.running:
-            self.running.remove(sequence)
-            assert sequence.slot is not None
-            self._free_slots.append(sequence.slot)
-            sequence.slot = None
-            self.pool.release(sequence.page_table)
-            sequence.page_table = []  # a new list, because a span in flight may still use the old one
-            self.left.append(sequence)
-
-    def preempt(self, sequence: Sequence, what_for: PreemptedFor = "pages") -> None:
-        """Put a running sequence first in line: the waiting sequences of its owner are younger."""
-        self.remove(sequence)
-        self.waiting.insert(0, sequence)
-        sequence.n_computed = 0
-        sequence.n_preemptions += 1
-        sequence.preempted_for = what_for
-        self.counts["preemptions"] += 1
-
-    # --- admission ------------------------------------------------------------------------------------------
-
     def _admit(self) -> None:
         """Move sequences to `running` while slots and pages are free. None overtakes the first in turn."""
         while self.waiting and self._free_slots:
@@ -343,19 +284,6 @@ class Scheduler:
             self.running.append(sequence)
             sequence.slot = self._free_slots.pop()
 
-    def _n_lacking_pages(self, newcomer: Sequence, others: list[Sequence]) -> int:
-        """Return how many pages are missing for it to run beside the others; 0 or less: none.
-
-        All tokens of all sequences need pages, and each running sequence needs one more.
-        """
-        n_lacking = len(others) - self.pool.n_free
-        for sequence in [newcomer, *others]:
-            n_lacking += max(0, sequence.n_tokens // PAGE + 1 - len(sequence.page_table))
-        hashes = map(newcomer.page_hash, range((newcomer.n_tokens - 1) // PAGE))
-        return n_lacking - len(list(takewhile(self.pool.is_in_use, hashes)))
-
-    # --- fairness between owners: with a single one it is first come, first served --------------------------
-
     def _in_turn(self, sequences: list[Sequence], served: list[Sequence]) -> list[Sequence]:
         """Sort round robin over owners: first the owners with the fewest served, then the least recent."""
         n_before = Counter(sequence.owner for sequence in served)
@@ -364,32 +292,6 @@ class Scheduler:
             keys[sequence] = n_before[sequence.owner], self._last_turn[sequence.owner]
             n_before[sequence.owner] += 1
         return sorted(sequences, key=keys.__getitem__)
-
-    def _surplus(self) -> Sequence | None:
-        """Return the sequence to preempt for an owner that waits and runs nothing, if that makes room.
-
-        Its owner runs several.
-        """
-        n_running = Counter(sequence.owner for sequence in self.running)
-        newcomer = self._in_turn(self.waiting, self.running)[0]
-        several = [sequence for sequence in self.running if n_running[sequence.owner] > 1]
-        if n_running[newcomer.owner] or not several:
-            return None
-        surplus = self._youngest_of_largest_owner(several)
-        others = [sequence for sequence in self.running if sequence is not surplus]
-        kept = {page for sequence in others for page in sequence.page_table}  # it may share pages with them
-        if self._n_lacking_pages(newcomer, others) > len({*surplus.page_table} - kept):
-            return None
-        return surplus
-
-    def _youngest_of_largest_owner(self, running: list[Sequence]) -> Sequence:
-        """Return the youngest of these sequences whose owner has the most pages."""
-        n_pages = Counter[str]()
-        for sequence in running:
-            n_pages[sequence.owner] += len(sequence.page_table)
-        return max(reversed(running), key=lambda sequence: n_pages[sequence.owner])
-
-    # --- the next step --------------------------------------------------------------------------------------
 
     def _next_batch(self, in_flight: Collection[list[Scheduled]], max_rows: float) -> list[Scheduled]:
         """Return the next step. Raises OutOfPages; the next attempt uses the pages taken until then."""
@@ -425,27 +327,6 @@ class Scheduler:
                 if scheduled.contexts:  # the prompt ends
                     self._last_turn[sequence.owner] = next(self._turns)
         return batch
-
-    def _decode(self, sequence: Sequence, max_drafts: int) -> Scheduled | None:
-        """Schedule the row of the newest token, and drafts after it; None if it sits the step out."""
-        drafts: list[int] = []
-        if self._speculate and sequence.output and sequence.constraint is None:
-            drafts = self._drafts(sequence)
-        token_ids: list[int] | None = None
-        if sequence.n_unread:
-            # Only the device knows the newest token. The span is chained to it, unless the output is complete
-            # with it, drafts are in flight or may follow it, or a mask depends on it.
-            is_complete = len(sequence.output) + sequence.n_unread >= sequence.max_tokens
-            if is_complete or drafts or sequence.constraint is not None:
-                return None
-        elif sequence.awaits_mask:
-            return None
-        else:
-            if drafts:
-                drafts = drafts[: min(max_drafts, self._n_places(sequence))]
-            token_ids = [sequence.output[-1], *drafts]
-        span = self._span(sequence, token_ids, len(drafts) + 1)
-        return Scheduled(sequence, span, sequence.contexts(drafts), drafts)
 
     def _ready(self, prefilling: list[Sequence], in_flight: Collection[list[Scheduled]]) -> list[Sequence]:
         """Return the sequences that can compute rows of their prompts now, in turn.
@@ -487,6 +368,129 @@ class Scheduler:
             sequence.page_table.append(self.pool.take())
         return span
 
+    def postprocess(self, scheduled: Scheduled, choices: list[Choice]) -> list[Choice]:
+        """Record the choices of a step for one sequence, one for each context; return the new tokens.
+
+        Set `finish` if the sequence ends with them.
+        """
+        sequence, span, drafts = scheduled.sequence, scheduled.span, scheduled.drafts
+        if sequence.slot is None:  # it ended while the step was in flight
+            return []
+        n_accepted = 0
+        while n_accepted < len(drafts) and choices[n_accepted].token_id == drafts[n_accepted]:
+            n_accepted += 1
+        tokens = choices[: n_accepted + 1]  # the rows after them follow another text
+        token_ids = [token.token_id for token in tokens]
+        if NO_TOKEN in token_ids:
+            sequence.finish = "failed"
+            self.remove(sequence)
+            return []
+        n_rejected = len(choices) - len(tokens)
+        sequence.output += token_ids
+        sequence.n_unread -= len(choices)
+        sequence.n_computed -= n_rejected
+        if drafts:
+            sequence.max_drafts = min(self._speculate, max(1, 2 * n_accepted))
+            self.counts["drafted"] += len(drafts)
+            self.counts["accepted"] += n_accepted
+        for number in range(span.start // PAGE, (span.end - n_rejected) // PAGE):  # pages that are now full
+            self.pool.register(sequence.page_table[number], sequence.page_hash(number))
+        if tokens:
+            sequence.mask = None
+            if token_ids[-1] in sequence.stop_token_ids:
+                sequence.finish = "stop"
+            elif len(sequence.output) == sequence.max_tokens:
+                sequence.finish = "length"
+        if sequence.finish:
+            self.remove(sequence)
+        return tokens
+
+    def _decode(self, sequence: Sequence, max_drafts: int) -> Scheduled | None:
+        """Schedule the row of the newest token, and drafts after it; None if it sits the step out."""
+        drafts: list[int] = []
+        if self._speculate and sequence.output and sequence.constraint is None:
+            drafts = self._drafts(sequence)
+        token_ids: list[int] | None = None
+        if sequence.n_unread:
+            # Only the device knows the newest token. The span is chained to it, unless the output is complete
+            # with it, drafts are in flight or may follow it, or a mask depends on it.
+            is_complete = len(sequence.output) + sequence.n_unread >= sequence.max_tokens
+            if is_complete or drafts or sequence.constraint is not None:
+                return None
+        elif sequence.awaits_mask:
+            return None
+        else:
+            if drafts:
+                drafts = drafts[: min(max_drafts, self._n_places(sequence))]
+            token_ids = [sequence.output[-1], *drafts]
+        span = self._span(sequence, token_ids, len(drafts) + 1)
+        return Scheduled(sequence, span, sequence.contexts(drafts), drafts)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that waits or runs; do nothing if it has ended."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.running:
+            self.running.remove(sequence)
+            assert sequence.slot is not None
+            self._free_slots.append(sequence.slot)
+            sequence.slot = None
+            self.pool.release(sequence.page_table)
+            sequence.page_table = []  # a new list, because a span in flight may still use the old one
+            self.left.append(sequence)
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def preempt(self, sequence: Sequence, what_for: PreemptedFor = "pages") -> None:
+        """Put a running sequence first in line: the waiting sequences of its owner are younger."""
+        self.remove(sequence)
+        self.waiting.insert(0, sequence)
+        sequence.n_computed = 0
+        sequence.n_preemptions += 1
+        sequence.preempted_for = what_for
+        self.counts["preemptions"] += 1
+
+    # --- admission ------------------------------------------------------------------------------------------
+
+    def _n_lacking_pages(self, newcomer: Sequence, others: list[Sequence]) -> int:
+        """Return how many pages are missing for it to run beside the others; 0 or less: none.
+
+        All tokens of all sequences need pages, and each running sequence needs one more.
+        """
+        n_lacking = len(others) - self.pool.n_free
+        for sequence in [newcomer, *others]:
+            n_lacking += max(0, sequence.n_tokens // PAGE + 1 - len(sequence.page_table))
+        hashes = map(newcomer.page_hash, range((newcomer.n_tokens - 1) // PAGE))
+        return n_lacking - len(list(takewhile(self.pool.is_in_use, hashes)))
+
+    # --- fairness between owners: with a single one it is first come, first served --------------------------
+
+    def _surplus(self) -> Sequence | None:
+        """Return the sequence to preempt for an owner that waits and runs nothing, if that makes room.
+
+        Its owner runs several.
+        """
+        n_running = Counter(sequence.owner for sequence in self.running)
+        newcomer = self._in_turn(self.waiting, self.running)[0]
+        several = [sequence for sequence in self.running if n_running[sequence.owner] > 1]
+        if n_running[newcomer.owner] or not several:
+            return None
+        surplus = self._youngest_of_largest_owner(several)
+        others = [sequence for sequence in self.running if sequence is not surplus]
+        kept = {page for sequence in others for page in sequence.page_table}  # it may share pages with them
+        if self._n_lacking_pages(newcomer, others) > len({*surplus.page_table} - kept):
+            return None
+        return surplus
+
+    def _youngest_of_largest_owner(self, running: list[Sequence]) -> Sequence:
+        """Return the youngest of these sequences whose owner has the most pages."""
+        n_pages = Counter[str]()
+        for sequence in running:
+            n_pages[sequence.owner] += len(sequence.page_table)
+        return max(reversed(running), key=lambda sequence: n_pages[sequence.owner])
+
+    # --- the next step --------------------------------------------------------------------------------------
+
     def _share(self, sequence: Sequence, page: int) -> None:
         """Take the next page from the prefix cache, and move n_computed past it."""
         number = sequence.n_computed // PAGE
@@ -512,6 +516,9 @@ class Scheduler:
         n_pages = max(len(sequence.page_table), math.ceil(sequence.n_tokens / PAGE))
         n_spare_pages = max(0, self.pool.n_free - len(self.running))  # the others may need a page each
         return (n_pages + n_spare_pages) * PAGE - sequence.n_tokens
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
 
 def prompt_lookup(text: NDArray[np.int64], n: int) -> list[int]:

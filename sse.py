@@ -24,6 +24,67 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+DONE = b"data: [DONE]\n\n"  # the last frame of a Chat Completions stream
+
+# Some clients take these for line ends, https://github.com/modelcontextprotocol/typescript-sdk/pull/1926.
+# They can only be inside JSON strings, where an escape means the same.
+ESCAPED = re.compile("[\u0085\u2028\u2029]")
+
+Encoded = msgspec.Raw  # a value as its JSON text, which dumps() copies
+
+# Possibly half a surrogate pair; a text without a match needs no second look.
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+# --- Writer -------------------------------------------------------------------------------------------------
+
+
+def loads(text: str | bytes | bytearray, errors: str = "strict") -> Any:
+    """Return the value of a JSON text; raises ValueError for any fault in it.
+
+    This includes NaN and 1e999, which JSON lacks, and nesting deeper than Python can follow. Half a surrogate
+    pair is not a character: `errors` is applied to it, as in bytes.decode().
+    """
+    if not isinstance(text, str):
+        text = text.decode("utf-8-sig")
+    try:
+        if errors != "strict" and SURROGATE.search(text):
+            written = json.dumps(json.loads(text), ensure_ascii=False).encode("utf-16", "surrogatepass")
+            text = written.decode("utf-16", errors)
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def dumps(obj: Any) -> str:
+    """Return obj as JSON in one line; NaN and the infinities, which JSON lacks, become null.
+
+    Raises ValueError for half a surrogate pair, which UTF-8 cannot hold: loads() refuses them.
+    """
+    json_text = msgspec.json.encode(obj).decode()
+    if json_text.isascii():
+        return json_text
+    return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)
+
+
+def encode(data: str, event: str | None = None) -> bytes:
+    """Return the frame of one event, for one write; a CR or CRLF in data will arrive as LF."""
+    frame = _lines("data", data) + "\n"
+    if event is not None:
+        if "\n" in event or "\r" in event:
+            raise ValueError(f"expected an event type of one line, got {event!r}")
+        frame = f"event: {event}\n{frame}"
+    return frame.encode()
+
+
+def _lines(name: str, text: str) -> str:
+    if "\n" in text or "\r" in text:  # JSON has none, and may have megabytes
+        text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\n", f"\n{name}: ")
+    return f"{name}: {text}\n"
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
 # "a CRLF pair, a single LF not preceded by CR, and a single CR not followed by LF being the ways in which a
 # line can end". str.splitlines() has eight more: https://github.com/florimondmanca/httpx-sse/issues/34
 LINE_END = re.compile(rb"\r\n|\n|\r")
@@ -145,59 +206,9 @@ class Parser:
 
 # --- Writer -------------------------------------------------------------------------------------------------
 
-DONE = b"data: [DONE]\n\n"  # the last frame of a Chat Completions stream
-
-# Some clients take these for line ends, https://github.com/modelcontextprotocol/typescript-sdk/pull/1926.
-# They can only be inside JSON strings, where an escape means the same.
-ESCAPED = re.compile("[\u0085\u2028\u2029]")
-
-Encoded = msgspec.Raw  # a value as its JSON text, which dumps() copies
-
 
 def encoded(obj: Any) -> Encoded:
     return Encoded(dumps(obj))
-
-
-def dumps(obj: Any) -> str:
-    """Return obj as JSON in one line; NaN and the infinities, which JSON lacks, become null.
-
-    Raises ValueError for half a surrogate pair, which UTF-8 cannot hold: loads() refuses them.
-    """
-    json_text = msgspec.json.encode(obj).decode()
-    if json_text.isascii():
-        return json_text
-    return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)
-
-
-# Possibly half a surrogate pair; a text without a match needs no second look.
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def loads(text: str | bytes | bytearray, errors: str = "strict") -> Any:
-    """Return the value of a JSON text; raises ValueError for any fault in it.
-
-    This includes NaN and 1e999, which JSON lacks, and nesting deeper than Python can follow. Half a surrogate
-    pair is not a character: `errors` is applied to it, as in bytes.decode().
-    """
-    if not isinstance(text, str):
-        text = text.decode("utf-8-sig")
-    try:
-        if errors != "strict" and SURROGATE.search(text):
-            written = json.dumps(json.loads(text), ensure_ascii=False).encode("utf-16", "surrogatepass")
-            text = written.decode("utf-16", errors)
-        return msgspec.json.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-
-
-def encode(data: str, event: str | None = None) -> bytes:
-    """Return the frame of one event, for one write; a CR or CRLF in data will arrive as LF."""
-    frame = _lines("data", data) + "\n"
-    if event is not None:
-        if "\n" in event or "\r" in event:
-            raise ValueError(f"expected an event type of one line, got {event!r}")
-        frame = f"event: {event}\n{frame}"
-    return frame.encode()
 
 
 def data(frame: bytes) -> str:
@@ -212,9 +223,3 @@ def comment(text: str) -> bytes:
     Its blank line is for relays that frame by it: https://github.com/PrimeIntellect-ai/verifiers/pull/2056
     """
     return (_lines("", text) + "\n").encode()
-
-
-def _lines(name: str, text: str) -> str:
-    if "\n" in text or "\r" in text:  # JSON has none, and may have megabytes
-        text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\n", f"\n{name}: ")
-    return f"{name}: {text}\n"

@@ -30,9 +30,205 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-log = logging.getLogger("store")
-
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
+INSERT = """
+INSERT INTO responses VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?10,
+    length(CAST(?8 AS BLOB)) + length(CAST(?9 AS BLOB)), length(CAST(?11 AS BLOB)), ?12)
+"""
+INSERT_TEXTS = "INSERT INTO texts VALUES (?, ?, ?, ?)"
+
+# '' stands for a status and a response object that are as they were.
+UPDATE = """
+UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?, status = ifnull(nullif(?, ''), status),
+    response_bytes = ifnull(nullif(length(CAST(? AS BLOB)), 0), response_bytes)
+WHERE id = ? AND ended_at IS NULL
+"""
+UPDATE_TEXTS = "UPDATE texts SET response = ? WHERE id = ?"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many terminal responses the store keeps, and how long."""
+
+    max_responses: int = 10_000
+    max_bytes: int = 2**28
+    max_age_s: float = 30 * 86_400  # as long as OpenAI keeps them: platform.openai.com/docs/guides/your-data
+    events_age_s: float = 600  # after its end: the events of a response, and all of one with store: false
+
+
+class Row(NamedTuple):
+    """One response as it is stored. `request`, `items` and `response` parse anew at each use."""
+
+    id: str
+    owner: str  # "": the server needs no key
+    born_at: float
+    ended_at: float | None
+    kept: bool
+    background: bool
+    streamed: bool
+    request_json: str
+    items_json: str
+    status: str = ""  # "": no event has brought a response object yet
+    response_json: str = ""
+
+    def with_response(self, status: str, response_json: str, now: float) -> "Row":
+        """Return the row with a newer response object, which ends it `now` if it is terminal."""
+        ended_at = now if status in TERMINAL else None
+        return self._replace(status=status, response_json=response_json, ended_at=ended_at)
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of what the client has sent."""
+        return len((self.request_json + self.items_json).encode())
+
+    @property
+    def request(self) -> dict[str, Any]:
+        return dict(msgspec.json.decode(self.request_json))
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return list(msgspec.json.decode(self.items_json))
+
+    @property
+    def response(self) -> dict[str, Any]:
+        return dict(msgspec.json.decode(self.response_json))
+
+
+class Store:
+    """Opens or creates the file; ":memory:" is lost with the process. One thread at a time may call it."""
+
+    def write(self, row: Row, first_number: int = 0, frames: Sequence[bytes] = ()) -> None:
+        """Store the events from `first_number` on and the state that they bring; the first ones make the row.
+
+        In later calls `row` has the newest response object, "" if these events have brought none. A
+        response that was not run in the background comes at its end, without events. To one that has ended,
+        or is deleted, nothing is added.
+        """
+        n_bytes = sum(map(len, frames))
+        events = [(row.id, number, frame) for number, frame in enumerate(frames, first_number)]
+        with self._db:  # one transaction
+            if first_number == 0:
+                self._db.execute(INSERT, (*row, n_bytes))
+                self._db.execute(INSERT_TEXTS, (row.id, row.request_json, row.items_json, row.response_json))
+            else:
+                newer = (n_bytes, row.ended_at, row.status, row.response_json, row.id)
+                if not self._db.execute(UPDATE, newer).rowcount:
+                    return
+                if row.response_json:
+                    self._db.execute(UPDATE_TEXTS, (row.response_json, row.id))
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def __init__(self, path: str, retention: Retention) -> None:
+        """Raises OSError or sqlite3.Error for a file that is not ours, and then has not changed it."""
+        self._path = path
+        self._retention = retention
+        if path != IN_MEMORY:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            if not os.path.isfile(path):
+                raise OSError("expected a file")
+            self._file = os.stat(path)
+        self._db = sqlite3.connect(path, LOCK_TIMEOUT_S, check_same_thread=False)
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        contents = self._db.execute(CONTENTS).fetchone()
+        if contents not in SCRIPTS:
+            raise sqlite3.DatabaseError(f"expected an empty file, or a store of version {VERSION} or 3")
+        if path != IN_MEMORY:
+            os.chmod(path, 0o600)  # SQLite gives its other files the same mode
+        self._db.executescript(f"BEGIN; {SCRIPTS[contents]} COMMIT")
+        for setting in SETTINGS:
+            self._db.execute(f"PRAGMA {setting}")
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def delete(self, id: str) -> None:
+        with self._db:
+            self._db.execute(*DELETE, (id,))
+
+    def set_aside(self, id: str, now: float) -> None:
+        """Withdraw a response that cannot be read from its owner, and keep it as long as others."""
+        with self._db:
+            self._db.execute(SET_ASIDE, (now, id))
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def get(self, id: str) -> Row | None:
+        """Return a response; None if the store has none with this id."""
+        found = self._db.execute(GET, (id,)).fetchone()
+        return Row(*found) if found else None
+
+    def size(self, id: str, owner: str) -> int:
+        """Return the bytes that get() and frames() load; 0 if there is no such response."""
+        select = "SELECT ifnull(SUM(size), 0) FROM responses WHERE id = ? AND owner = ?"
+        (size,) = self._db.execute(select, (id, owner)).fetchone()
+        return int(size)
+
+    def to_continue(self, row: Row) -> Row:
+        """Return the row with only the status and the output of its response, without logprobs."""
+        (response_json,) = self._db.execute(CONTINUED, {"response": row.response_json}).fetchone()
+        return row._replace(response_json=response_json)
+
+    def frames(self, id: str) -> list[bytes]:
+        """Return all events of a response, in order; [] if they are no longer kept, or one is missing."""
+        size = "SELECT ifnull(SUM(event_bytes), 0) FROM responses WHERE id = ?"
+        (n_expected,) = self._db.execute(size, (id,)).fetchone()
+        events = "SELECT frame FROM events WHERE response_id = ? ORDER BY number"
+        frames = [frame for (frame,) in self._db.execute(events, (id,))]
+        if sum(map(len, frames)) != n_expected:
+            log.error("response %s is damaged in the store: not all of its events are there", id)
+            return []
+        return frames
+
+    def live(self) -> list[str]:
+        """Return the ids of what has not ended, oldest first: at the start, what a dead process left."""
+        select = "SELECT id FROM responses WHERE ended_at IS NULL ORDER BY born_at"
+        return [id_ for (id_,) in self._db.execute(select)]
+
+    # --- limits ---------------------------------------------------------------------------------------------
+
+    def evict(self, now: float) -> bool:
+        """Delete a few responses over the limits, so that writes get in between; return whether more remain.
+
+        Raises OSError if the file has been removed, replaced or cut, which SQLite may not notice.
+        """
+        with self._db:
+            is_more = all(self._evict_one(now) for _ in range(N_EVICTED))
+        if self._path != IN_MEMORY:
+            file = os.stat(self._path)
+            if file.st_ino != self._file.st_ino or file.st_size < self._file.st_size:
+                raise OSError(f"{self._path} has been replaced or cut")
+            self._file = file
+        return is_more
+
+    def _evict_one(self, now: float) -> bool:
+        """Delete one response, or only its events, which expire first; without an expired one, the oldest."""
+        limits = self._retention
+        events_end = now - limits.events_age_s
+        # fmt: off
+        for select, limit, deletes in (
+            (EXPIRED_EVENTS, events_end,             DELETE_EVENTS),
+            (EXPIRED_UNKEPT, events_end,             DELETE),
+            (EXPIRED,        now - limits.max_age_s, DELETE),
+            (TOO_MANY,       limits.max_responses,   DELETE),
+            (TOO_MUCH,       limits.max_bytes,       DELETE),
+        ):
+            # fmt: on
+            if found := self._db.execute(select, (limit,)).fetchone():
+                for delete in deletes:
+                    self._db.execute(delete, found)
+                return True
+        return False
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+log = logging.getLogger("store")
 IN_MEMORY = ":memory:"
 
 DAMAGED = "damaged"  # owner of what cannot be read: no key sees it
@@ -125,21 +321,6 @@ SELECT application_id, user_version, (
 SETTINGS = ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
 N_EVICTED = 8  # at a time
 LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
-
-INSERT = """
-INSERT INTO responses VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?10,
-    length(CAST(?8 AS BLOB)) + length(CAST(?9 AS BLOB)), length(CAST(?11 AS BLOB)), ?12)
-"""
-INSERT_TEXTS = "INSERT INTO texts VALUES (?, ?, ?, ?)"
-
-# '' stands for a status and a response object that are as they were.
-UPDATE = """
-UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?, status = ifnull(nullif(?, ''), status),
-    response_bytes = ifnull(nullif(length(CAST(? AS BLOB)), 0), response_bytes)
-WHERE id = ? AND ended_at IS NULL
-"""
-UPDATE_TEXTS = "UPDATE texts SET response = ? WHERE id = ?"
-
 GET = """
 SELECT id, owner, born_at, ended_at, kept, background, streamed, request, items, status, response
 FROM responses JOIN texts USING (id) WHERE id = ?
@@ -178,179 +359,3 @@ ORDER BY oldest.ended_at, oldest.born_at LIMIT 1
 """
     for held in ("n", "n_bytes")
 )
-
-
-class Row(NamedTuple):
-    """One response as it is stored. `request`, `items` and `response` parse anew at each use."""
-
-    id: str
-    owner: str  # "": the server needs no key
-    born_at: float
-    ended_at: float | None
-    kept: bool
-    background: bool
-    streamed: bool
-    request_json: str
-    items_json: str
-    status: str = ""  # "": no event has brought a response object yet
-    response_json: str = ""
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of what the client has sent."""
-        return len((self.request_json + self.items_json).encode())
-
-    @property
-    def request(self) -> dict[str, Any]:
-        return dict(msgspec.json.decode(self.request_json))
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        return list(msgspec.json.decode(self.items_json))
-
-    @property
-    def response(self) -> dict[str, Any]:
-        return dict(msgspec.json.decode(self.response_json))
-
-    def with_response(self, status: str, response_json: str, now: float) -> "Row":
-        """Return the row with a newer response object, which ends it `now` if it is terminal."""
-        ended_at = now if status in TERMINAL else None
-        return self._replace(status=status, response_json=response_json, ended_at=ended_at)
-
-
-@dataclass(frozen=True)
-class Retention:
-    """How many terminal responses the store keeps, and how long."""
-
-    max_responses: int = 10_000
-    max_bytes: int = 2**28
-    max_age_s: float = 30 * 86_400  # as long as OpenAI keeps them: platform.openai.com/docs/guides/your-data
-    events_age_s: float = 600  # after its end: the events of a response, and all of one with store: false
-
-
-class Store:
-    """Opens or creates the file; ":memory:" is lost with the process. One thread at a time may call it."""
-
-    def __init__(self, path: str, retention: Retention) -> None:
-        """Raises OSError or sqlite3.Error for a file that is not ours, and then has not changed it."""
-        self._path = path
-        self._retention = retention
-        if path != IN_MEMORY:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            if not os.path.isfile(path):
-                raise OSError("expected a file")
-            self._file = os.stat(path)
-        self._db = sqlite3.connect(path, LOCK_TIMEOUT_S, check_same_thread=False)
-        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
-        contents = self._db.execute(CONTENTS).fetchone()
-        if contents not in SCRIPTS:
-            raise sqlite3.DatabaseError(f"expected an empty file, or a store of version {VERSION} or 3")
-        if path != IN_MEMORY:
-            os.chmod(path, 0o600)  # SQLite gives its other files the same mode
-        self._db.executescript(f"BEGIN; {SCRIPTS[contents]} COMMIT")
-        for setting in SETTINGS:
-            self._db.execute(f"PRAGMA {setting}")
-
-    def close(self) -> None:
-        self._db.close()
-
-    # --- writing --------------------------------------------------------------------------------------------
-
-    def write(self, row: Row, first_number: int = 0, frames: Sequence[bytes] = ()) -> None:
-        """Store the events from `first_number` on and the state that they bring; the first ones make the row.
-
-        In later calls `row` has the newest response object, "" if these events have brought none. A
-        response that was not run in the background comes at its end, without events. To one that has ended,
-        or is deleted, nothing is added.
-        """
-        n_bytes = sum(map(len, frames))
-        events = [(row.id, number, frame) for number, frame in enumerate(frames, first_number)]
-        with self._db:  # one transaction
-            if first_number == 0:
-                self._db.execute(INSERT, (*row, n_bytes))
-                self._db.execute(INSERT_TEXTS, (row.id, row.request_json, row.items_json, row.response_json))
-            else:
-                newer = (n_bytes, row.ended_at, row.status, row.response_json, row.id)
-                if not self._db.execute(UPDATE, newer).rowcount:
-                    return
-                if row.response_json:
-                    self._db.execute(UPDATE_TEXTS, (row.response_json, row.id))
-            self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
-
-    def delete(self, id: str) -> None:
-        with self._db:
-            self._db.execute(*DELETE, (id,))
-
-    def set_aside(self, id: str, now: float) -> None:
-        """Withdraw a response that cannot be read from its owner, and keep it as long as others."""
-        with self._db:
-            self._db.execute(SET_ASIDE, (now, id))
-
-    # --- reading --------------------------------------------------------------------------------------------
-
-    def get(self, id: str) -> Row | None:
-        """Return a response; None if the store has none with this id."""
-        found = self._db.execute(GET, (id,)).fetchone()
-        return Row(*found) if found else None
-
-    def size(self, id: str, owner: str) -> int:
-        """Return the bytes that get() and frames() load; 0 if there is no such response."""
-        select = "SELECT ifnull(SUM(size), 0) FROM responses WHERE id = ? AND owner = ?"
-        (size,) = self._db.execute(select, (id, owner)).fetchone()
-        return int(size)
-
-    def to_continue(self, row: Row) -> Row:
-        """Return the row with only the status and the output of its response, without logprobs."""
-        (response_json,) = self._db.execute(CONTINUED, {"response": row.response_json}).fetchone()
-        return row._replace(response_json=response_json)
-
-    def frames(self, id: str) -> list[bytes]:
-        """Return all events of a response, in order; [] if they are no longer kept, or one is missing."""
-        size = "SELECT ifnull(SUM(event_bytes), 0) FROM responses WHERE id = ?"
-        (n_expected,) = self._db.execute(size, (id,)).fetchone()
-        events = "SELECT frame FROM events WHERE response_id = ? ORDER BY number"
-        frames = [frame for (frame,) in self._db.execute(events, (id,))]
-        if sum(map(len, frames)) != n_expected:
-            log.error("response %s is damaged in the store: not all of its events are there", id)
-            return []
-        return frames
-
-    def live(self) -> list[str]:
-        """Return the ids of what has not ended, oldest first: at the start, what a dead process left."""
-        select = "SELECT id FROM responses WHERE ended_at IS NULL ORDER BY born_at"
-        return [id_ for (id_,) in self._db.execute(select)]
-
-    # --- limits ---------------------------------------------------------------------------------------------
-
-    def evict(self, now: float) -> bool:
-        """Delete a few responses over the limits, so that writes get in between; return whether more remain.
-
-        Raises OSError if the file has been removed, replaced or cut, which SQLite may not notice.
-        """
-        with self._db:
-            is_more = all(self._evict_one(now) for _ in range(N_EVICTED))
-        if self._path != IN_MEMORY:
-            file = os.stat(self._path)
-            if file.st_ino != self._file.st_ino or file.st_size < self._file.st_size:
-                raise OSError(f"{self._path} has been replaced or cut")
-            self._file = file
-        return is_more
-
-    def _evict_one(self, now: float) -> bool:
-        """Delete one response, or only its events, which expire first; without an expired one, the oldest."""
-        limits = self._retention
-        events_end = now - limits.events_age_s
-        # fmt: off
-        for select, limit, deletes in (
-            (EXPIRED_EVENTS, events_end,             DELETE_EVENTS),
-            (EXPIRED_UNKEPT, events_end,             DELETE),
-            (EXPIRED,        now - limits.max_age_s, DELETE),
-            (TOO_MANY,       limits.max_responses,   DELETE),
-            (TOO_MUCH,       limits.max_bytes,       DELETE),
-        ):
-            # fmt: on
-            if found := self._db.execute(select, (limit,)).fetchone():
-                for delete in deletes:
-                    self._db.execute(delete, found)
-                return True
-        return False

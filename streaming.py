@@ -34,8 +34,6 @@ from request.refusals import RETRY_AFTER_S
 
 T = TypeVar("T")
 
-PIECE_BYTES = 64 * 1024  # a piece of a large answer: about what a connection takes before it pauses us
-
 # A stream is silent for twice as long at most: "a comment line [...] every 15 seconds or so", says
 # html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 KEEP_ALIVE_S = 7.5
@@ -49,30 +47,42 @@ SSE_HEADERS = [
 ]
 
 
-# --- answers ------------------------------------------------------------------------------------------------
+# --- while the client is connected --------------------------------------------------------------------------
 
 
-class JsonAnswer(Response):
-    """Answers with JSON text in pieces; sends each when the client has read most of those before.
+async def while_connected(work: Awaitable[T], receive: Receive) -> T:
+    """Await work for a client, such as sending its answer; raises ClientDisconnect if it leaves first.
 
-    The call returns when at most 64 KiB of the answer wait in the transport.
+    Then `work` is cancelled, with any task that it awaits. Like asyncio.timeout(), this cancels the task that
+    calls it, and so needs no second task for the work.
     """
+    working = asyncio.current_task()
+    assert working
+    has_left = False
 
-    media_type = "application/json"
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        working.cancel()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.status_code in RETRY_AFTER_S:
-            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S[self.status_code]))
-        prefix = "websocket." if scope["type"] == "websocket" else ""  # of a handshake that is refused
-        start, body = f"{prefix}http.response.start", f"{prefix}http.response.body"
-        await send({"type": start, "status": self.status_code, "headers": self.raw_headers})
-        for i in range(0, len(self.body), PIECE_BYTES):
-            await send({"type": body, "body": self.body[i : i + PIECE_BYTES], "more_body": True})
-        await send({"type": body, "body": b""})  # waits until at most 64 KiB wait in the transport
+    watching = asyncio.create_task(watch())
+    try:
+        result = await work
+    except (Exception, asyncio.CancelledError):
+        if not has_left:  # else drop the exception of the cancelled work
+            raise
+    finally:
+        watching.cancel()
+    if not has_left:
+        return result
+    if working.uncancel():  # something else has cancelled it too
+        raise asyncio.CancelledError
+    raise ClientDisconnect
 
 
-def json_response(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
-    return JsonAnswer(sse.dumps(body), status, headers)
+# --- answers ------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -116,48 +126,6 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self.done})
 
 
-# --- while the client is connected --------------------------------------------------------------------------
-
-
-async def while_connected(work: Awaitable[T], receive: Receive) -> T:
-    """Await work for a client, such as sending its answer; raises ClientDisconnect if it leaves first.
-
-    Then `work` is cancelled, with any task that it awaits. Like asyncio.timeout(), this cancels the task that
-    calls it, and so needs no second task for the work.
-    """
-    working = asyncio.current_task()
-    assert working
-    has_left = False
-
-    async def watch() -> None:
-        nonlocal has_left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        has_left = True
-        working.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        result = await work
-    except (Exception, asyncio.CancelledError):
-        if not has_left:  # else drop the exception of the cancelled work
-            raise
-    finally:
-        watching.cancel()
-    if not has_left:
-        return result
-    if working.uncancel():  # something else has cancelled it too
-        raise asyncio.CancelledError
-    raise ClientDisconnect
-
-
-async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks that have not ended, and wait until all have; drop their exceptions."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 # --- a stream that is silent --------------------------------------------------------------------------------
 
 
@@ -190,3 +158,38 @@ async def kept_alive(
     finally:
         timer.cancel()
         await cancel(*comments)
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks that have not ended, and wait until all have; drop their exceptions."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+PIECE_BYTES = 64 * 1024  # a piece of a large answer: about what a connection takes before it pauses us
+
+
+class JsonAnswer(Response):
+    """Answers with JSON text in pieces; sends each when the client has read most of those before.
+
+    The call returns when at most 64 KiB of the answer wait in the transport.
+    """
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.status_code in RETRY_AFTER_S:
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S[self.status_code]))
+        prefix = "websocket." if scope["type"] == "websocket" else ""  # of a handshake that is refused
+        start, body = f"{prefix}http.response.start", f"{prefix}http.response.body"
+        await send({"type": start, "status": self.status_code, "headers": self.raw_headers})
+        for i in range(0, len(self.body), PIECE_BYTES):
+            await send({"type": body, "body": self.body[i : i + PIECE_BYTES], "more_body": True})
+        await send({"type": body, "body": b""})  # waits until at most 64 KiB wait in the transport
+
+
+def json_response(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return JsonAnswer(sse.dumps(body), status, headers)

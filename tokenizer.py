@@ -34,13 +34,6 @@ import tokenizers
 
 from channels import Piece, TokenLogprob
 
-
-class TokenizerError(ValueError):
-    """The tokenizer.json is missing, cannot be read, or spells bytes in a way that is not supported."""
-
-
-# --- how tokens spell bytes ---------------------------------------------------------------------------------
-
 # GPT-2's alphabet: a byte that prints as Latin-1 is that character; the others are, in order, U+0100 and up.
 PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = sorted(set(range(0x100)) - set(PRINTING))
@@ -52,71 +45,11 @@ SUPPORTED_DECODERS = (
 )
 
 
-class Spelling:
-    """How the tokens of a vocabulary spell bytes: the `decoder` section of its tokenizer.json."""
-
-    def __init__(self, decoder: Any) -> None:
-        self.byte_level = False
-        self.byte_tokens = False  # <0xNN> is a byte
-        self.marks_spaces = False  # ▁ is a space
-        # The encoder puts a space before every text, so the decoder takes one away: `add_dummy_prefix`,
-        # https://github.com/google/sentencepiece/blob/master/doc/options.md
-        self.dummy_prefix = False
-        steps = (decoder or {}).get("decoders", [decoder])
-        for step in steps:
-            match step:
-                case {"type": "ByteLevel"} if len(steps) == 1:
-                    self.byte_level = True
-                case {"type": "ByteFallback"}:
-                    self.byte_tokens = True
-                case {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}:
-                    self.marks_spaces = True
-                case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}:
-                    self.marks_spaces = True
-                    self.dummy_prefix = scheme != "never"
-                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-                    self.dummy_prefix = True
-                case {"type": "Fuse"}:  # joins the tokens, as Decoder does
-                    pass
-                case _:
-                    raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED_DECODERS}")
-
-    def to_bytes(self, token: str) -> bytes:
-        """Return the bytes that `token` stands for."""
-        if self.byte_level and BYTE_OF.keys() >= set(token):
-            return bytes(BYTE_OF[character] for character in token)
-        if self.byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(match[1])
-        if self.marks_spaces:
-            token = token.replace("▁", " ")
-        return token.encode()
-
-
 # --- both directions ----------------------------------------------------------------------------------------
 
 
 class Tokenizer:
     """The vocabulary of one model."""
-
-    def __init__(self, path: Path) -> None:
-        """Read a tokenizer.json; raises TokenizerError."""
-        try:
-            fields = msgspec.json.decode(path.read_bytes())
-            for token in fields.get("added_tokens") or []:
-                # The library must match it as it is written, not in text that a normalizer has changed.
-                token["normalized"] = False
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(fields))
-        except OSError as error:
-            raise TokenizerError(f"no tokenizer at {path}: {error.strerror}") from error
-        except Exception as error:  # the library raises nothing more precise
-            raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
-        self._tokenizer.no_truncation()  # some files carry the settings of their training run
-        self._tokenizer.no_padding()
-        self.spelling = Spelling(fields.get("decoder"))
-        # Added tokens are matched as a whole, beside the vocabulary; some are markers (channels.py).
-        self.added_by_id = self._tokenizer.get_added_tokens_decoder()
-        self.added = {token.content: token_id for token_id, token in self.added_by_id.items()}
-        self.token_bytes = cache(self._token_bytes)  # bounded by the size of the vocabulary
 
     def encode(self, *texts: str) -> list[int]:
         """Return the ids of the texts, one after another. No token spans two texts.
@@ -140,6 +73,28 @@ class Tokenizer:
         if self.spelling.byte_level and token_id in self.added_by_id:
             return token.encode()  # spelled as text: its "é" is not a byte of GPT-2's alphabet
         return self.spelling.to_bytes(token)
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def __init__(self, path: Path) -> None:
+        """Read a tokenizer.json; raises TokenizerError."""
+        try:
+            fields = msgspec.json.decode(path.read_bytes())
+            for token in fields.get("added_tokens") or []:
+                # The library must match it as it is written, not in text that a normalizer has changed.
+                token["normalized"] = False
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(fields))
+        except OSError as error:
+            raise TokenizerError(f"no tokenizer at {path}: {error.strerror}") from error
+        except Exception as error:  # the library raises nothing more precise
+            raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # some files carry the settings of their training run
+        self._tokenizer.no_padding()
+        self.spelling = Spelling(fields.get("decoder"))
+        # Added tokens are matched as a whole, beside the vocabulary; some are markers (channels.py).
+        self.added_by_id = self._tokenizer.get_added_tokens_decoder()
+        self.added = {token.content: token_id for token_id, token in self.added_by_id.items()}
+        self.token_bytes = cache(self._token_bytes)  # bounded by the size of the vocabulary
 
 
 class Decoder:
@@ -199,3 +154,53 @@ class Decoder:
         if self._tokenizer.spelling.dummy_prefix:
             return text.removeprefix(" ")
         return text
+
+
+# --- how tokens spell bytes ---------------------------------------------------------------------------------
+
+
+class Spelling:
+    """How the tokens of a vocabulary spell bytes: the `decoder` section of its tokenizer.json."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.byte_level = False
+        self.byte_tokens = False  # <0xNN> is a byte
+        self.marks_spaces = False  # ▁ is a space
+        # The encoder puts a space before every text, so the decoder takes one away: `add_dummy_prefix`,
+        # https://github.com/google/sentencepiece/blob/master/doc/options.md
+        self.dummy_prefix = False
+        steps = (decoder or {}).get("decoders", [decoder])
+        for step in steps:
+            match step:
+                case {"type": "ByteLevel"} if len(steps) == 1:
+                    self.byte_level = True
+                case {"type": "ByteFallback"}:
+                    self.byte_tokens = True
+                case {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}:
+                    self.marks_spaces = True
+                case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}:
+                    self.marks_spaces = True
+                    self.dummy_prefix = scheme != "never"
+                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                    self.dummy_prefix = True
+                case {"type": "Fuse"}:  # joins the tokens, as Decoder does
+                    pass
+                case _:
+                    raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED_DECODERS}")
+
+    def to_bytes(self, token: str) -> bytes:
+        """Return the bytes that `token` stands for."""
+        if self.byte_level and BYTE_OF.keys() >= set(token):
+            return bytes(BYTE_OF[character] for character in token)
+        if self.byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        if self.marks_spaces:
+            token = token.replace("▁", " ")
+        return token.encode()
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+class TokenizerError(ValueError):
+    """The tokenizer.json is missing, cannot be read, or spells bytes in a way that is not supported."""

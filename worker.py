@@ -55,7 +55,6 @@ from sampling import Choice, Sampling
 from scheduler import Sequence
 from tokenizer import Decoder, Tokenizer
 
-FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
 MAX_OUTPUT_TOKENS = 4096  # tokens of an answer, without --max-output-tokens
 FEW_CHARACTERS = 1024  # of a short prompt
 CHARACTERS_A_MESSAGE = 50  # to render a message takes as long as so many characters of it
@@ -104,61 +103,6 @@ class Worker(Protocol):
         """Fail what is in flight."""
 
 
-class Workers:
-    """All workers of a server: first that of this machine, if it has a model, then that of the upstreams."""
-
-    def __init__(self, *workers: Worker | None) -> None:
-        self.all = [worker for worker in workers if worker]
-        self.started_at = int(time.time())
-
-    def find(self, model: str) -> Worker:
-        """Return the worker that serves a model; raises BadInput."""
-        for worker in self.all:
-            if worker.serves(model):
-                return worker
-        names = ", ".join(map(repr, (*self.models(), ALIAS)))
-        message = f"The model '{model}' does not exist; there is {names}."
-        raise BadInput(message, param="model", code="model_not_found")
-
-    @property
-    def alive(self) -> bool:
-        """False while no request can be served."""
-        return any(worker.alive for worker in self.all)
-
-    async def prepare(self, request: Request, conversation: list[items.Item]) -> Prompt:
-        """Make the prompt; for a compaction, a prompt that asks for a summary. Raises BadInput."""
-        worker = self.find(request.model)
-        if items.is_trigger(conversation[-1]):
-            request = await asyncio.to_thread(items.summary_request, request, conversation, worker.defaults)
-        return await worker.prepare(request)
-
-    def models(self) -> dict[str, dict[str, Any]]:
-        """Return all models by name, those of this machine first; a local model hides a remote namesake."""
-        common = {"object": "model", "created": self.started_at, "owned_by": "upstream"}
-        models: dict[str, dict[str, Any]] = {}
-        for worker in self.all:
-            for name, members in worker.models().items():
-                models.setdefault(name, {"id": name} | common | members)
-        return models
-
-    def main_model(self) -> str:
-        """Return the name of the model on this machine, "upstream" without one."""
-        return next(
-            (name for name, model in self.models().items() if model["owned_by"] == "local"), "upstream"
-        )
-
-    def spoken_name(self, model: str) -> str:
-        """Return the name of a model in answers: for the alias, that of the first model."""
-        return next(iter(self.models()), model) if model == ALIAS else model
-
-    def counts(self) -> dict[str, Any]:
-        """Return the gauges of all workers, summed."""
-        counts = Counter[str]()
-        for worker in self.all:
-            counts.update(worker.counts())
-        return dict(counts)
-
-
 # --- the worker of this machine -----------------------------------------------------------------------------
 
 
@@ -173,18 +117,6 @@ class LocalPrompt(NamedTuple):
     sampling: Sampling  # of the first choice
     parser: Callable[[], Parser]  # makes one for an answer
     grammar: AnswerGrammar | None  # structured output; None: the answer is free
-
-    async def count_tokens(self) -> int:
-        return len(self.token_ids)
-
-    def rendered(self) -> dict[str, Any]:
-        """Return what the model reads: [text, special token] pieces, token ids; and the template."""
-        decoder = Decoder(self.worker.tokenizer)
-        pieces = [piece[:2] for token_id in self.token_ids for piece in decoder.feed(token_id)]
-        template = self.worker.template
-        if self.request.tools:
-            template = template.with_tools
-        return {"prompt": pieces, "token_ids": self.token_ids, "template": template.source}
 
     async def run(self, take: Take, choice: int = 0) -> None:
         """Pass the model's output for one choice to `take`, step by step."""
@@ -220,90 +152,26 @@ class LocalPrompt(NamedTuple):
                 take([Finish("cancelled", answer.usage if is_computed else None)])
             raise
 
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
 
-def is_short(request: Request) -> bool:
-    """Return whether rendering and tokenising the prompt takes less than a millisecond."""
-    if request.tools or request.structured_output or request.template_kwargs:
-        return False
-    n_characters = 0
-    for message in request.messages:
-        if message.keys() != {"role", "content"}:
-            return False
-        n_characters += CHARACTERS_A_MESSAGE + len(message["content"])
-    return n_characters <= FEW_CHARACTERS
+    async def count_tokens(self) -> int:
+        return len(self.token_ids)
 
-
-def how_far(state: State, after_marker: bool) -> Thinking:
-    """Return how far the reasoning is where the prompt ends; `after_marker`: a marker ends the prompt."""
-    if state == "analysis":
-        return "open"
-    return "over" if after_marker else "possible"
-
-
-class PromptTooLong(BadInput):
-    """The prompt and one token of an answer exceed the model's context."""
-
-    def __init__(self, limit: int, n: str) -> None:
-        message = (
-            f"This model's context is {limit} tokens, of which the answer needs at least one; "
-            f"the prompt has {n}."
-        )
-        super().__init__(message, code="context_length_exceeded")
+    def rendered(self) -> dict[str, Any]:
+        """Return what the model reads: [text, special token] pieces, token ids; and the template."""
+        decoder = Decoder(self.worker.tokenizer)
+        pieces = [piece[:2] for token_id in self.token_ids for piece in decoder.feed(token_id)]
+        template = self.worker.template
+        if self.request.tools:
+            template = template.with_tools
+        return {"prompt": pieces, "token_ids": self.token_ids, "template": template.source}
 
 
 class LocalWorker:
     """Turns requests into deltas with an engine in this process."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        grammars: Grammars,
-        dialect: str | None = None,
-        names: Iterable[str] = ("model",),
-        defaults: Mapping[str, Any] | None = None,
-        max_output_tokens: int = MAX_OUTPUT_TOKENS,
-    ) -> None:
-        """Take the parts of a loaded model: service/loading.py makes them.
-
-        `names`: of the model in requests. `dialect`: instead of that of the template. `max_output_tokens`: of
-        an answer, of which a request may ask for fewer.
-        """
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.grammars = grammars
-        self.names = list(names)
-        self.defaults = defaults or {}
-        self._threads = Threads()
-        self.template = template
-        self._max_output_tokens = max_output_tokens
-        self._special_tokens = SpecialTokens(tokenizer.added)
-        self.dialect = dialect or families.recognised(
-            template.with_tools.source, template.with_tools.takes_tools
-        )
-        self._family = families.DIALECTS[self.dialect]
-
     def serves(self, model: str) -> bool:
         return model in (*self.names, ALIAS)
-
-    def models(self) -> dict[str, dict[str, Any]]:
-        own = {"owned_by": "local", "max_model_len": self.engine.max_seq_len}
-        return dict.fromkeys(self.names, own)
-
-    def counts(self) -> dict[str, int]:
-        return self.engine.counts() | {"grammars_waiting": self.grammars.turns.n_waiting}
-
-    @property
-    def alive(self) -> bool:
-        return self.engine.alive
-
-    def busy(self) -> bool:
-        return self.engine.busy()
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self.engine.close)
-        self.grammars.close()
 
     async def prepare(self, request: Request) -> LocalPrompt:
         try:
@@ -349,6 +217,85 @@ class LocalWorker:
         )
         return LocalPrompt(self, request, token_ids, max_tokens, stop_token_ids, sampling, parser, grammar)
 
+    def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
+        """Return the prompt's last text and the token ids of all of it; raises PromptTooLong early."""
+        limit = self.engine.max_seq_len
+        prompt = ""
+        n_characters = sum(len(message["content"]) for message in messages)
+        conversation = messages, request.tools or None, datetime.now()
+        if n_characters <= CHARACTERS_PER_TOKEN * limit:  # else it is not even rendered
+            prompt = self.template.render(*conversation, **request.template_kwargs)
+            n_characters = len(prompt)
+        if n_characters > CHARACTERS_PER_TOKEN * limit:
+            raise PromptTooLong(limit, f"{n_characters} characters")
+        trace = self.template.render(*conversation, True, **request.template_kwargs)
+        texts = self._special_tokens.cut(prompt, trace)
+        token_ids = self.tokenizer.encode(*texts)
+        if not 0 < len(token_ids) < limit:
+            raise PromptTooLong(limit, str(len(token_ids)))
+        return texts[-1], token_ids
+
+    def _check_token_ids(self, request: Request, prompt: list[int]) -> None:
+        """Refuse ids without an embedding: one of them would fail its step, also for others."""
+        vocab_size = self.engine.config.vocab_size
+        bias = request.sampling["logit_bias"]
+        given = {"logit_bias": bias, "stop_token_ids": request.stop_token_ids, "input": prompt}
+        for name, token_ids in given.items():
+            largest = max(token_ids, default=0)
+            if largest >= vocab_size:
+                message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
+                raise BadInput(message, param=name, code="invalid_value")
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        grammars: Grammars,
+        dialect: str | None = None,
+        names: Iterable[str] = ("model",),
+        defaults: Mapping[str, Any] | None = None,
+        max_output_tokens: int = MAX_OUTPUT_TOKENS,
+    ) -> None:
+        """Take the parts of a loaded model: service/loading.py makes them.
+
+        `names`: of the model in requests. `dialect`: instead of that of the template. `max_output_tokens`: of
+        an answer, of which a request may ask for fewer.
+        """
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.grammars = grammars
+        self.names = list(names)
+        self.defaults = defaults or {}
+        self._threads = Threads()
+        self.template = template
+        self._max_output_tokens = max_output_tokens
+        self._special_tokens = SpecialTokens(tokenizer.added)
+        self.dialect = dialect or families.recognised(
+            template.with_tools.source, template.with_tools.takes_tools
+        )
+        self._family = families.DIALECTS[self.dialect]
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        own = {"owned_by": "local", "max_model_len": self.engine.max_seq_len}
+        return dict.fromkeys(self.names, own)
+
+    def counts(self) -> dict[str, int]:
+        return self.engine.counts() | {"grammars_waiting": self.grammars.turns.n_waiting}
+
+    @property
+    def alive(self) -> bool:
+        return self.engine.alive
+
+    def busy(self) -> bool:
+        return self.engine.busy()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.engine.close)
+        self.grammars.close()
+
     def _without_calls(self, request: Request) -> Request:
         """Forbid calls, though the prompt has tools.
 
@@ -382,34 +329,17 @@ class LocalWorker:
         # Fewer turns have fewer tokens: bisection finds the first start that fits, else the last one.
         return encoded(bisect.bisect_left(range(len(starts) - 1), True, key=fits))
 
-    def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
-        """Return the prompt's last text and the token ids of all of it; raises PromptTooLong early."""
-        limit = self.engine.max_seq_len
-        prompt = ""
-        n_characters = sum(len(message["content"]) for message in messages)
-        conversation = messages, request.tools or None, datetime.now()
-        if n_characters <= CHARACTERS_PER_TOKEN * limit:  # else it is not even rendered
-            prompt = self.template.render(*conversation, **request.template_kwargs)
-            n_characters = len(prompt)
-        if n_characters > CHARACTERS_PER_TOKEN * limit:
-            raise PromptTooLong(limit, f"{n_characters} characters")
-        trace = self.template.render(*conversation, True, **request.template_kwargs)
-        texts = self._special_tokens.cut(prompt, trace)
-        token_ids = self.tokenizer.encode(*texts)
-        if not 0 < len(token_ids) < limit:
-            raise PromptTooLong(limit, str(len(token_ids)))
-        return texts[-1], token_ids
 
-    def _check_token_ids(self, request: Request, prompt: list[int]) -> None:
-        """Refuse ids without an embedding: one of them would fail its step, also for others."""
-        vocab_size = self.engine.config.vocab_size
-        bias = request.sampling["logit_bias"]
-        given = {"logit_bias": bias, "stop_token_ids": request.stop_token_ids, "input": prompt}
-        for name, token_ids in given.items():
-            largest = max(token_ids, default=0)
-            if largest >= vocab_size:
-                message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
-                raise BadInput(message, param=name, code="invalid_value")
+def is_short(request: Request) -> bool:
+    """Return whether rendering and tokenising the prompt takes less than a millisecond."""
+    if request.tools or request.structured_output or request.template_kwargs:
+        return False
+    n_characters = 0
+    for message in request.messages:
+        if message.keys() != {"role", "content"}:
+            return False
+        n_characters += CHARACTERS_A_MESSAGE + len(message["content"])
+    return n_characters <= FEW_CHARACTERS
 
 
 class Answer:
@@ -462,6 +392,89 @@ class Answer:
 
     def _parse(self, pieces: list[Piece]) -> list[Output]:
         return [output for piece in pieces for output in self._parser.feed(piece)]
+
+
+class Workers:
+    """All workers of a server: first that of this machine, if it has a model, then that of the upstreams."""
+
+    def __init__(self, *workers: Worker | None) -> None:
+        self.all = [worker for worker in workers if worker]
+        self.started_at = int(time.time())
+
+    def find(self, model: str) -> Worker:
+        """Return the worker that serves a model; raises BadInput."""
+        for worker in self.all:
+            if worker.serves(model):
+                return worker
+        names = ", ".join(map(repr, (*self.models(), ALIAS)))
+        message = f"The model '{model}' does not exist; there is {names}."
+        raise BadInput(message, param="model", code="model_not_found")
+
+    async def prepare(self, request: Request, conversation: list[items.Item]) -> Prompt:
+        """Make the prompt; for a compaction, a prompt that asks for a summary. Raises BadInput."""
+        worker = self.find(request.model)
+        if items.is_trigger(conversation[-1]):
+            request = await asyncio.to_thread(items.summary_request, request, conversation, worker.defaults)
+        return await worker.prepare(request)
+
+    def spoken_name(self, model: str) -> str:
+        """Return the name of a model in answers: for the alias, that of the first model."""
+        return next(iter(self.models()), model) if model == ALIAS else model
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """False while no request can be served."""
+        return any(worker.alive for worker in self.all)
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return all models by name, those of this machine first; a local model hides a remote namesake."""
+        common = {"object": "model", "created": self.started_at, "owned_by": "upstream"}
+        models: dict[str, dict[str, Any]] = {}
+        for worker in self.all:
+            for name, members in worker.models().items():
+                models.setdefault(name, {"id": name} | common | members)
+        return models
+
+    def main_model(self) -> str:
+        """Return the name of the model on this machine, "upstream" without one."""
+        return next(
+            (name for name, model in self.models().items() if model["owned_by"] == "local"), "upstream"
+        )
+
+    def counts(self) -> dict[str, Any]:
+        """Return the gauges of all workers, summed."""
+        counts = Counter[str]()
+        for worker in self.all:
+            counts.update(worker.counts())
+        return dict(counts)
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
+
+
+# --- the worker of this machine -----------------------------------------------------------------------------
+
+
+def how_far(state: State, after_marker: bool) -> Thinking:
+    """Return how far the reasoning is where the prompt ends; `after_marker`: a marker ends the prompt."""
+    if state == "analysis":
+        return "open"
+    return "over" if after_marker else "possible"
+
+
+class PromptTooLong(BadInput):
+    """The prompt and one token of an answer exceed the model's context."""
+
+    def __init__(self, limit: int, n: str) -> None:
+        message = (
+            f"This model's context is {limit} tokens, of which the answer needs at least one; "
+            f"the prompt has {n}."
+        )
+        super().__init__(message, code="context_length_exceeded")
 
 
 def logprob_of(token: Choice, tokenizer: Tokenizer) -> TokenLogprob:

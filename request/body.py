@@ -45,7 +45,10 @@ MAX_BODY_S = 30  # from the first byte to the last of a small body
 BODY_BYTES_A_S = 256 * 1024  # at least, for the rest: five times as many come if a round trip takes 200 ms
 
 GZIP = 16 + zlib.MAX_WBITS  # zlib.decompressobj()
-ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
+
+# Each has decompress(), eof and unused_data.
+READERS: dict[str, Any] = {"identity": None, "gzip": partial(zlib.decompressobj, GZIP)}
+ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
 
 
 # --- what comes ---------------------------------------------------------------------------------------------
@@ -75,11 +78,6 @@ async def receive(http: HttpRequest, visit: Visit) -> Parsing:
         message = f"Expected the whole body {expected}; only a part of it came."
         raise BadInput(message, code="request_timeout") from error
     return parsed(bytes(content), visit, encoding)
-
-
-def too_large(visit: Visit) -> BadInput:
-    expected = f"at most {visit.rooms.max_body_bytes} bytes, before and after decompression (--max-body)"
-    return BadInput(f"Expected a body of {expected}.", code="body_too_large")
 
 
 # --- parsing ------------------------------------------------------------------------------------------------
@@ -140,6 +138,22 @@ def nesting(outside: bytes) -> int:
     return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
+
+
+# --- what comes ---------------------------------------------------------------------------------------------
+
+
+def too_large(visit: Visit) -> BadInput:
+    expected = f"at most {visit.rooms.max_body_bytes} bytes, before and after decompression (--max-body)"
+    return BadInput(f"Expected a body of {expected}.", code="body_too_large")
+
+
+# --- parsing ------------------------------------------------------------------------------------------------
+
+
 def too_many_values() -> BadInput:
     message = f"Expected a body of at most {MAX_VALUES} JSON values, and as many in the arguments of calls."
     return BadInput(message, code="body_too_large")
@@ -147,14 +161,10 @@ def too_many_values() -> BadInput:
 
 # --- encodings ----------------------------------------------------------------------------------------------
 
-
-# Each has decompress(), eof and unused_data.
-READERS: dict[str, Any] = {"identity": None, "gzip": partial(zlib.decompressobj, GZIP)}
 with suppress(ImportError):  # Codex compresses its bodies with zstd
     zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     window = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
     READERS["zstd"] = partial(zstd.ZstdDecompressor, options=window)
-ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
 
 
 def unpacked(content: bytes, encoding: str, visit: Visit) -> bytes:

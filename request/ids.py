@@ -48,6 +48,9 @@ def item_ids(response_id: str) -> Callable[[str], str]:
     return lambda prefix: f"{prefix}_{random_part}{next(numbers):0{N_NUMBER_DIGITS}x}"
 
 
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
 def response_id_of(item_id: str) -> str:
     """Return the response that has said the item, if the id comes from item_ids()."""
     random_part = item_id.partition("_")[2][:-N_NUMBER_DIGITS]

@@ -65,6 +65,13 @@ def named(values: Mapping[str, Any]) -> list[str]:
     return [*referred] if previous_id is None else [previous_id, *(referred - {previous_id})]
 
 
+def is_reference(item: Item) -> bool:
+    """True for an item_reference; the SDK's shortest form has an id and no type."""
+    if item.get("type") is None:
+        return item.get("role") is None and item.get("id") is not None
+    return bool(item["type"] == "item_reference")
+
+
 def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tuple[list[Item], list[Item]]:
     """Return the chain that a request continues and its own items, in their long form; raises BadInput.
 
@@ -102,38 +109,6 @@ def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tup
     return chain, resolved
 
 
-def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
-    """Return what a response that continues this one begins with; raises BadInput.
-
-    A compaction stands for all that was said before it, except for what the user has said.
-    """
-    if row.status not in TERMINAL:
-        raise BadInput(
-            f"Previous response with id '{row.id}' has not ended yet.", param="previous_response_id"
-        )
-    output = row.response["output"]
-    if output and output[-1]["type"] == "compaction":
-        return [*retained(row), _opened(output[-1], "previous_response_id", sealer_of)]
-    return [*row.items, *output]
-
-
-def is_reference(item: Item) -> bool:
-    """True for an item_reference; the SDK's shortest form has an id and no type."""
-    if item.get("type") is None:
-        return item.get("role") is None and item.get("id") is not None
-    return bool(item["type"] == "item_reference")
-
-
-def is_trigger(item: Item) -> bool:
-    return item.get("type") == TRIGGER["type"]
-
-
-def n_bytes(item: Item) -> int:
-    """Return about how much memory an item takes."""
-    json_text = sse.dumps(item).encode()
-    return len(json_text) + VALUE_BYTES * n_values(outside_strings(json_text))
-
-
 def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
     """Return an item with the text of its sealed blob, if it has one; raises BadInput."""
     kind = str(item.get("type"))
@@ -153,6 +128,134 @@ def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
             f"Expected a blob of {kind} {made}.", param=f"{path}.encrypted_content", code=code
         ) from error
     return item | {"content" if is_sealed_thought else "summary": opened}
+
+
+# --- the long form ------------------------------------------------------------------------------------------
+
+
+def _long_form(item: Item, ids: set[str]) -> Item:
+    """Return an item as GET /v1/responses/{id}/input_items lists it, with an id that is not in `ids` yet.
+
+    What is not an item, or not a part, is left for messages.py to refuse.
+    """
+    given = {name: member for name, member in item.items() if member is not None}
+    long: Item = {"type": "message", "status": "completed"} | given
+    kind = long["type"]
+    if not isinstance(kind, str):
+        return item
+    if not isinstance(item.get("id"), str) or item["id"] in ids:
+        long["id"] = new_id(PREFIXES.get(kind, "item"))
+    ids.add(long["id"])
+    if kind == "reasoning":
+        long = {"summary": [], "content": []} | long
+    content = long.get("content")
+    if isinstance(content, str):
+        part_type = TEXT_TYPES.get(str(long.get("role", kind)), "input_text")
+        content = [{"type": part_type, "text": content}]
+    if isinstance(content, list):
+        long["content"] = [_long_part(part) for part in content]
+    return long
+
+
+def _long_part(part: Any) -> Any:
+    """Return a part; what an assistant has said has members that clients leave out."""
+    if isinstance(part, dict) and part.get("type") == "output_text":
+        return {"annotations": [], "logprobs": []} | part
+    return part
+
+
+def is_trigger(item: Item) -> bool:
+    return item.get("type") == TRIGGER["type"]
+
+
+def n_bytes(item: Item) -> int:
+    """Return about how much memory an item takes."""
+    json_text = sse.dumps(item).encode()
+    return len(json_text) + VALUE_BYTES * n_values(outside_strings(json_text))
+
+
+# --- rows ---------------------------------------------------------------------------------------------------
+
+
+def new_row(request: Request, values: Mapping[str, Any], conversation: Sequence[Item]) -> Row:
+    """Return the row of a response that is about to start; `values` are those that read() has read.
+
+    It can be run again with what the client has set, as the response object repeats it. The items are encoded
+    one by one, so that another thread can get Python's lock between two of them.
+    """
+    names = sorted(request.explicit - {"input"})
+    return Row(
+        id=new_id("resp"),
+        born_at=time.time(),
+        ended_at=None,
+        kept=request.store,
+        background=request.background,
+        streamed=request.stream,
+        request_json=sse.dumps({name: request.echo.get(name, values[name]) for name in names}),
+        items_json="[" + ",".join(map(sse.dumps, conversation)) + "]",
+        owner=request.owner,
+    )
+
+
+# --- compactions and warm-ups -------------------------------------------------------------------------------
+
+
+class Shown:
+    """What the client is shown of what a model says: all of it, but of a compaction or a warm-up.
+
+    A compaction is one sealed item, the summary, and nothing else: https://github.com/Soju06/codex-lb/issues/971
+    Without a summary the response has failed.
+
+    A warm-up (`generate: false`, or `prompt_cache_options: {"prewarm": true}`) puts a prompt into the prefix
+    cache. The one token that params.py asks for does not count:
+    https://github.com/router-for-me/CLIProxyAPI/issues/1901
+
+    A run that was cancelled shows no Finish: whoever cancelled it decides how its answer ends.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._texts: list[str] = []
+
+    def feed(self, said: Accepted | Output | Finish) -> list[Accepted | Output | Compaction | Finish]:
+        compacts = self._request.compacts
+        match said:
+            case Finish("cancelled"):
+                return []
+            case Accepted() | Finish("failed" | "content_filter"):
+                return [said]
+            case _ if self._request.generate and not compacts:
+                return [said]
+            case Delta("final", text):
+                self._texts.append(text)
+            case Finish(_, usage) if compacts:
+                if summary := "".join(self._texts):
+                    return [Compaction(summary), Finish("stop", usage)]
+                return [Finish("failed", usage, "The model wrote no summary.")]
+            case Finish(_, usage):
+                return [Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))]
+        return []
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+# --- references, chains, sealed blobs -----------------------------------------------------------------------
+
+
+def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
+    """Return what a response that continues this one begins with; raises BadInput.
+
+    A compaction stands for all that was said before it, except for what the user has said.
+    """
+    if row.status not in TERMINAL:
+        raise BadInput(
+            f"Previous response with id '{row.id}' has not ended yet.", param="previous_response_id"
+        )
+    output = row.response["output"]
+    if output and output[-1]["type"] == "compaction":
+        return [*retained(row), _opened(output[-1], "previous_response_id", sealer_of)]
+    return [*row.items, *output]
 
 
 def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
@@ -191,63 +294,12 @@ def with_image_texts(value: Any) -> Any:
 # --- the long form ------------------------------------------------------------------------------------------
 
 
-def _long_form(item: Item, ids: set[str]) -> Item:
-    """Return an item as GET /v1/responses/{id}/input_items lists it, with an id that is not in `ids` yet.
-
-    What is not an item, or not a part, is left for messages.py to refuse.
-    """
-    given = {name: member for name, member in item.items() if member is not None}
-    long: Item = {"type": "message", "status": "completed"} | given
-    kind = long["type"]
-    if not isinstance(kind, str):
-        return item
-    if not isinstance(item.get("id"), str) or item["id"] in ids:
-        long["id"] = new_id(PREFIXES.get(kind, "item"))
-    ids.add(long["id"])
-    if kind == "reasoning":
-        long = {"summary": [], "content": []} | long
-    content = long.get("content")
-    if isinstance(content, str):
-        part_type = TEXT_TYPES.get(str(long.get("role", kind)), "input_text")
-        content = [{"type": part_type, "text": content}]
-    if isinstance(content, list):
-        long["content"] = [_long_part(part) for part in content]
-    return long
-
-
-def _long_part(part: Any) -> Any:
-    """Return a part; what an assistant has said has members that clients leave out."""
-    if isinstance(part, dict) and part.get("type") == "output_text":
-        return {"annotations": [], "logprobs": []} | part
-    return part
-
-
 def retained(row: Row) -> list[Item]:
     """Return what stays of a conversation beside its compaction: what the user has said."""
     return [item for item in row.items if item["type"] == "message" and item["role"] == "user"]
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
-
-
-def new_row(request: Request, values: Mapping[str, Any], conversation: Sequence[Item]) -> Row:
-    """Return the row of a response that is about to start; `values` are those that read() has read.
-
-    It can be run again with what the client has set, as the response object repeats it. The items are encoded
-    one by one, so that another thread can get Python's lock between two of them.
-    """
-    names = sorted(request.explicit - {"input"})
-    return Row(
-        id=new_id("resp"),
-        born_at=time.time(),
-        ended_at=None,
-        kept=request.store,
-        background=request.background,
-        streamed=request.stream,
-        request_json=sse.dumps({name: request.echo.get(name, values[name]) for name in names}),
-        items_json="[" + ",".join(map(sse.dumps, conversation)) + "]",
-        owner=request.owner,
-    )
 
 
 def body_of(row: Row) -> dict[str, Any]:
@@ -281,40 +333,3 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
         "input": [*conversation, QUESTION],
     }
     return replace(from_responses(body, defaults, request.owner), compacts=True)
-
-
-class Shown:
-    """What the client is shown of what a model says: all of it, but of a compaction or a warm-up.
-
-    A compaction is one sealed item, the summary, and nothing else: https://github.com/Soju06/codex-lb/issues/971
-    Without a summary the response has failed.
-
-    A warm-up (`generate: false`, or `prompt_cache_options: {"prewarm": true}`) puts a prompt into the prefix
-    cache. The one token that params.py asks for does not count:
-    https://github.com/router-for-me/CLIProxyAPI/issues/1901
-
-    A run that was cancelled shows no Finish: whoever cancelled it decides how its answer ends.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._texts: list[str] = []
-
-    def feed(self, said: Accepted | Output | Finish) -> list[Accepted | Output | Compaction | Finish]:
-        compacts = self._request.compacts
-        match said:
-            case Finish("cancelled"):
-                return []
-            case Accepted() | Finish("failed" | "content_filter"):
-                return [said]
-            case _ if self._request.generate and not compacts:
-                return [said]
-            case Delta("final", text):
-                self._texts.append(text)
-            case Finish(_, usage) if compacts:
-                if summary := "".join(self._texts):
-                    return [Compaction(summary), Finish("stop", usage)]
-                return [Finish("failed", usage, "The model wrote no summary.")]
-            case Finish(_, usage):
-                return [Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))]
-        return []

@@ -48,6 +48,45 @@ MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if 
 
 Message = Object  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
 
+# fmt: off
+#   type of a part     its member that is text for the model
+PART_TEXTS = {
+    "input_text":     "text",
+    "output_text":    "text",
+    "reasoning_text": "text",
+    "text":           "text",
+    "refusal":        "refusal",
+}
+# fmt: on
+IMAGES = ("input_image", "image_url", "image")  # types of parts
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+objects = list_of(place, MAX_ITEMS)
+SUMMARY = "Summary of the conversation so far:\n"
+Items = list[Object]
+
+
+# --- Responses: input items ---------------------------------------------------------------------------------
+
+
+def from_responses(
+    items: Items, instructions: str | None, chain: Items
+) -> tuple[list[Message], list[DeclaredTool], list[str]]:
+    """Return the messages of a chain, then of the input, the tools that items bring, and what is not read.
+
+    Raises BadInput.
+    """
+    conversation = Conversation()
+    brought = []
+    not_read = []
+    if instructions:
+        conversation.add_text("system", instructions)
+    for item in objects(chain, "previous_response_id") + objects(items, "input"):
+        not_read.append(add_item(conversation, item))
+        if item.members.get("type") in ("additional_tools", "tool_search_output"):
+            brought += item.need("tools", list_of(read_tool))
+    return conversation.close("input"), brought, not_read
+
 
 # --- the assembler ------------------------------------------------------------------------------------------
 
@@ -68,6 +107,9 @@ class Conversation:
         # of the result, in its place but without content, and whether the result must come.
         self._open_calls: dict[str, tuple[Message, bool]] = {}
 
+    def add_text(self, role: str, text: str, member: str = "content") -> None:
+        self._turn(role).setdefault(member, []).append(text)
+
     def _turn(self, role: str) -> Message:
         """Return the message that a role continues, or begins.
 
@@ -79,8 +121,19 @@ class Conversation:
             self._messages.append(self._current)
         return self._current
 
-    def add_text(self, role: str, text: str, member: str = "content") -> None:
-        self._turn(role).setdefault(member, []).append(text)
+    def close(self, path: str) -> list[Message]:
+        """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result."""
+        if not self._messages:
+            raise missing(path)
+        for call_id, (_, needs_result) in self._open_calls.items():
+            if needs_result:
+                raise BadInput(f"No tool output found for function call {call_id}.", param=path)
+        for message in self._messages:
+            for name in message.keys() & {"content", "reasoning_content"}:
+                message[name] = paragraphs(*message[name])
+        return [message for message in self._messages if "content" in message]
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
 
     def add_call(self, call_id: str, name: str, written: str, is_cut: bool = False) -> None:
         """Raise BadInput if the arguments of all calls have more values than a body may have."""
@@ -109,74 +162,6 @@ class Conversation:
         result, _ = self._open_calls.pop(call_id)
         result["content"] = [text]
         self._current = {}
-
-    def close(self, path: str) -> list[Message]:
-        """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result."""
-        if not self._messages:
-            raise missing(path)
-        for call_id, (_, needs_result) in self._open_calls.items():
-            if needs_result:
-                raise BadInput(f"No tool output found for function call {call_id}.", param=path)
-        for message in self._messages:
-            for name in message.keys() & {"content", "reasoning_content"}:
-                message[name] = paragraphs(*message[name])
-        return [message for message in self._messages if "content" in message]
-
-
-def paragraphs(*texts: str) -> str:
-    """Join the texts that become one message."""
-    return "\n\n".join(filter(None, texts))
-
-
-# --- content and calls, the same in both APIs ---------------------------------------------------------------
-
-# fmt: off
-#   type of a part     its member that is text for the model
-PART_TEXTS = {
-    "input_text":     "text",
-    "output_text":    "text",
-    "reasoning_text": "text",
-    "text":           "text",
-    "refusal":        "refusal",
-}
-# fmt: on
-IMAGES = ("input_image", "image_url", "image")  # types of parts
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-
-objects = list_of(place, MAX_ITEMS)
-
-
-def content_text(content: Any, path: str) -> str:
-    """Return the text of a string, or of an array of parts: a line each, as vLLM and llama.cpp join them."""
-    if isinstance(text_or_array(content, path), str):
-        return str(content)
-    return "\n".join(map(part_text, objects(content, path)))
-
-
-def part_text(part: Place) -> str:
-    if part.members.get("type") in IMAGES:
-        raise no_images(f"{part.path}.type")
-    member = PART_TEXTS[part.need("type", one_of(*PART_TEXTS))]
-    return str(part.need(member, text))
-
-
-def add_message(conversation: Conversation, message: Place) -> None:
-    role = message.need("role", one_of(*ROLES))
-    conversation.add_text(ROLES[role], message.need("content", content_text))
-
-
-def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) -> None:
-    name = called_name(call)
-    if type_ == "custom":
-        written = as_json({"input": call.need("input", text)})
-    else:
-        written = call.need("arguments", text)
-    conversation.add_call(call_id, name, written, is_cut=call.members.get("status") == "incomplete")
-
-
-# --- Responses: input items ---------------------------------------------------------------------------------
-
-SUMMARY = "Summary of the conversation so far:\n"
 
 
 def add_item(conversation: Conversation, item: Place) -> str:
@@ -215,6 +200,51 @@ def add_item(conversation: Conversation, item: Place) -> str:
     return ""
 
 
+# --- content and calls, the same in both APIs ---------------------------------------------------------------
+
+
+def add_message(conversation: Conversation, message: Place) -> None:
+    role = message.need("role", one_of(*ROLES))
+    conversation.add_text(ROLES[role], message.need("content", content_text))
+
+
+def content_text(content: Any, path: str) -> str:
+    """Return the text of a string, or of an array of parts: a line each, as vLLM and llama.cpp join them."""
+    if isinstance(text_or_array(content, path), str):
+        return str(content)
+    return "\n".join(map(part_text, objects(content, path)))
+
+
+def part_text(part: Place) -> str:
+    if part.members.get("type") in IMAGES:
+        raise no_images(f"{part.path}.type")
+    member = PART_TEXTS[part.need("type", one_of(*PART_TEXTS))]
+    return str(part.need(member, text))
+
+
+def paragraphs(*texts: str) -> str:
+    """Join the texts that become one message."""
+    return "\n\n".join(filter(None, texts))
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+# --- content and calls, the same in both APIs ---------------------------------------------------------------
+
+
+def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) -> None:
+    name = called_name(call)
+    if type_ == "custom":
+        written = as_json({"input": call.need("input", text)})
+    else:
+        written = call.need("arguments", text)
+    conversation.add_call(call_id, name, written, is_cut=call.members.get("status") == "incomplete")
+
+
+# --- Responses: input items ---------------------------------------------------------------------------------
+
+
 def readable(content: Any) -> str:
     """Return the text in the content of an item that nobody here knows; "" if there is none."""
     parts = content if isinstance(content, list) else [{"text": content}]
@@ -247,28 +277,6 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str, function:
         conversation.add_result(call_id, told, f"{item.path}.{id_member}")
     else:
         conversation.add_call(call_id, function, told, is_cut=True)  # if it ran elsewhere it has no result
-
-
-Items = list[Object]
-
-
-def from_responses(
-    items: Items, instructions: str | None, chain: Items
-) -> tuple[list[Message], list[DeclaredTool], list[str]]:
-    """Return the messages of a chain, then of the input, the tools that items bring, and what is not read.
-
-    Raises BadInput.
-    """
-    conversation = Conversation()
-    brought = []
-    not_read = []
-    if instructions:
-        conversation.add_text("system", instructions)
-    for item in objects(chain, "previous_response_id") + objects(items, "input"):
-        not_read.append(add_item(conversation, item))
-        if item.members.get("type") in ("additional_tools", "tool_search_output"):
-            brought += item.need("tools", list_of(read_tool))
-    return conversation.close("input"), brought, not_read
 
 
 # --- Chat Completions: messages -----------------------------------------------------------------------------
@@ -316,7 +324,6 @@ def arguments_as_text(messages: list[Message]) -> list[Message]:
 
 
 # --- Messages: content blocks -------------------------------------------------------------------------------
-
 
 # Claude Code's first words, of which some change with each request: the prefix cache would hold nothing.
 # https://github.com/anthropics/claude-code/issues/68900

@@ -60,78 +60,9 @@ from request.validation import (
 )
 
 Defaults = Mapping[str, Any]  # of a model's parameters, by their names (generation_config.json)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A checked request, in the same form for both APIs."""
-
-    model: str
-    owner: str  # who asks: digest of the API key; "": the server needs none
-    explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
-    not_run: tuple[str, ...]  # unknown parameters and types of tools: accepted, and without any effect
-    messages: list[messages.Message]
-    tools: list[Object]  # as chat templates take them, even if tool_choice is none
-    called: dict[str, Tool]  # tools that may be called, by their names in `tools`; {}: tool_choice is none
-    response_format: Object  # of the text, in Responses' form, as an upstream is asked for it
-    reasoning_effort: str | None
-    structured_output: StructuredOutput | None  # None: the model may say anything
-    named_call: bool  # tool_choice names the one tool to call
-    stream: bool
-    include_usage: bool  # chat: one more chunk with the usage
-    n: int  # choices
-    max_tokens: int | None  # None: as far as the context reaches
-    sampling: Object  # a value for each name in SAMPLING; seed None: another one each time
-    n_top_logprobs: int | None  # None: no logprobs
-    stop: list[str]
-    stop_token_ids: list[int]
-    ignore_eos: bool  # go on after the model's stop token
-    parallel_tool_calls: bool
-    template_kwargs: Object  # variables of the chat template, such as enable_thinking
-    echo: Object  # Responses: the members of the response object that repeat the request
-    store: bool = False  # Responses: keep the response, so that it can be retrieved and continued
-    truncate: bool = False  # drop the oldest messages rather than refuse a prompt that is too long
-    seal_reasoning: bool = False  # Responses: reasoning items carry `encrypted_content`
-    background: bool = False  # Responses: the run does not end with the HTTP request
-    generate: bool = True  # False: the prompt is computed for the prefix cache, and nothing is said
-    compacts: bool = False  # what the model says is the summary that becomes a compaction
-
-
-# --- checks of one parameter each ---------------------------------------------------------------------------
-
 MAX_BIASES = 300  # OpenAI's limit
 MAX_STOP = 1024  # characters of a stop string: while it may be coming, so many are held back
-
-
-def token_id(value: str, path: str) -> int:
-    if not re.fullmatch("[0-9]{1,9}", value):
-        raise wrong_value(path, "token ids as keys", value)
-    return int(value)
-
-
-def stop(value: Any, path: str) -> Any:
-    strings = [value] if isinstance(value, str) else value
-    return list_of(string(1, MAX_STOP), 4)(strings, path)
-
-
 count = integer(1, 2**31)
-
-
-def input_items(value: Any, path: str) -> Any:
-    """Return the items of the input; a text is a message of the user."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return list_of(mapping, messages.MAX_ITEMS)(value, path)
-
-
-# --- the parameters -----------------------------------------------------------------------------------------
-
-
-class Parameter(NamedTuple):
-    check: Check
-    default: Any = None
-    echo: bool = False  # the response object has a member of this name
-
 
 # fmt: off
 #   effort     as gpt-oss's template knows it; other templates have `enable_thinking`, false for none
@@ -193,13 +124,39 @@ reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
 stream_options = members(include_usage=boolean)
 thinking = members(type=one_of(*THINKING), budget_tokens=count, display=text)
-output_config = members(
-    effort=one_of(*EFFORTS),
-    format=members(type=one_of("json_schema"), schema=mapping),
-)
-
 NOT_HERE = "It is not built here: leave it out."
 TOOLS_INSTEAD = "It is not built here: there are 'tools' and 'tool_choice'."
+
+
+# --- the parameters -----------------------------------------------------------------------------------------
+
+
+class Parameter(NamedTuple):
+    check: Check
+    default: Any = None
+    echo: bool = False  # the response object has a member of this name
+
+
+# --- checks of one parameter each ---------------------------------------------------------------------------
+
+
+def input_items(value: Any, path: str) -> Any:
+    """Return the items of the input; a text is a message of the user."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return list_of(mapping, messages.MAX_ITEMS)(value, path)
+
+
+def stop(value: Any, path: str) -> Any:
+    strings = [value] if isinstance(value, str) else value
+    return list_of(string(1, MAX_STOP), 4)(strings, path)
+
+
+def token_id(value: str, path: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", value):
+        raise wrong_value(path, "token ids as keys", value)
+    return int(value)
+
 
 # fmt: off
 #   in chat completions       in the Responses API
@@ -267,10 +224,148 @@ RESPONSES = COMMON | {
     "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
     **{old: Parameter(refused(f"In the Responses API it is '{new}'.")) for old, new in MOVED.items()},
 }
+# fmt: on
+ALIAS = "default"  # a name that any model answers to
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request, in the same form for both APIs."""
+
+    model: str
+    owner: str  # who asks: digest of the API key; "": the server needs none
+    explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
+    not_run: tuple[str, ...]  # unknown parameters and types of tools: accepted, and without any effect
+    messages: list[messages.Message]
+    tools: list[Object]  # as chat templates take them, even if tool_choice is none
+    called: dict[str, Tool]  # tools that may be called, by their names in `tools`; {}: tool_choice is none
+    response_format: Object  # of the text, in Responses' form, as an upstream is asked for it
+    reasoning_effort: str | None
+    structured_output: StructuredOutput | None  # None: the model may say anything
+    named_call: bool  # tool_choice names the one tool to call
+    stream: bool
+    include_usage: bool  # chat: one more chunk with the usage
+    n: int  # choices
+    max_tokens: int | None  # None: as far as the context reaches
+    sampling: Object  # a value for each name in SAMPLING; seed None: another one each time
+    n_top_logprobs: int | None  # None: no logprobs
+    stop: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool  # go on after the model's stop token
+    parallel_tool_calls: bool
+    template_kwargs: Object  # variables of the chat template, such as enable_thinking
+    echo: Object  # Responses: the members of the response object that repeat the request
+    store: bool = False  # Responses: keep the response, so that it can be retrieved and continued
+    truncate: bool = False  # drop the oldest messages rather than refuse a prompt that is too long
+    seal_reasoning: bool = False  # Responses: reasoning items carry `encrypted_content`
+    background: bool = False  # Responses: the run does not end with the HTTP request
+    generate: bool = True  # False: the prompt is computed for the prefix cache, and nothing is said
+    compacts: bool = False  # what the model says is the summary that becomes a compaction
+
+
+# --- reading them -------------------------------------------------------------------------------------------
+
+
+def model_name(body: Any) -> str:
+    """Return the model that a request names, which decides who serves it; raises BadInput."""
+    if not isinstance(body, dict):
+        raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", code="invalid_type")
+    return str(COMMON["model"].check(body.get("model"), "model"))
+
+
+def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: str = "") -> Object:
+    """Return the value of every parameter in the table, each checked by itself; raises BadInput.
+
+    `defaults` are the model's own (generation_config.json).
+    """
+    values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
+    given = [name for name in body if body[name] is not None]
+    for name in given:
+        if name in rows:
+            values[name] = rows[name].check(body[name], name)
+    if "stream_options" in given and not values["stream"]:
+        raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
+    not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
+    return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run, "owner": owner}
+
+
+def responses_request(values: Object, chain: messages.Items, input: messages.Items) -> Request:
+    """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
+    conversation, brought, not_read = messages.from_responses(input, values["instructions"], chain)
+    generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
+    echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
+        "tools": [entry.echo for entry in values["tools"]],
+        "reasoning": {"effort": None, "summary": None} | values["reasoning"],
+        "text": {"format": {"type": "text"}} | values["text"],
+        "service_tier": SERVICE_TIER,
+    }
+    by_chats_names = {
+        "messages": conversation,
+        "not_run": values["not_run"] + not_read,
+        "echo": echo,
+        # A warm-up chooses one token, with the last row of the prompt; the client does not see it.
+        "max_tokens": values["max_output_tokens"] if generate else 1,
+        "logprobs": LOGPROBS in values["include"],
+        "response_format": echo["text"]["format"],
+        "reasoning_effort": echo["reasoning"]["effort"],
+        "generate": generate,
+        "truncate": values["truncation"] == "auto",
+        "seal_reasoning": SEALED_REASONING in values["include"],
+    }
+    return request(values | by_chats_names, "text.format.schema", brought)
+
+
+def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Request:
+    """Return the Request of parameters that have chat's names, and of the tools that items have brought.
+
+    `schema_path` is where the schema of the text stands in the body.
+    """
+    names = [tool.qualified_name for entry in values["tools"] for tool in entry.tools]
+    if len({*names}) < len(names):
+        raise wrong_value("tools", "every name once", names)
+    entries = [*values["tools"], *brought]
+    own = {tool.qualified_name: tool for entry in values["tools"] for tool in entry.tools}
+    # In this order; of one name the request's own, else the newest.
+    tools = own | {tool.qualified_name: tool for entry in brought for tool in entry.tools} | own
+    choice = tool_choice(tools, values["tool_choice"])
+    must = structured_output(
+        tools, choice, values["response_format"], schema_path, values["parallel_tool_calls"]
+    )
+    not_offered = [entry.echo["type"] for entry in entries if not entry.tools]
+    not_run = [*dict.fromkeys(filter(None, values["not_run"] + not_offered))][:MAX_NOT_RUN]
+    effort = values["reasoning_effort"]
+    thinking = {}  # what the chat templates of reasoning models take
+    if effort:
+        thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
+    known = values | {
+        # As much of each name as a header may repeat: printable ASCII without quotes.
+        "not_run": tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in not_run),
+        "tools": [tool.definition() for tool in tools.values()],
+        "called": {} if choice.calls == "none" else tools,
+        "structured_output": must,
+        "named_call": choice.named,
+        "include_usage": values["stream_options"].get("include_usage") or not values["stream"],
+        "sampling": {name: values[name] for name in SAMPLING},
+        "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
+        "template_kwargs": thinking | values["chat_template_kwargs"],
+    }
+    return Request(**{name: known[name] for name in Request.__annotations__.keys() & known})
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+# --- the parameters -----------------------------------------------------------------------------------------
+
+output_config = members(
+    effort=one_of(*EFFORTS),
+    format=members(type=one_of("json_schema"), schema=mapping),
+)
 
 # The parameters of others that Messages takes: all but those that Anthropic has by another name.
 SHARED = (*SAMPLING, "model", "stream", "stop_token_ids", "ignore_eos", "chat_template_kwargs")
 
+# fmt: off
 MESSAGES = {name: COMMON[name] for name in SHARED} | {
     "messages":               Parameter(messages.objects,                []),
     "system":                 Parameter(messages.content_text,           ""),
@@ -301,62 +396,10 @@ CHAT = COMMON | {
 # --- reading them -------------------------------------------------------------------------------------------
 
 
-ALIAS = "default"  # a name that any model answers to
-
-
-def model_name(body: Any) -> str:
-    """Return the model that a request names, which decides who serves it; raises BadInput."""
-    if not isinstance(body, dict):
-        raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", code="invalid_type")
-    return str(COMMON["model"].check(body.get("model"), "model"))
-
-
-def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: str = "") -> Object:
-    """Return the value of every parameter in the table, each checked by itself; raises BadInput.
-
-    `defaults` are the model's own (generation_config.json).
-    """
-    values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
-    given = [name for name in body if body[name] is not None]
-    for name in given:
-        if name in rows:
-            values[name] = rows[name].check(body[name], name)
-    if "stream_options" in given and not values["stream"]:
-        raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
-    not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
-    return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run, "owner": owner}
-
-
 def from_responses(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/responses that refers to nothing; raises BadInput."""
     values = read(RESPONSES, body, defaults, owner)
     return responses_request(values, [], values["input"])
-
-
-def responses_request(values: Object, chain: messages.Items, input: messages.Items) -> Request:
-    """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
-    conversation, brought, not_read = messages.from_responses(input, values["instructions"], chain)
-    generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
-    echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
-        "tools": [entry.echo for entry in values["tools"]],
-        "reasoning": {"effort": None, "summary": None} | values["reasoning"],
-        "text": {"format": {"type": "text"}} | values["text"],
-        "service_tier": SERVICE_TIER,
-    }
-    by_chats_names = {
-        "messages": conversation,
-        "not_run": values["not_run"] + not_read,
-        "echo": echo,
-        # A warm-up chooses one token, with the last row of the prompt; the client does not see it.
-        "max_tokens": values["max_output_tokens"] if generate else 1,
-        "logprobs": LOGPROBS in values["include"],
-        "response_format": echo["text"]["format"],
-        "reasoning_effort": echo["reasoning"]["effort"],
-        "generate": generate,
-        "truncate": values["truncation"] == "auto",
-        "seal_reasoning": SEALED_REASONING in values["include"],
-    }
-    return request(values | by_chats_names, "text.format.schema", brought)
 
 
 def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
@@ -398,40 +441,3 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool =
         "not_run": values["not_run"] + not_run + left_out,
     }
     return request(values | by_chats_names, "output_config.format.schema", [])
-
-
-def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Request:
-    """Return the Request of parameters that have chat's names, and of the tools that items have brought.
-
-    `schema_path` is where the schema of the text stands in the body.
-    """
-    names = [tool.qualified_name for entry in values["tools"] for tool in entry.tools]
-    if len({*names}) < len(names):
-        raise wrong_value("tools", "every name once", names)
-    entries = [*values["tools"], *brought]
-    own = {tool.qualified_name: tool for entry in values["tools"] for tool in entry.tools}
-    # In this order; of one name the request's own, else the newest.
-    tools = own | {tool.qualified_name: tool for entry in brought for tool in entry.tools} | own
-    choice = tool_choice(tools, values["tool_choice"])
-    must = structured_output(
-        tools, choice, values["response_format"], schema_path, values["parallel_tool_calls"]
-    )
-    not_offered = [entry.echo["type"] for entry in entries if not entry.tools]
-    not_run = [*dict.fromkeys(filter(None, values["not_run"] + not_offered))][:MAX_NOT_RUN]
-    effort = values["reasoning_effort"]
-    thinking = {}  # what the chat templates of reasoning models take
-    if effort:
-        thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
-    known = values | {
-        # As much of each name as a header may repeat: printable ASCII without quotes.
-        "not_run": tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in not_run),
-        "tools": [tool.definition() for tool in tools.values()],
-        "called": {} if choice.calls == "none" else tools,
-        "structured_output": must,
-        "named_call": choice.named,
-        "include_usage": values["stream_options"].get("include_usage") or not values["stream"],
-        "sampling": {name: values[name] for name in SAMPLING},
-        "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
-        "template_kwargs": thinking | values["chat_template_kwargs"],
-    }
-    return Request(**{name: known[name] for name in Request.__annotations__.keys() & known})

@@ -41,7 +41,36 @@ BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
 MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
 N_PARSED = 2  # large bodies that are parsed, or checked, at once
-BETWEEN_PARTS_S = 0.001  # pause between the parts of bodies: the event loop has this time for others
+
+
+# --- what requests hold -------------------------------------------------------------------------------------
+
+
+class Rooms:
+    """What all clients of a server hold together."""
+
+    def __init__(
+        self, max_streams: int, max_body_bytes: int = MAX_BODY_BYTES, is_shared: bool = False
+    ) -> None:
+        n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
+        self.max_body_bytes = max_body_bytes
+        self.streams = Room("open requests", max_streams, is_shared)
+        self.sockets = Room("open WebSockets", MAX_SOCKETS, is_shared)
+        self.bytes = Room("bytes of bodies", n_bytes, is_shared)
+        self.parsing = Turns(N_PARSED)
+        self.parts = Turns(1)  # of large bodies, and WebSocket messages
+        # Ids of the requests whose answers have not begun: a stop waits for them.
+        self.unanswered: set[str] = set()
+
+    @contextmanager
+    def visit(self, owner: str | None) -> Iterator["Visit"]:
+        """Let a request hold what it takes until it ends; `owner` None: it has none of the keys."""
+        visit = Visit(self, owner or "", owner is not None)
+        try:
+            yield visit
+        finally:
+            for room in visit.held:
+                visit.set_held(room, 0)
 
 
 # --- room ---------------------------------------------------------------------------------------------------
@@ -68,6 +97,53 @@ class Room:
             message = f"Your key holds {share}, and more would leave too few for others; try again later."
             raise BadInput(message, code="rate_limit_exceeded")
         self.held[owner] += n
+
+
+@dataclass
+class Visit:
+    """What one request, WebSocket or turn holds until it ends, and whose it is."""
+
+    rooms: Rooms
+    owner: str
+    has_key: bool = True  # if keys are asked for
+    held: Counter[Room] = field(default_factory=Counter)
+    is_small: bool = False  # its body is, and so is all that it continues
+
+    def set_streams(self, n: int = 1) -> None:
+        """Hold n streams, one for each choice, in place of as many as now; raises BadInput.
+
+        Half of all are the most that one has: with more it would never get in beside other owners.
+        """
+        self.set_held(self.rooms.streams, min(n, max(1, self.rooms.streams.n_total // 2)))
+
+    def set_held(self, room: Room, n: int) -> None:
+        """Hold n of a room, in place of as many as now; raises BadInput, and then holds what it held."""
+        room.add(self.owner, n - self.held[room])
+        self.held[room] = n
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that works on the body: in a thread, for thousands of items would stop the streams.
+
+        With a small body it takes less time than a thread needs to be asked.
+        """
+        if self.is_small:
+            return function(*args)
+        return await asyncio.to_thread(function, *args)
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def add_bytes(self, n_bytes: int) -> None:
+        """Hold what is about to be loaded too, beside what is held already, such as the chain of a body.
+
+        It counts as a quarter of all at most: else one that is larger could never be read. Raises BadInput.
+        """
+        room = self.rooms.bytes
+        self.set_held(room, self.held[room] + min(n_bytes, room.n_total // 4))
+
+    async def until_next_part(self) -> None:
+        """Wait for a turn to read on: parts of large bodies, and WebSocket messages, come one by one."""
+        async with self.rooms.parts.turn(self.owner):
+            await asyncio.sleep(BETWEEN_PARTS_S)
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -113,82 +189,14 @@ class Threads(Turns):
         async with self.turn(owner):
             return await loop.run_in_executor(self._executor, copy_context().run, function, *args)
 
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
     async def until_idle(self) -> None:
         """Wait until all calls have begun, also those that are made meanwhile."""
         while self.n_waiting:
             await asyncio.sleep(0.01)
 
 
-# --- what requests hold -------------------------------------------------------------------------------------
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
-
-class Rooms:
-    """What all clients of a server hold together."""
-
-    def __init__(
-        self, max_streams: int, max_body_bytes: int = MAX_BODY_BYTES, is_shared: bool = False
-    ) -> None:
-        n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
-        self.max_body_bytes = max_body_bytes
-        self.streams = Room("open requests", max_streams, is_shared)
-        self.sockets = Room("open WebSockets", MAX_SOCKETS, is_shared)
-        self.bytes = Room("bytes of bodies", n_bytes, is_shared)
-        self.parsing = Turns(N_PARSED)
-        self.parts = Turns(1)  # of large bodies, and WebSocket messages
-        # Ids of the requests whose answers have not begun: a stop waits for them.
-        self.unanswered: set[str] = set()
-
-    @contextmanager
-    def visit(self, owner: str | None) -> Iterator["Visit"]:
-        """Let a request hold what it takes until it ends; `owner` None: it has none of the keys."""
-        visit = Visit(self, owner or "", owner is not None)
-        try:
-            yield visit
-        finally:
-            for room in visit.held:
-                visit.set_held(room, 0)
-
-
-@dataclass
-class Visit:
-    """What one request, WebSocket or turn holds until it ends, and whose it is."""
-
-    rooms: Rooms
-    owner: str
-    has_key: bool = True  # if keys are asked for
-    held: Counter[Room] = field(default_factory=Counter)
-    is_small: bool = False  # its body is, and so is all that it continues
-
-    def set_held(self, room: Room, n: int) -> None:
-        """Hold n of a room, in place of as many as now; raises BadInput, and then holds what it held."""
-        room.add(self.owner, n - self.held[room])
-        self.held[room] = n
-
-    def set_streams(self, n: int = 1) -> None:
-        """Hold n streams, one for each choice, in place of as many as now; raises BadInput.
-
-        Half of all are the most that one has: with more it would never get in beside other owners.
-        """
-        self.set_held(self.rooms.streams, min(n, max(1, self.rooms.streams.n_total // 2)))
-
-    def add_bytes(self, n_bytes: int) -> None:
-        """Hold what is about to be loaded too, beside what is held already, such as the chain of a body.
-
-        It counts as a quarter of all at most: else one that is larger could never be read. Raises BadInput.
-        """
-        room = self.rooms.bytes
-        self.set_held(room, self.held[room] + min(n_bytes, room.n_total // 4))
-
-    async def until_next_part(self) -> None:
-        """Wait for a turn to read on: parts of large bodies, and WebSocket messages, come one by one."""
-        async with self.rooms.parts.turn(self.owner):
-            await asyncio.sleep(BETWEEN_PARTS_S)
-
-    async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that works on the body: in a thread, for thousands of items would stop the streams.
-
-        With a small body it takes less time than a thread needs to be asked.
-        """
-        if self.is_small:
-            return function(*args)
-        return await asyncio.to_thread(function, *args)
+BETWEEN_PARTS_S = 0.001  # pause between the parts of bodies: the event loop has this time for others

@@ -44,43 +44,15 @@ OWN_LETTERS = re.compile("[\ud800-\udfff]+")
 REQUESTS_LETTER = re.compile("[!-~]")
 
 
-def plain(text: str) -> str:
-    """Return a text in the alphabet of all others."""
-    return OWN_LETTERS.sub(lambda own: own[0].translate(PLAIN), text)
-
-
 def followed(name: str) -> Any:
     """Return a method of str that works on what prints, where the request's text alone is in its words."""
     method = getattr(str, name)
     return lambda self, *arguments: Own.read(method(self.printed, *arguments))
 
 
-class Own(str):
-    """A text of the template: it compares as it reads, and prints in the template's own alphabet."""
-
-    def __init__(self, text: str, printed: str = "") -> None:
-        self.printed = printed or text.translate(ALPHABET)
-
-    def __new__(cls, text: str, printed: str = "") -> "Own":
-        return super().__new__(cls, text)
-
-    @classmethod
-    def read(cls, value: Any) -> Any:
-        """Return a value of a template, Own if it is a text with something of the template in it."""
-        if type(value) is str and OWN_LETTERS.search(value):
-            return cls(plain(value), value)
-        return value
-
-    def __str__(self) -> str:  # what Jinja prints, and joins with ~
-        return self.printed
-
-    def __add__(self, other: Any) -> "Own":
-        return Own(super().__add__(other), self.printed + str(other))
-
-    def __radd__(self, other: str) -> "Own":
-        return Own(other + plain(self.printed), other + self.printed)
-
-    strip, lstrip, rstrip, replace = map(followed, ("strip", "lstrip", "rstrip", "replace"))
+def plain(text: str) -> str:
+    """Return a text in the alphabet of all others."""
+    return OWN_LETTERS.sub(lambda own: own[0].translate(PLAIN), text)
 
 
 class SpecialTokens:
@@ -109,6 +81,39 @@ class SpecialTokens:
                 start = position
         texts.append(prompt[start:])
         return texts
+
+
+class Own(str):
+    """A text of the template: it compares as it reads, and prints in the template's own alphabet."""
+
+    def __init__(self, text: str, printed: str = "") -> None:
+        self.printed = printed or text.translate(ALPHABET)
+
+    def __new__(cls, text: str, printed: str = "") -> "Own":
+        return super().__new__(cls, text)
+
+    strip, lstrip, rstrip, replace = map(followed, ("strip", "lstrip", "rstrip", "replace"))
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        """Return a value of a template, Own if it is a text with something of the template in it."""
+        if type(value) is str and OWN_LETTERS.search(value):
+            return cls(plain(value), value)
+        return value
+
+    def __add__(self, other: Any) -> "Own":
+        return Own(super().__add__(other), self.printed + str(other))
+
+    def __str__(self) -> str:  # what Jinja prints, and joins with ~
+        return self.printed
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def __radd__(self, other: str) -> "Own":
+        return Own(other + plain(self.printed), other + self.printed)
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
 
 def longest_of(words: Iterable[str]) -> str:

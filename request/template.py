@@ -48,6 +48,221 @@ MIN_TURNS, TURNS_A_CHARACTER, MAX_TURNS = 20_000, 10, 10_000_000
 
 # --- messages for templates that take less ------------------------------------------------------------------
 
+
+def one_call_a_message(messages: list[Message]) -> list[Message]:
+    """Split a turn into a message for its text and one for each call, each followed by the call's result."""
+    results = {message["tool_call_id"]: [message] for message in messages if message["role"] == "tool"}
+    split: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls", [])
+        if calls and message["content"]:
+            split.append({"role": "assistant", "content": message["content"]})
+        for call in calls:
+            split.append(message | {"content": "", "tool_calls": [call]})
+            split += results.get(call["id"], [])
+            message = {"role": "assistant"}  # the reasoning has led to the first call
+        if not calls and message["role"] != "tool":
+            split.append(message)
+    return split
+
+
+# How calls may be told, the first that a template takes.
+WAYS: tuple[Callable[[list[Message]], list[Message]], ...] = (list, arguments_as_text, one_call_a_message)
+TURNS = "turns left"  # the variable; a template has no name for it, because of the blank
+
+
+# --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
+
+
+class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which a call takes a turn, and repeated text one for each character."""
+
+    intercepted_binops = frozenset("*")
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        next(__context.parent[TURNS])
+        return super().call(__context, __obj, *args, **kwargs)
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        for text, n in ((left, right), (right, left)):
+            if isinstance(text, Sized):
+                _counted(context, range(len(text) * n))
+        return left * right
+
+
+# As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
+ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+# `{% generation %}` marks what the assistant wrote, for training. A prompt has its content as it stands.
+GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
+TRACING_ENVIRONMENT = ENVIRONMENT.overlay()
+
+# fmt: off
+PROBE, SECOND_PROBE = "probe_4711", "probe_4712"  # words that stand in no template
+USER: Message = {"role": "user", "content": "Hi"}
+ASSISTANT: Message = {"role": "assistant", "content": "Hello"}
+SYSTEM: Message = {"role": "system", "content": PROBE}
+PROBE_TOOLS = [Tool(PROBE, "", PROBE, {"type": "object", "properties": {}}).definition()]
+PROBE_CALLS = [
+    {"id": f"call{n:05}", "type": "function", "function": {"name": name, "arguments": {}}}
+    for n, name in enumerate(("first", SECOND_PROBE))
+]
+PROBE_TURN: list[Message] = [
+    USER,
+    {"role": "assistant", "content": PROBE, "reasoning_content": "Hm.", "tool_calls": PROBE_CALLS},
+    *({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"} for call in PROBE_CALLS),
+    ASSISTANT,
+    USER,
+]
+# fmt: on
+
+
+# --- the template -------------------------------------------------------------------------------------------
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Say of an answer without reasoning that it has none; else add it by the name that it has for gpt-oss.
+
+    Qwen3's template looks in the text: it takes an answer that mentions `</think>` for reasoning up to there.
+    """
+    if message["role"] == "assistant" and "tool_calls" not in message:
+        message = {"reasoning_content": ""} | message
+    if not message.get("reasoning_content"):
+        return message
+    return message | {"thinking": message["reasoning_content"]}
+
+
+def _turns(n: int) -> Iterator[int]:
+    yield from range(n)
+    raise Endless(f"for messages of this size it may take {n} calls and turns of loops")
+
+
+@jinja2.pass_context
+def _counted(context: Any, items: Iterable[Any]) -> list[Any]:
+    """Return what a loop goes through, and take a turn for each."""
+    return [item for item, _ in zip(items, context.parent[TURNS])]  # noqa: B905
+
+
+class ChatTemplate:
+    """How one model wants its prompts."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """`tokens`: bos_token, eos_token, ..., which templates write by name. Raises BadTemplate."""
+        self.source = source
+        self._tokens = tokens
+        try:
+            tree = ENVIRONMENT.parse(GENERATION.sub(r"\1with", source))
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
+            tracing = Tracing()
+            traced = tracing.visit(copy.deepcopy(tree))  # Jinja folds the constants of what it compiles
+            traced = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
+            # By `traced`: the template, and what a role or a token, and a content, is to it.
+            self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str, plain), (traced, Own, Own.read)]
+        except jinja2.TemplateError as error:
+            raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
+        self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
+        self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
+        late_system = [USER, ASSISTANT, SYSTEM, USER]
+        self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
+        turns = (way for way in WAYS if self._shows(way(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE))
+        self.way = next(turns, one_call_a_message)
+        self.with_tools = self  # the template of requests that offer tools, which may be another one
+
+    def render(
+        self, messages: list[Message], tools: Tools, now: datetime, traced: bool = False, /, **kwargs: Any
+    ) -> str:
+        """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
+        `enable_thinking`. Raises BadInput if the template refuses, as for roles that do not alternate.
+
+        If it is traced the template's own text is in its own alphabet (special_tokens.py).
+        """
+        if tools and self.with_tools is not self:
+            return self.with_tools.render(messages, tools, now, traced, **kwargs)
+        if self.takes_tools:
+            messages = self.way(messages)
+        else:
+            messages = tools_as_text(messages, tools)
+            tools = None
+        if not self.takes_late_system:
+            n_taken = int(self.takes_system)
+            messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
+        return self._fill(messages, tools, now, kwargs, traced)
+
+    def _fill(
+        self, messages: list[Message], tools: Tools, now: datetime, kwargs: Object, traced: bool = False
+    ) -> str:
+        template, own, read = self._forms[traced]
+        told = [
+            _with_reasoning(message) | {"role": own(message["role"]), "content": read(message["content"])}
+            for message in messages
+        ]
+        variables = {
+            **{name: own(token) for name, token in self._tokens.items()},
+            **kwargs,
+            "messages": told,
+            "tools": tools or None,
+            "add_generation_prompt": True,
+            "strftime_now": now.strftime,
+            TURNS: _turns(min(MIN_TURNS + TURNS_A_CHARACTER * len(str((messages, tools))), MAX_TURNS)),
+        }
+        try:
+            return str(template.render(variables))
+        except MemoryError:  # not the fault of these messages
+            raise
+        except Exception as error:  # a template may raise anything: these messages are the cause
+            message = f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}"
+            raise BadInput(message, code="invalid_prompt") from error
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+
+    @classmethod
+    def load(cls, directory: Path) -> "ChatTemplate":
+        """Return the template of the model in the directory; raises BadTemplate."""
+        config_file = directory / "tokenizer_config.json"
+        template_file = directory / "chat_template.jinja"
+        tool_use_file = directory / "additional_chat_templates" / "tool_use.jinja"
+        config: Object = {}
+        try:
+            if config_file.exists():
+                config |= json.loads(config_file.read_text(encoding="utf-8"))
+            source: Any = config.get("chat_template")
+            if isinstance(source, list):
+                named = {entry["name"]: entry["template"] for entry in source}
+            else:
+                named = {"default": source}
+            for name, file in (("default", template_file), ("tool_use", tool_use_file)):
+                if file.exists():
+                    named[name] = file.read_text(encoding="utf-8")
+        except (TypeError, ValueError) as error:
+            expected = f"a JSON object in {config_file}, and text in {template_file}"
+            raise BadTemplate(f"expected {expected}: {error}") from error
+        if named.get("default") is None:
+            looked = f"looked for {template_file} and for chat_template in {config_file}"
+            raise BadTemplate(f"no chat template: {looked}")
+        tokens = _special_tokens(config)
+        template = cls(named["default"], tokens)
+        if "tool_use" in named:  # as in Hermes 3; https://github.com/huggingface/transformers/pull/31429
+            template.with_tools = cls(named["tool_use"], tokens)
+        return template
+
+    def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:
+        try:
+            prompt = self._fill(messages, tools, datetime(2000, 1, 1), {})
+        except BadInput as refusal:
+            if isinstance(refusal.__cause__, Endless):
+                raise BadTemplate(refusal.message) from refusal
+            return False
+        return all(word in prompt for word in words)
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+# --- messages for templates that take less ------------------------------------------------------------------
+
 # The format of https://github.com/NousResearch/Hermes-Function-Calling, which Qwen's templates have too.
 BEFORE_TOOLS = """# Tools
 
@@ -105,27 +320,6 @@ def system_as_text(messages: list[Message]) -> list[Message]:
     return without_system
 
 
-def one_call_a_message(messages: list[Message]) -> list[Message]:
-    """Split a turn into a message for its text and one for each call, each followed by the call's result."""
-    results = {message["tool_call_id"]: [message] for message in messages if message["role"] == "tool"}
-    split: list[Message] = []
-    for message in messages:
-        calls = message.get("tool_calls", [])
-        if calls and message["content"]:
-            split.append({"role": "assistant", "content": message["content"]})
-        for call in calls:
-            split.append(message | {"content": "", "tool_calls": [call]})
-            split += results.get(call["id"], [])
-            message = {"role": "assistant"}  # the reasoning has led to the first call
-        if not calls and message["role"] != "tool":
-            split.append(message)
-    return split
-
-
-# How calls may be told, the first that a template takes.
-WAYS: tuple[Callable[[list[Message]], list[Message]], ...] = (list, arguments_as_text, one_call_a_message)
-
-
 # --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
 
 
@@ -141,43 +335,9 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-TURNS = "turns left"  # the variable; a template has no name for it, because of the blank
-
-
-def _turns(n: int) -> Iterator[int]:
-    yield from range(n)
-    raise Endless(f"for messages of this size it may take {n} calls and turns of loops")
-
-
-@jinja2.pass_context
-def _counted(context: Any, items: Iterable[Any]) -> list[Any]:
-    """Return what a loop goes through, and take a turn for each."""
-    return [item for item, _ in zip(items, context.parent[TURNS])]  # noqa: B905
-
-
-class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which a call takes a turn, and repeated text one for each character."""
-
-    intercepted_binops = frozenset("*")
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        next(__context.parent[TURNS])
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        for text, n in ((left, right), (right, left)):
-            if isinstance(text, Sized):
-                _counted(context, range(len(text) * n))
-        return left * right
-
-
-# As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
-ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 # Jinja's own tojson escapes < and > for HTML.
 ENVIRONMENT.filters |= {"counted": _counted, "tojson": as_json, "own": Own.read}
 ENVIRONMENT.globals["raise_exception"] = _raise_exception
-# `{% generation %}` marks what the assistant wrote, for training. A prompt has its content as it stands.
-GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 
 
 class Tracing(NodeTransformer):
@@ -209,157 +369,11 @@ class Tracing(NodeTransformer):
         return node
 
 
-TRACING_ENVIRONMENT = ENVIRONMENT.overlay()
 # Joins what a macro or a block writes.
 TRACING_ENVIRONMENT.concat = lambda texts: Own.read("".join(map(str, texts)))  # type: ignore[method-assign]
 
 
-# --- probes: messages whose words a prompt shows, or not ----------------------------------------------------
-
-# fmt: off
-PROBE, SECOND_PROBE = "probe_4711", "probe_4712"  # words that stand in no template
-USER: Message = {"role": "user", "content": "Hi"}
-ASSISTANT: Message = {"role": "assistant", "content": "Hello"}
-SYSTEM: Message = {"role": "system", "content": PROBE}
-PROBE_TOOLS = [Tool(PROBE, "", PROBE, {"type": "object", "properties": {}}).definition()]
-PROBE_CALLS = [
-    {"id": f"call{n:05}", "type": "function", "function": {"name": name, "arguments": {}}}
-    for n, name in enumerate(("first", SECOND_PROBE))
-]
-PROBE_TURN: list[Message] = [
-    USER,
-    {"role": "assistant", "content": PROBE, "reasoning_content": "Hm.", "tool_calls": PROBE_CALLS},
-    *({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"} for call in PROBE_CALLS),
-    ASSISTANT,
-    USER,
-]
-# fmt: on
-
-
 # --- the template -------------------------------------------------------------------------------------------
-
-
-class ChatTemplate:
-    """How one model wants its prompts."""
-
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """`tokens`: bos_token, eos_token, ..., which templates write by name. Raises BadTemplate."""
-        self.source = source
-        self._tokens = tokens
-        try:
-            tree = ENVIRONMENT.parse(GENERATION.sub(r"\1with", source))
-            for loop in tree.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
-            tracing = Tracing()
-            traced = tracing.visit(copy.deepcopy(tree))  # Jinja folds the constants of what it compiles
-            traced = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
-            # By `traced`: the template, and what a role or a token, and a content, is to it.
-            self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str, plain), (traced, Own, Own.read)]
-        except jinja2.TemplateError as error:
-            raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
-        self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
-        self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
-        late_system = [USER, ASSISTANT, SYSTEM, USER]
-        self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
-        turns = (way for way in WAYS if self._shows(way(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE))
-        self.way = next(turns, one_call_a_message)
-        self.with_tools = self  # the template of requests that offer tools, which may be another one
-
-    @classmethod
-    def load(cls, directory: Path) -> "ChatTemplate":
-        """Return the template of the model in the directory; raises BadTemplate."""
-        config_file = directory / "tokenizer_config.json"
-        template_file = directory / "chat_template.jinja"
-        tool_use_file = directory / "additional_chat_templates" / "tool_use.jinja"
-        config: Object = {}
-        try:
-            if config_file.exists():
-                config |= json.loads(config_file.read_text(encoding="utf-8"))
-            source: Any = config.get("chat_template")
-            if isinstance(source, list):
-                named = {entry["name"]: entry["template"] for entry in source}
-            else:
-                named = {"default": source}
-            for name, file in (("default", template_file), ("tool_use", tool_use_file)):
-                if file.exists():
-                    named[name] = file.read_text(encoding="utf-8")
-        except (TypeError, ValueError) as error:
-            expected = f"a JSON object in {config_file}, and text in {template_file}"
-            raise BadTemplate(f"expected {expected}: {error}") from error
-        if named.get("default") is None:
-            looked = f"looked for {template_file} and for chat_template in {config_file}"
-            raise BadTemplate(f"no chat template: {looked}")
-        tokens = _special_tokens(config)
-        template = cls(named["default"], tokens)
-        if "tool_use" in named:  # as in Hermes 3; https://github.com/huggingface/transformers/pull/31429
-            template.with_tools = cls(named["tool_use"], tokens)
-        return template
-
-    def render(
-        self, messages: list[Message], tools: Tools, now: datetime, traced: bool = False, /, **kwargs: Any
-    ) -> str:
-        """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
-        `enable_thinking`. Raises BadInput if the template refuses, as for roles that do not alternate.
-
-        If it is traced the template's own text is in its own alphabet (special_tokens.py).
-        """
-        if tools and self.with_tools is not self:
-            return self.with_tools.render(messages, tools, now, traced, **kwargs)
-        if self.takes_tools:
-            messages = self.way(messages)
-        else:
-            messages = tools_as_text(messages, tools)
-            tools = None
-        if not self.takes_late_system:
-            n_taken = int(self.takes_system)
-            messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
-        return self._fill(messages, tools, now, kwargs, traced)
-
-    def _fill(
-        self, messages: list[Message], tools: Tools, now: datetime, kwargs: Object, traced: bool = False
-    ) -> str:
-        template, own, read = self._forms[traced]
-        told = [
-            _with_reasoning(message) | {"role": own(message["role"]), "content": read(message["content"])}
-            for message in messages
-        ]
-        variables = {
-            **{name: own(token) for name, token in self._tokens.items()},
-            **kwargs,
-            "messages": told,
-            "tools": tools or None,
-            "add_generation_prompt": True,
-            "strftime_now": now.strftime,
-            TURNS: _turns(min(MIN_TURNS + TURNS_A_CHARACTER * len(str((messages, tools))), MAX_TURNS)),
-        }
-        try:
-            return str(template.render(variables))
-        except MemoryError:  # not the fault of these messages
-            raise
-        except Exception as error:  # a template may raise anything: these messages are the cause
-            message = f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}"
-            raise BadInput(message, code="invalid_prompt") from error
-
-    def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:
-        try:
-            prompt = self._fill(messages, tools, datetime(2000, 1, 1), {})
-        except BadInput as refusal:
-            if isinstance(refusal.__cause__, Endless):
-                raise BadTemplate(refusal.message) from refusal
-            return False
-        return all(word in prompt for word in words)
-
-
-def _with_reasoning(message: Message) -> Message:
-    """Say of an answer without reasoning that it has none; else add it by the name that it has for gpt-oss.
-
-    Qwen3's template looks in the text: it takes an answer that mentions `</think>` for reasoning up to there.
-    """
-    if message["role"] == "assistant" and "tool_calls" not in message:
-        message = {"reasoning_content": ""} | message
-    if not message.get("reasoning_content"):
-        return message
-    return message | {"thinking": message["reasoning_content"]}
 
 
 def _special_tokens(config: Object) -> dict[str, str]:

@@ -76,22 +76,6 @@ class Restorer:
 
 # --- the input of a custom tool -----------------------------------------------------------------------------
 
-OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-MAX_OPENING = 64  # characters: longer arguments that do not match OPENING are not such an object
-UNITS = re.compile(
-    r"""(?:
-    [^"\\]+                              # characters that stand for themselves
-    | \\[^u]                             # a short escape
-    | \\u[dD][89abAB]..                  # half a surrogate pair: with its other half,
-        (?: \\u[dD][c-fC-F]..
-        | (?=[^\\]|\\[^u]|\\u(?![dD][c-fC-F])..) )  # or once it is known that this does not follow
-    | \\u(?![dD][89abAB])....            # any other character by its number
-    )*""",
-    re.DOTALL | re.VERBOSE,
-)
-ESCAPE = re.compile(r"\\u[dD][89abAB]..(?:\\u[dD][c-fC-F]..)?|\\u....|\\.", re.DOTALL)
-MAX_UNFINISHED = len(r"\ud83d\ude0")  # characters of an escape that may be held back
-
 
 class InputDecoder:
     """Decodes the string in `{"input": "..."}` as its characters come; other arguments leave at the end."""
@@ -99,6 +83,8 @@ class InputDecoder:
     def __init__(self) -> None:
         self._held = ""  # came, and cannot leave yet
         self._is_inside = False  # the string has begun; after its closing quote nothing more is said
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
 
     def feed(self, text: str) -> str:
         self._held += text
@@ -120,6 +106,25 @@ class InputDecoder:
         if has_ended or self._held.strip() == "{}":  # the call had no arguments
             return ""
         return self._held
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+MAX_OPENING = 64  # characters: longer arguments that do not match OPENING are not such an object
+UNITS = re.compile(
+    r"""(?:
+    [^"\\]+                              # characters that stand for themselves
+    | \\[^u]                             # a short escape
+    | \\u[dD][89abAB]..                  # half a surrogate pair: with its other half,
+        (?: \\u[dD][c-fC-F]..
+        | (?=[^\\]|\\[^u]|\\u(?![dD][c-fC-F])..) )  # or once it is known that this does not follow
+    | \\u(?![dD][89abAB])....            # any other character by its number
+    )*""",
+    re.DOTALL | re.VERBOSE,
+)
+ESCAPE = re.compile(r"\\u[dD][89abAB]..(?:\\u[dD][c-fC-F]..)?|\\u....|\\.", re.DOTALL)
+MAX_UNFINISHED = len(r"\ud83d\ude0")  # characters of an escape that may be held back
 
 
 def _character(escape: re.Match[str]) -> str:

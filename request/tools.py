@@ -45,31 +45,12 @@ from request.validation import (
 
 Schema = Object  # a JSON schema
 ByName = Mapping[str, "Tool"]  # tools by Tool.qualified_name
-
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-MAX_QUALIFIED_NAME = 130  # characters of Tool.qualified_name: two names, and "__" between them
 MAX_TOOLS = 128
-MAX_GRAMMAR = 2**16  # characters
-
 CLIENT_TOOLS = ("function", "custom")
-
-
-def flat(value: Any, path: str) -> Place:
-    """Return an object with its members beside its type: rule 1."""
-    given = place(value, path)
-    type_ = str(given.members.get("type"))
-    if given.members.get(type_) is None:
-        return given
-    return Place(given.need(type_, mapping) | {"type": type_}, f"{path}.{type_}")
+Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
 
 
 # --- a tool -------------------------------------------------------------------------------------------------
-
-
-def identifier(value: Any, path: str) -> Any:
-    if not NAME.fullmatch(text(value, path)):
-        raise wrong_value(path, "1 to 64 letters, digits, '_' or '-'", value)
-    return value
 
 
 class Grammar(NamedTuple):
@@ -90,6 +71,8 @@ class Tool(NamedTuple):
     strict: bool = False  # a function's arguments are held to `parameters`
     custom: bool = False
     grammar: Grammar | None = None  # a custom tool's; None: it takes any text
+
+    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
 
     @property
     def qualified_name(self) -> str:
@@ -121,14 +104,6 @@ class Tool(NamedTuple):
         return {"type": "function", "function": function}
 
 
-def called_name(call: Place) -> str:
-    """Return the qualified name in a call, or in a reference to a tool; raises BadInput."""
-    return Tool(call.need("name", text), call.get("namespace", text, "")).qualified_name
-
-
-as_json = partial(json.dumps, ensure_ascii=False)  # as a model reads it: text without escapes
-
-
 # --- tools of a request -------------------------------------------------------------------------------------
 
 
@@ -138,6 +113,117 @@ class DeclaredTool(NamedTuple):
     echo: Object  # the entry as the response object repeats it
     tools: list[Tool]  # what it lets the model call: a namespace several tools, any other type none
 
+
+# --- tool_choice --------------------------------------------------------------------------------------------
+
+
+class ToolChoice(NamedTuple):
+    calls: Calls
+    allowed: list[Tool]  # those that may be called
+    named: bool = False  # it names one tool, which must be called once
+
+
+# --- what the answer must be --------------------------------------------------------------------------------
+
+
+class StructuredOutput(NamedTuple):
+    """What the answer must be, after the reasoning."""
+
+    calls: Calls
+    functions: tuple[tuple[str, Schema], ...] = ()  # that may be called: name, schema of the arguments
+    one_call: bool = False  # at most one
+    inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
+    schema: Schema | None = None  # what the text must fit; None: any text
+    schema_path: str = ""  # where `schema` stands in the request, if there is one
+
+
+def tool_choice(by_name: ByName, value: Any) -> ToolChoice:
+    """Return whether tools may or must be called, and which; raises BadInput."""
+    if isinstance(value, str):
+        choice = ToolChoice(one_of(*get_args(Calls))(value, "tool_choice"), [*by_name.values()])
+    else:
+        given = flat(value, "tool_choice")
+        type_ = given.need("type", text)
+        if type_ in CLIENT_TOOLS:
+            choice = ToolChoice("required", _referred(by_name, value, "tool_choice"), named=True)
+        elif type_ == "allowed_tools":
+            lists = given.need("tools", list_of(partial(_referred, by_name), MAX_TOOLS))
+            mode = given.need("mode", one_of("auto", "required"))
+            choice = ToolChoice(mode, [tool for tools in lists for tool in tools])
+        else:
+            why = f"This server runs no tools, so none can be forced: {shown(type_)}"
+            raise unsupported("tool_choice.type", why)
+    if choice.allowed:
+        return choice
+    if choice.calls == "required":
+        raise wrong_value("tool_choice", "functions or custom tools to choose from", value)
+    return ToolChoice("none", [])
+
+
+def structured_output(
+    tools: ByName, choice: ToolChoice, format_: Object, path: str, parallel: bool
+) -> StructuredOutput | None:
+    """Return what to enforce, None if the model may say anything. Raises BadInput.
+
+    `format_` is what text_format() has returned for the text, {} for none; its schema stands at `path`.
+    """
+    schema = format_.get("schema")
+    if format_.get("type") == "json_object":
+        schema = {"type": "object"}
+    # Without a grammar if the model may answer freely: all calls that it could write may come.
+    held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.allowed]
+    is_free = choice.calls == "none" or (choice.calls == "auto" and not held)
+    if schema is None and is_free:
+        return None
+    functions = []
+    inputs = []
+    for tool in choice.allowed:
+        name = tool.qualified_name
+        arguments = {"type": "object"} | tool.schema()
+        if arguments["type"] != "object":
+            message = f"Invalid schema for '{name}': expected a schema of type object."
+            raise BadInput(message, param="tools", code="invalid_json_schema")
+        functions.append((name, arguments))
+        if tool.grammar:
+            inputs.append((name, tool.grammar))
+    one_call = choice.named or not parallel
+    return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, path)
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_QUALIFIED_NAME = 130  # characters of Tool.qualified_name: two names, and "__" between them
+MAX_GRAMMAR = 2**16  # characters
+
+
+def flat(value: Any, path: str) -> Place:
+    """Return an object with its members beside its type: rule 1."""
+    given = place(value, path)
+    type_ = str(given.members.get("type"))
+    if given.members.get(type_) is None:
+        return given
+    return Place(given.need(type_, mapping) | {"type": type_}, f"{path}.{type_}")
+
+
+# --- a tool -------------------------------------------------------------------------------------------------
+
+
+def identifier(value: Any, path: str) -> Any:
+    if not NAME.fullmatch(text(value, path)):
+        raise wrong_value(path, "1 to 64 letters, digits, '_' or '-'", value)
+    return value
+
+
+def called_name(call: Place) -> str:
+    """Return the qualified name in a call, or in a reference to a tool; raises BadInput."""
+    return Tool(call.need("name", text), call.get("namespace", text, "")).qualified_name
+
+
+as_json = partial(json.dumps, ensure_ascii=False)  # as a model reads it: text without escapes
+
+
+# --- tools of a request -------------------------------------------------------------------------------------
 
 # A function has all of these in the response object: zod schema of github.com/openresponses/openresponses.
 NOT_GIVEN = {"description": None, "parameters": None, "strict": False}
@@ -193,37 +279,6 @@ def read_client_tool(value: Any, path: str) -> DeclaredTool:
 
 # --- tool_choice --------------------------------------------------------------------------------------------
 
-Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
-
-
-class ToolChoice(NamedTuple):
-    calls: Calls
-    allowed: list[Tool]  # those that may be called
-    named: bool = False  # it names one tool, which must be called once
-
-
-def tool_choice(by_name: ByName, value: Any) -> ToolChoice:
-    """Return whether tools may or must be called, and which; raises BadInput."""
-    if isinstance(value, str):
-        choice = ToolChoice(one_of(*get_args(Calls))(value, "tool_choice"), [*by_name.values()])
-    else:
-        given = flat(value, "tool_choice")
-        type_ = given.need("type", text)
-        if type_ in CLIENT_TOOLS:
-            choice = ToolChoice("required", _referred(by_name, value, "tool_choice"), named=True)
-        elif type_ == "allowed_tools":
-            lists = given.need("tools", list_of(partial(_referred, by_name), MAX_TOOLS))
-            mode = given.need("mode", one_of("auto", "required"))
-            choice = ToolChoice(mode, [tool for tools in lists for tool in tools])
-        else:
-            why = f"This server runs no tools, so none can be forced: {shown(type_)}"
-            raise unsupported("tool_choice.type", why)
-    if choice.allowed:
-        return choice
-    if choice.calls == "required":
-        raise wrong_value("tool_choice", "functions or custom tools to choose from", value)
-    return ToolChoice("none", [])
-
 
 def _referred(by_name: ByName, value: Any, path: str) -> list[Tool]:
     """Return the tool that a reference names; raises BadInput for a tool that a server would run itself."""
@@ -241,17 +296,6 @@ def _referred(by_name: ByName, value: Any, path: str) -> list[Tool]:
 # --- what the answer must be --------------------------------------------------------------------------------
 
 
-class StructuredOutput(NamedTuple):
-    """What the answer must be, after the reasoning."""
-
-    calls: Calls
-    functions: tuple[tuple[str, Schema], ...] = ()  # that may be called: name, schema of the arguments
-    one_call: bool = False  # at most one
-    inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
-    schema: Schema | None = None  # what the text must fit; None: any text
-    schema_path: str = ""  # where `schema` stands in the request, if there is one
-
-
 def text_format(value: Any, path: str) -> Object:
     """Check the format of a text, and return it in Responses' form."""
     given = flat(value, path)
@@ -259,33 +303,3 @@ def text_format(value: Any, path: str) -> Object:
         given.need("name", identifier)
         given.need("schema", mapping)
     return dict(check_members(*given))
-
-
-def structured_output(
-    tools: ByName, choice: ToolChoice, format_: Object, path: str, parallel: bool
-) -> StructuredOutput | None:
-    """Return what to enforce, None if the model may say anything. Raises BadInput.
-
-    `format_` is what text_format() has returned for the text, {} for none; its schema stands at `path`.
-    """
-    schema = format_.get("schema")
-    if format_.get("type") == "json_object":
-        schema = {"type": "object"}
-    # Without a grammar if the model may answer freely: all calls that it could write may come.
-    held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.allowed]
-    is_free = choice.calls == "none" or (choice.calls == "auto" and not held)
-    if schema is None and is_free:
-        return None
-    functions = []
-    inputs = []
-    for tool in choice.allowed:
-        name = tool.qualified_name
-        arguments = {"type": "object"} | tool.schema()
-        if arguments["type"] != "object":
-            message = f"Invalid schema for '{name}': expected a schema of type object."
-            raise BadInput(message, param="tools", code="invalid_json_schema")
-        functions.append((name, arguments))
-        if tool.grammar:
-            inputs.append((name, tool.grammar))
-    one_call = choice.named or not parallel
-    return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, path)

@@ -32,11 +32,6 @@ def makes_checks(rule: Callable[..., Any]) -> Callable[..., Check]:
 # --- scalars ------------------------------------------------------------------------------------------------
 
 
-def hint(value: Any, path: str) -> Any:
-    """Accept any value, since the enums of hints grow monthly; only that it came is kept."""
-    return ""
-
-
 @makes_checks
 def of_type(value: Any, path: str, expected: str, *types: type) -> Any:
     """Accept any value of these types: only the size of the body limits it."""
@@ -72,13 +67,6 @@ integer = partial(bounded, whole, pos, "an integer")
 string = partial(bounded, text, len, "a string with a length")
 
 
-@makes_checks
-def one_of(value: Any, path: str, *allowed: str) -> Any:
-    if text(value, path) not in allowed:
-        raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
-    return value
-
-
 # --- lists and objects --------------------------------------------------------------------------------------
 
 
@@ -86,6 +74,47 @@ def one_of(value: Any, path: str, *allowed: str) -> Any:
 def list_of(value: Any, path: str, check_item: Check, max_items: int = 1024) -> list[Any]:
     items = bounded(array, len, "a number of items", 0, max_items)(value, path)
     return [check_item(item, f"{path}[{i}]") for i, item in enumerate(items)]
+
+
+class Place(NamedTuple):
+    """An object in a request, and its path."""
+
+    members: Object
+    path: str
+
+    def get(self, name: str, check: Check, default: Any) -> Any:
+        """Return a checked member, the default if it is null or empty."""
+        return self.need(name, check) if self.members.get(name) else default
+
+    def need(self, name: str, check: Check) -> Any:
+        """Return a checked member, which the object must have."""
+        return check(self.members.get(name), f"{self.path}.{name}")
+
+
+def place(value: Any, path: str) -> Place:
+    """Accept an object with any members."""
+    return Place(mapping(value, path), path)
+
+
+@makes_checks
+def one_of(value: Any, path: str, *allowed: str) -> Any:
+    if text(value, path) not in allowed:
+        raise wrong_value(path, "one of " + ", ".join(map(repr, allowed)), value)
+    return value
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+# --- scalars ------------------------------------------------------------------------------------------------
+
+
+def hint(value: Any, path: str) -> Any:
+    """Accept any value, since the enums of hints grow monthly; only that it came is kept."""
+    return ""
+
+
+# --- lists and objects --------------------------------------------------------------------------------------
 
 
 @makes_checks
@@ -101,26 +130,6 @@ def pairs_of(value: Any, path: str, check_name: Check, check_value: Check, max_p
     """Accept an object whose members have any name that passes its check."""
     pairs = bounded(mapping, len, "a number of members", 0, max_pairs)(value, path).items()
     return {check_name(name, path): check_value(each, f"{path}.{name}") for name, each in pairs}
-
-
-class Place(NamedTuple):
-    """An object in a request, and its path."""
-
-    members: Object
-    path: str
-
-    def need(self, name: str, check: Check) -> Any:
-        """Return a checked member, which the object must have."""
-        return check(self.members.get(name), f"{self.path}.{name}")
-
-    def get(self, name: str, check: Check, default: Any) -> Any:
-        """Return a checked member, the default if it is null or empty."""
-        return self.need(name, check) if self.members.get(name) else default
-
-
-def place(value: Any, path: str) -> Place:
-    """Accept an object with any members."""
-    return Place(mapping(value, path), path)
 
 
 # --- what is not built --------------------------------------------------------------------------------------

@@ -1,29 +1,32 @@
-"""What one streamed request passes: the functions of the spine.
+"""What one streamed request passes: what stands above the fold of each module, in the order of the calls.
 
-    server.serve(), traced --one request--> {module: its functions}
+    server.serve(), traced --one request--> its functions == the functions above the folds
 
-    python tests/reading_list.py             prints it
-    python tests/reading_list.py --write     puts it into docs/reading.md; test_walkthrough.py checks that
+    python tests/reading_list.py             prints them; fails if a function stands on the wrong side
+    python tests/reading_list.py --write     puts them into docs/reading.md; test_walkthrough.py checks that
 
 The server is the real one, in this process, with the tiny model and NumpyOps; a thread of it is the client.
-Not in the list: what runs at the start and at the end of the server, and what stands in the chapters.
+Above a fold stand the functions that the request calls, and what declares their values: types, tables, the
+`__init__` of what lives longer than a request. What runs at the start and at the end of the server is below.
 """
 
+import ast
 import asyncio
 import contextlib
 import http.client
-import inspect
 import json
+import operator
 import os
-import re
 import signal
 import sys
 import textwrap
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
@@ -34,15 +37,16 @@ from middleware import Keys
 from service import loading, options
 from service.connections import EventLoop, bind
 from store import Retention, Store
+from test_layout import n_tokens
 
 PAGE = walkthrough.ROOT / "docs" / "reading.md"
 BODY = {"model": "tiny", "input": "What is 2+2?", "temperature": 0, "stream": True}
 FLAGS = ["--model", str(walkthrough.TINY), "--port", "0", "--log-level", "warning", "--secret", "any"]
 PAUSE_S = 0.5  # in which a connection is closed and a response written to the store
-INDENT = 16
-# What the clock calls; and what stands around each request and each step, 45 lines.
-LEFT_OUT = {"Registry.evict", "Store.evict", "Store._ids"}
-LEFT_OUT |= {"Engine._loop", "logged.<locals>.answer", "make_app.<locals>.guarded"}
+INDENT = 28
+FOLD = "# --- the fold: a plain streamed request passes what stands above "  # a class has its own, indented
+CALLED_BY_THE_CLOCK = {"Registry.evict", "Store.evict", "Store._evict_one"}
+DECLARATIONS = {"__init__", "__post_init__", "__new__"}  # a request may pass them, or not
 
 
 def ask(port: int, is_traced: threading.Event) -> None:
@@ -60,15 +64,17 @@ def ask(port: int, is_traced: threading.Event) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def traced() -> set[CodeType]:
-    """Return the code that a request calls, in any thread, and what calls it, such as a thread's loop."""
-    called: set[CodeType] = set()
+def traced() -> list[CodeType]:
+    """Return the code that a request calls, as it is called first, a caller before what it calls."""
+    called: dict[CodeType, None] = {}
     is_traced = threading.Event()
 
     def trace(frame: FrameType | None, event: str, _: Any) -> None:
+        callers: list[CodeType] = []
         while is_traced.is_set() and event == "call" and frame and frame.f_code not in called:
-            called.add(frame.f_code)
+            callers.append(frame.f_code)
             frame = frame.f_back
+        called.update(dict.fromkeys(reversed(callers)))
 
     args = options.arguments().parse_args(FLAGS)
     args.device = "cpu"
@@ -82,47 +88,106 @@ def traced() -> set[CodeType]:
     what_it_prints = contextlib.redirect_stdout(sys.stderr)
     with what_it_prints, asyncio.Runner(loop_factory=EventLoop) as runner:
         runner.run(server.serve(args, Keys([]), local, None, store, listener))
-    return called
+    return [*called]
 
 
-def spine_functions(called: set[CodeType]) -> dict[Path, list[CodeType]]:
-    """Return the functions of each module of the spine that are called, in the order of the files.
-
-    A function inside another is a part of that one, unless only the inner one is called.
-    """
-    tree = PAGE.read_text(encoding="utf-8").split("## The files")[1]
-    spine = re.findall(r"^(\w+\.py) ", tree, re.MULTILINE)
-    functions: dict[Path, list[CodeType]] = {walkthrough.ROOT / name: [] for name in spine}
-    names = {(code.co_filename, code.co_qualname) for code in called}
-    for code in sorted(called, key=lambda code: code.co_firstlineno):
-        module, name = Path(code.co_filename), code.co_qualname
-        is_part = name.endswith(">") or (code.co_filename, name.rpartition(".<locals>.")[0]) in names
-        if module in functions and not is_part and name not in LEFT_OUT:
-            functions[module].append(code)
-    return {module: codes for module, codes in functions.items() if codes}
+# --- the folds ----------------------------------------------------------------------------------------------
 
 
-def n_lines(module: Path, functions: list[CodeType]) -> int:
-    """Count the lines of these functions, and of the docstring at the top of the module."""
-    docstring = inspect.getdoc(sys.modules[module.stem]) or ""
-    sources = (inspect.getsourcelines(code)[0] for code in functions)
-    return len(docstring.splitlines()) + sum(map(len, sources))
+class Place(NamedTuple):
+    """Where a function stands."""
+
+    is_above: bool  # the fold
+    is_declaration: bool  # it has no body, a table names it, or it makes what outlives a request
+
+
+def places(module: Path) -> dict[str, Place]:
+    """Return the functions of a module, in its order; those inside others are a part of these."""
+    lines = module.read_text(encoding="utf-8").splitlines()
+    found: dict[str, Place] = {}
+
+    def look(body: Sequence[ast.stmt], prefix: str, is_above: bool, start: int) -> None:
+        for node in body:
+            folds = (line.startswith(" " * node.col_offset + FOLD) for line in lines[start : node.lineno])
+            is_above = is_above and not any(folds)
+            start = node.lineno
+            if isinstance(node, ast.ClassDef):
+                look(node.body, f"{node.name}.", is_above, start)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                has_no_body = all(isinstance(each, ast.Expr) for each in node.body)
+                found[prefix + node.name] = Place(is_above, has_no_body or node.name in DECLARATIONS)
+
+    body = ast.parse("\n".join(lines)).body
+    look(body, "", True, 0)
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    statements = [*body, *(node for each in classes for node in each.body)]
+    tables = [node for node in statements if isinstance(node, ast.Assign | ast.AnnAssign)]
+    for node in (node for table in tables for node in ast.walk(table)):
+        if isinstance(node, ast.Name) and node.id in found:
+            found[node.id] = found[node.id]._replace(is_declaration=True)
+    return found
+
+
+def lines_above(module: Path) -> set[int]:
+    """Return the numbers of the lines that stand above the folds, without imports."""
+    text = module.read_text(encoding="utf-8")
+    above: set[int] = set()
+    is_above = True  # the fold of the module
+    is_above_in_class = True
+    for number, line in enumerate(text.splitlines(), 1):
+        is_above = is_above and not line.startswith(FOLD)
+        is_above_in_class = (is_above_in_class and not line.strip().startswith(FOLD)) or line[:1] > " "
+        if is_above and is_above_in_class:
+            above.add(number)
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            assert node.end_lineno
+            above -= {*range(node.lineno, node.end_lineno + 1)}
+    return above
+
+
+def passed() -> dict[Path, list[str]]:
+    """Return the functions that a request calls, by module of the root and of request/."""
+    functions: dict[Path, list[str]] = {}
+    for code in traced():
+        module = Path(code.co_filename)
+        name = code.co_qualname.partition(".<locals>")[0]
+        is_function = "<" not in name and name not in CALLED_BY_THE_CLOCK
+        if is_function and module.parent in (walkthrough.ROOT, walkthrough.ROOT / "request"):
+            names = functions.setdefault(module, [])
+            if name not in names:
+                names.append(name)
+    return functions
 
 
 def reading_list() -> str:
-    functions = spine_functions(traced())
     lines: list[str] = []
-    total = 0
-    for module, codes in functions.items():
-        n_to_read = n_lines(module, codes)
-        n_all = len(module.read_text(encoding="utf-8").splitlines())
-        names = ", ".join(code.co_qualname.replace(".<locals>", "") for code in codes)
-        total += n_to_read
-        lines.append(f"{module.name:{INDENT}}{n_to_read} of {n_all} lines")
+    totals = {"": Counter[str](), "request/": Counter[str]()}
+    for module, names in passed().items():
+        standing = places(module)
+        above = {name for name, place in standing.items() if place.is_above and not place.is_declaration}
+        below = {name for name, place in standing.items() if not place.is_above}
+        assert above <= {*names}, f"{module.name}: to be put below the fold: {above - {*names}}"
+        assert not below & {*names}, f"{module.name}: to be put above the fold: {below & {*names}}"
+        sides = [place.is_above for place in standing.values()]
+        name = str(module.relative_to(walkthrough.ROOT))
+        total = totals["request/" if "/" in name else ""]
+        n_above = n_tokens(module, lines_above(module))
+        total["tokens"] += n_above
+        total["switches"] += sum(map(operator.ne, sides, sides[1:]))
+        lines.append(f"{name:{INDENT}}{n_above:6,} of {n_tokens(module):5,} tokens")
+        indent = " " * 4
         lines += textwrap.wrap(
-            names, walkthrough.MAX_WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 4
+            ", ".join(name for name in standing if name in names),
+            walkthrough.MAX_WIDTH,
+            initial_indent=indent,
+            subsequent_indent=indent,
         )
-    return "\n".join([*lines, f"{'together':{INDENT}}{total} lines"]) + "\n"
+    for folder, total in totals.items():
+        name = folder or "the root"
+        n_above, n_switches = total["tokens"], total["switches"]
+        lines.append(f"{name:{INDENT}}{n_above:6,} tokens above the folds, {n_switches} switches")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

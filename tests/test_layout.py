@@ -3,7 +3,7 @@
 import ast
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -168,20 +168,26 @@ CAPS = {
     "service":     8_660,  # with steering over the WebSocket; refusals that name their options
 }
 # fmt: on
-MAX_MODULE = 600  # lines of a module of the root, theory included
+MAX_MODULE = 610  # lines of a module of the root, theory and folds included
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER}  # fmt: skip
 
 
-def n_tokens(path: Path) -> int:
+def n_tokens(path: Path, lines: Container[int] | None = None) -> int:
+    """Count the tokens of a file, or of these lines of it."""
     docstrings: set[int] = set()  # the lines where one begins
     for node in ast.walk(tree(path)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             docstrings.add(node.body[0].lineno)
     with path.open("rb") as file:
         tokens = [*tokenize.tokenize(file.readline)]
-    return sum(token.type not in NO_CODE and token.start[0] not in docstrings for token in tokens)
+    return sum(
+        token.type not in NO_CODE
+        and token.start[0] not in docstrings
+        and (lines is None or token.start[0] in lines)
+        for token in tokens
+    )
 
 
 @pytest.mark.parametrize("folder", CAPS)
