@@ -1,11 +1,12 @@
 """From token to wire: a course whose exercises are real bugs.
 
-python -m course            lists the chapters
-python -m course 7.3        copies the project to ./course-work and breaks it, as exercise 7.3 says
-python -m course check      runs the test that notices
-python -m course hint       tells our rule, or which test to read
+python -m course            lists the chapters and what you have done
+python -m course 7.3        breaks a copy of the project in ./course-work/7.3; your work there is kept
+python -m course check      judges your copy: the bug's own test, all tests of the module, and the original
+python -m course hint       tells our rule, or who calls a function and which tests do
 python -m course solution   shows the lines as they were
 python -m course next       goes on to the next exercise
+python -m course grade FOLDER ... --json FILE      judges all that was begun in the folders of students
 """
 
 import sys
@@ -14,23 +15,28 @@ from importlib.util import find_spec
 if sys.version_info < (3, 11) or None in map(find_spec, ("hypothesis", "pytest", "uvicorn")):
     sys.exit("error: expected Python 3.11 or later, and its packages: pip install -e '.[dev]'")
 
+import json
+import re
 import shutil
-import subprocess
+import time
 import tomllib
+from difflib import unified_diff
 from pathlib import Path
+from typing import Any
 
 PROGRAM = sys.argv[0].replace(__file__, "python -m course")  # or "llmref course"
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests")]
 
 from index import told  # noqa: E402
+from judge import judge  # noqa: E402
 from mutants import LEFT_OUT, ROOT, Mutant, mutants, mutated, taken_out  # noqa: E402
 
 USAGE = __doc__.replace("python -m course", PROGRAM)
 WORK = Path("course-work")
-CHOSEN = WORK / "exercise"  # the file that holds its number
-MAX_LINES, MAX_WIDTH = 10, 160  # of what a test says
+PROGRESS = WORK / "progress.json"  # {"current": a number, "begun": and "done": {a number: Unix time}}
 CHAPTERS = tomllib.loads((HERE / "exercises.toml").read_text(encoding="utf-8"))
+CHAPTERS.pop("laws")  # tests/judge.py reads them
 
 
 def exercises() -> dict[str, Mutant]:
@@ -44,46 +50,104 @@ def exercises() -> dict[str, Mutant]:
     return numbered
 
 
-def start(number: str, exercise: Mutant) -> None:
-    """Copy the project, and break the copy."""
-    if WORK.exists() and not CHOSEN.exists():
+def save(progress: dict[str, Any]) -> None:
+    PROGRESS.write_text(json.dumps(progress, indent=1), encoding="utf-8")
+
+
+def start(number: str, exercise: Mutant, progress: dict[str, Any]) -> None:
+    """Copy the project and break the copy, unless it is there already."""
+    broken = WORK / number / f"{exercise.module}.py"
+    if WORK.exists() and not PROGRESS.exists():
         sys.exit(f"expected to make {WORK}, but something of that name is here: go to another folder")
-    shutil.rmtree(WORK, ignore_errors=True)
-    shutil.copytree(ROOT, WORK, ignore=LEFT_OUT)
-    CHOSEN.write_text(number, encoding="utf-8")
-    broken = WORK / f"{exercise.module}.py"
-    broken.write_text(mutated(exercise), encoding="utf-8")
+    if not broken.exists():
+        shutil.copytree(ROOT, WORK / number, ignore=LEFT_OUT)
+        broken.write_text(mutated(exercise), encoding="utf-8")
+        progress["begun"][number] = time.time()
+    else:
+        print(f"Your work on {number} is kept. Delete {WORK / number} to begin again.\n")
+    save(progress | {"current": number})
     print(f"{number}: {told(exercise)[0]}\n\nLook into {broken}, then: {PROGRAM} check")
 
 
-def check(exercise: Mutant) -> None:
-    """Run the test; raises SystemExit with ten lines of what it says, if it fails."""
-    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", exercise.test]
-    ended = subprocess.run(command, cwd=WORK, capture_output=True, text=True)
-    if ended.returncode:
-        said = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if line.startswith((">", "E "))]
-        sys.exit("\n".join([f"Not yet: {exercise.test}", told(exercise)[0], *said[:MAX_LINES]]))
+def check(number: str, exercise: Mutant, progress: dict[str, Any]) -> None:
+    if why := judge(exercise, WORK / number):
+        sys.exit(f"Not yet: {told(exercise)[0]}\n{why}")
+    progress["done"].setdefault(number, time.time())
+    save(progress)
     print(f"Solved. Go on: {PROGRAM} next")
+
+
+def hint(exercise: Mutant) -> str:
+    """Return our rule, or the lines that use a function which is to be written."""
+    name, _, is_written = exercise.undoes.partition("() has been taken out")
+    if not is_written:
+        return told(exercise)[1]
+    test = ROOT / exercise.test.partition("::")[0]
+    uses = [f"It is judged by {exercise.test}. It is used here:"]
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"), test):
+        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.search(rf"\b{name}\(", line):
+                uses.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()}")
+    return "\n".join(uses[:12])
+
+
+def solution(exercise: Mutant) -> str:
+    path = ROOT / f"{exercise.module}.py"
+    broken, whole = mutated(exercise).splitlines(), path.read_text(encoding="utf-8").splitlines()
+    return "\n".join(unified_diff(broken, whole, "broken", path.name, lineterm=""))
+
+
+def overview(known: dict[str, Mutant], progress: dict[str, Any]) -> str:
+    lines = [USAGE]
+    for page in sorted(HERE.glob("[01]*.md")):
+        lines.append(page.name)
+        titles = re.findall(r"^\* ([\d.]+) (.*) \(`python", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for number, title in titles:
+            if begun := progress["begun"].get(number):
+                done = progress["done"].get(number)
+                state = f"done in {(done - begun) / 60:.0f} minutes" if done else "begun"
+                lines.append(f"    {number:5} {title}: {state}")
+    return "\n".join([*lines, f"{len(progress['done'])} of {len(known)} exercises are done."])
+
+
+def grade(known: dict[str, Mutant], folders: list[str], report: str) -> None:
+    """Judge each exercise that was begun in these folders."""
+    found: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        found[folder] = {}
+        for number, exercise in known.items():
+            if (work := Path(folder) / number).is_dir():
+                why = judge(exercise, work)
+                found[folder][number] = why or "solved"
+                print(folder, number, why.splitlines()[0] if why else "solved", flush=True)
+    Path(report).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def main() -> None:
     known = exercises()
     numbers = [*known]
-    number = CHOSEN.read_text(encoding="utf-8") if CHOSEN.exists() else numbers[-1]
+    progress: dict[str, Any] = {"current": "", "begun": {}, "done": {}}
+    if PROGRESS.exists():
+        progress = json.loads(PROGRESS.read_text(encoding="utf-8"))
+    number = progress["current"]
     match sys.argv[1:]:
         case []:
-            print(USAGE, *(path.name for path in sorted(HERE.glob("[01]*.md"))), sep="\n")
-        case ["check"]:
-            check(known[number])
-        case ["hint"]:
-            print(told(known[number])[1])
-        case ["solution"]:
-            print(known[number].old)
+            print(overview(known, progress))
         case ["next"]:
-            following = numbers[numbers.index(number) + 1 - len(numbers)]
-            start(following, known[following])
+            following = numbers[numbers.index(number) + 1 - len(numbers)] if number else numbers[0]
+            start(following, known[following], progress)
+        case ["check" | "hint" | "solution"] if not number:
+            sys.exit(f"Start an exercise first: {PROGRAM} 1.1")
+        case ["check"]:
+            check(number, known[number], progress)
+        case ["hint"]:
+            print(hint(known[number]))
+        case ["solution"]:
+            print(solution(known[number]))
+        case ["grade", *folders, "--json", report]:
+            grade(known, folders, report)
         case [chosen] if chosen in known:
-            start(chosen, known[chosen])
+            start(chosen, known[chosen], progress)
         case _:
             sys.exit(f"{USAGE}\nexpected one of these words, or an exercise from 1.1 to {numbers[-1]}")
 

@@ -194,17 +194,33 @@ def test_an_exercise_fails_and_is_solved(number: str, tmp_path: Path) -> None:
     assert failed.stderr.startswith("Not yet:")
     assert len(failed.stderr.splitlines()) < 20
     module = f"{EXERCISES[number].module}.py"
-    shutil.copy(ROOT / module, tmp_path / "course-work" / module)
+    shutil.copy(ROOT / module, tmp_path / "course-work" / number / module)
     assert "Solved" in course(tmp_path, "check").stdout
+    assert course(tmp_path, number).stdout.startswith(f"Your work on {number} is kept")
+    report = tmp_path / "grades.json"
+    assert course(tmp_path, "grade", "course-work", "--json", str(report)).returncode == 0
+    assert json.loads(report.read_text(encoding="utf-8")) == {"course-work": {number: "solved"}}
 
 
 def test_the_words_of_the_command(tmp_path: Path) -> None:
     assert "10" in course(tmp_path, "11.1").stderr
+    assert "Start an exercise first" in course(tmp_path, "check").stderr
     assert course(tmp_path, "next").stdout.startswith("1.1: ")
     assert course(tmp_path, "hint").stdout
     assert EXERCISES["1.1"].old in course(tmp_path, "solution").stdout
     assert os.listdir(tmp_path) == ["course-work"]
-    assert course(tmp_path).stdout.split()[-len(BLOCKS) :] == [f"{chapter}.md" for chapter in BLOCKS]
+    listed = course(tmp_path).stdout.splitlines()
+    assert [line for line in listed if line.endswith(".md")] == [f"{chapter}.md" for chapter in BLOCKS]
+    assert listed[-1] == f"0 of {len(EXERCISES)} exercises are done."
+
+
+def test_a_wrong_fix_is_refused_and_a_right_one_accepted() -> None:
+    """Here of one exercise; `make check` judges the whole table."""
+    command = [sys.executable, "tests/judge.py", "--few", "7"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert ended.returncode == 0, ended.stdout
+    assert "1 right and accepted" in ended.stdout
+    assert "1 wrong and refused" in ended.stdout
 
 
 def test_a_folder_of_another_kind_is_left_alone(tmp_path: Path) -> None:

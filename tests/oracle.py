@@ -1,0 +1,313 @@
+"""Random inputs, and what pure functions make of them: the original's outcomes judge another version.
+
+    python tests/oracle.py sse      prints a case a line, [case, outcome], of the modules in this checkout
+
+The cases are the same in each run. tests/judge.py runs this in two checkouts and compares.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
+
+N = 400  # cases
+Cases = Iterator[tuple[object, object]]
+
+
+def outcome(function: Callable[..., object], *arguments: Any) -> Any:
+    """Return what a function returns, or the name of what it raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error).__name__
+
+
+def counted_ids() -> Callable[[str], str]:
+    numbers = count()
+    return lambda prefix: f"{prefix}_{next(numbers)}"
+
+
+def cuts(random: Random, whole: Any) -> Iterator[Any]:
+    """Yield a text, or bytes, in pieces."""
+    while whole:
+        n = random.randint(1, min(len(whole), random.choice([1, 4, 30])))
+        yield whole[:n]
+        whole = whole[n:]
+
+
+def drawn(random: Random, words: list[Any], longest: int) -> list[Any]:
+    return random.choices(words, k=random.randint(1, random.choice([2, 5, longest])))
+
+
+def sse(random: Random) -> Cases:
+    from sse import Parser
+
+    words = [
+        b"data: x",
+        b"data:  y",
+        b"data",
+        b"id: 7",
+        b"event: e",
+        b": note",
+        "data: ü€".encode(),
+        b"\xef\xbb\xbf",
+    ]
+    words += [b"\n", b"\r", b"\r\n", b"\n\n", b"\r\r", b"\r\n\r\n", b"data: " + bytes(40), b"id: \0"]
+    for _ in range(4 * N):
+        chunks, limit = [*cuts(random, b"".join(drawn(random, words, 12)))], random.choice([9, 44, 1000])
+        parser = Parser(limit)
+        fed = [outcome(parser.feed, chunk) for chunk in chunks]
+        yield ["max_event_bytes", limit, "chunks", chunks], [fed, outcome(parser.close)]
+
+
+def channels(random: Random) -> Cases:
+    from channels import Parser, Piece, TokenLogprob
+    from dialects.families import DIALECTS
+
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
+    words = [
+        "Hi",
+        " ",
+        "\n",
+        "<",
+        "<think>",
+        "</think>",
+        "<tool",
+        "EN",
+        "END",
+        "E",
+        call,
+        call[:30],
+        "{}",
+        '"',
+    ]
+    for i in range(2 * N):
+        dialect = DIALECTS["hermes"]._replace(tokens=frozenset(["<think>", "</think>"] if i % 2 else []))
+        pieces = [
+            Piece(text, text if text in dialect.tokens else "", (TokenLogprob(text, -1.0, b""),))
+            for word in drawn(random, words, 9)
+            for text in ([word] if word in dialect.tokens else cuts(random, word))
+        ]
+        parser, is_cut = Parser(dialect, stop=["END", "NEND"], one_call=i % 3 == 0), i % 5 == 0
+        fed = [outcome(parser.feed, piece) for piece in pieces]
+        yield [[piece.text for piece in pieces], i % 2, i % 3, is_cut], [fed, outcome(parser.close, is_cut)]
+
+
+def tokenizer(random: Random) -> Cases:
+    from channels import TokenLogprob
+    from tokenizer import Decoder, Tokenizer
+
+    known = Tokenizer(Path(__file__).parent / "models" / "tiny" / "tokenizer.json")
+    words = [*known.encode(" Hi 🙂 é€\n\ufffd"), *known.encode("🙂🙂"), 2041, 2042, 2046, 220, 172, 253]
+    for i in range(2 * N):
+        token_ids, decoder = drawn(random, words, 12), Decoder(known)
+        entries = [(TokenLogprob(str(n), -1.0, b""),) if i % 2 else () for n in token_ids]
+        fed = [outcome(decoder.feed, n, one) for n, one in zip(token_ids, entries, strict=True)]
+        yield [token_ids, "with logprobs" if i % 2 else ""], [fed, outcome(decoder.close)]
+
+
+def model(random: Random) -> Cases:
+    import numpy as np
+
+    from model import softmax
+
+    for i in range(N):
+        x = np.array(
+            [[random.choice([0, 1, -3, 90, -90, random.random()]) for _ in range(i % 7 + 1)]], np.float32
+        )
+        sink = np.array([[random.choice([0, 50, 95, -95])]], np.float32) if i % 2 else None
+        yield (
+            [x.tolist(), sink is not None and sink.tolist()],
+            np.round(outcome(softmax, x, sink), 4).tolist(),
+        )
+
+
+def pages(random: Random) -> Cases:
+    from pages import PagePool, prefix_hash, root_hash
+
+    for _ in range(N):
+        pool, held, told, case = PagePool(3), [], [], []
+        hashes = [root_hash(owner) for owner in ("a", "b")]
+        hashes += [prefix_hash(one, text) for one in hashes for text in ([1], [2])]
+        hashes += [prefix_hash(one, text) for one in hashes for text in ([1], [2])]
+        alike = [hashes.index(one) for one in hashes]
+        for _ in range(random.randint(1, 12)):
+            what, number = (
+                random.choice(["take", "register", "find", "release"]),
+                random.randrange(len(hashes)),
+            )
+            case.append((what, number))
+            if what == "take":
+                told.append(outcome(pool.take))
+                held += [told[-1]] if isinstance(told[-1], int) else []
+            elif what == "register" and held:
+                pool.register(held[number % len(held)], hashes[number])
+            elif what == "find":
+                told.append(outcome(pool.find, hashes[number]))
+                if isinstance(told[-1], int) and number % 2:
+                    pool.share(told[-1])
+                    held.append(told[-1])
+            elif what == "release" and held:
+                pool.release([held.pop(number % len(held))])
+            told.append(pool.n_free)
+        yield case, [alike, told]
+
+
+def scheduler(random: Random) -> Cases:
+    import numpy as np
+
+    from sampling import Choice, Sampling
+    from scheduler import Scheduler, Sequence, prompt_lookup
+
+    for _ in range(N):
+        text = [random.randrange(3) for _ in range(random.randint(2, 9))]
+        yield ["prompt_lookup", text], outcome(prompt_lookup, np.array(text), 3)
+    for i in range(N // 2):
+        n_pages, chunk, speculate = random.randint(3, 8), random.choice([64, 128]), i % 3
+        one = Scheduler(n_pages=n_pages, max_batch=3, chunk=chunk, speculate=speculate, max_wanted=6)
+        case: list[object] = [f"{n_pages} pages, chunk {chunk}, speculate {speculate}"]
+        told: list[object] = []
+        sequences: list[Any] = []
+        for _ in range(random.randint(2, 14)):
+            if random.random() < 0.4:
+                n, owner = random.choice([5, 64, 100, 128, 170]), random.choice("aab")
+                prompt = [random.choice([7, 8])] * n if n < 128 else [7] * 64 + [*range(n - 64)]
+                sequences.append(Sequence(prompt, 30, frozenset(), Sampling(), owner=owner))
+                one.add(sequences[-1])
+                case.append(f"{owner} comes with {n} tokens, {prompt[:1]} first")
+            rows = random.choice([2, 20, 10**6])
+            case.append(f"a step of {rows} rows")
+            batch = outcome(one.schedule, (), rows)
+            if isinstance(batch, str):
+                told.append(batch)
+                break
+            told.append([(sequences.index(x.sequence), x.span.start, x.span.end, x.drafts) for x in batch])
+            for x in batch:
+                one.postprocess(x, [Choice(7) for _ in x.contexts])
+            told.append([one.pool.n_free, [sequences.index(each) for each in one.running]])
+        yield case, told
+
+
+def responses(random: Random) -> Cases:
+    from channels import Arguments, Call, Close, Delta, Finish, Usage
+    from responses import Builder, fold
+
+    items: list[list[Any]] = [[Delta("final", "Hi")], [Delta("analysis", "Hm")], [Close()]]
+    items += [
+        [Call("f"), Arguments('{"x":'), Arguments("1}")],
+        [Call("f")],
+        [Call("g", True), Arguments("a")],
+    ]
+    ends = [Finish("stop"), Finish("length", Usage(3, 2)), Finish("failed", None, "why"), Finish("cancelled")]
+    for _ in range(N):
+        builder = Builder({"id": "resp_0", "created_at": 0}, counted_ids(), "{}: {}".format)
+        said, end = [one for run in drawn(random, items, 8) for one in run], random.choice(ends)
+        events = builder.start()
+        for one in said:
+            events += outcome(builder.feed, one)
+        events += outcome(builder.finish, end, 1)
+        again = outcome(builder.feed, said[0]), outcome(builder.finish, end, 2)
+        folded = [outcome(fold, events[:n]) for n in (1, 3, len(events))]
+        yield [*said, end], [events, again, folded]
+
+
+def event_log(random: Random) -> Cases:
+    from event_log import EventLog
+
+    async def run(actions: list[Any]) -> object:
+        log, seen = EventLog(), dict[int, list[bytes]]()
+
+        async def follow(after: int, frames: list[bytes]) -> None:
+            async for some in log.read(after):
+                frames += some
+
+        readers = []
+        for number, action in enumerate(actions):
+            if isinstance(action, list):
+                log.extend({"type": f"response.{kind}", "n": number} for kind in action)
+            else:
+                readers.append(asyncio.create_task(follow(action, seen.setdefault(number, []))))
+            for _ in range(9):
+                await asyncio.sleep(0)
+        log.close()
+        done, waiting = await asyncio.wait(readers, timeout=5) if readers else ((), ())
+        return [[*seen.items()], len(waiting), [task.exception() is None for task in done]]
+
+    for _ in range(N):
+        words = [["a"], ["a", "b"], ["a"] * 70, [], -1, 0, 3]
+        actions = drawn(random, words, 6)
+        yield actions, asyncio.run(run(actions))
+
+
+def answers(random: Random) -> Cases:
+    from gateway.answers import Answer, Asked
+    from gateway.metering import Meter
+
+    def tools(**call: object) -> str:
+        return json.dumps({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+
+    words = [tools(index=i, function={"name": f"f{i}", "arguments": ""}) for i in (0, 1)]
+    words += [tools(index=i, function={"arguments": part}) for i in (0, 1) for part in ('{"x":', "1}")]
+    words += [
+        '{"choices": []}',
+        '{"choices": null, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}',
+        "[DONE]",
+    ]
+    words += [json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in ("Hi", "")]
+    words += [
+        json.dumps({"choices": [{"delta": {}, "finish_reason": one}]}) for one in ("stop", "length", "STOP")
+    ]
+    words += ['{"error": {"message": "no", "code": 500}}', '{"object": "chat.completion.chunk"}']
+    for i in range(N):
+        said = drawn(random, words, 9)
+        asked = Asked(new_id=counted_ids(), shows_usage=i % 2 == 0)
+        answer = Answer(Meter(), asked)
+        chunks = [*cuts(random, "".join(f"data: {one}\n\n" for one in said).encode())]
+        fed = [outcome(answer.feed, chunk) for chunk in chunks]
+        yield [said, [*map(len, chunks)]], [[*chain(*fed)], outcome(answer.close)]
+
+
+def metering(random: Random) -> Cases:
+    from channels import Usage
+    from gateway.metering import Meter
+
+    for i in range(N):
+        meter, documents = Meter(), []
+        meter.price = [None, 0, 3][i % 3]
+        for _ in range(random.randint(0, 3)):
+            names = ["prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"]
+            documents.append({name: random.randrange(9) for name in random.sample(names, 2)})
+        case = json.dumps([meter.price, documents])
+        read = [outcome(meter.read, one) for one in documents]
+        if i % 2:
+            meter.usage = Usage(9, 8, random.randrange(9), random.randrange(8))
+        yield [case, meter.usage], [read, documents, outcome(meter.used)]
+
+
+ORACLES = {
+    "sse": sse, "channels": channels, "tokenizer": tokenizer, "model": model, "pages": pages,
+    "scheduler": scheduler, "responses": responses, "event_log": event_log, "gateway/answers": answers,
+    "gateway/metering": metering,
+}  # fmt: skip
+
+
+def stories() -> Iterable[tuple[object, object]]:
+    """Try orders of events in a small scheduler; a case is one that breaks a law."""
+    import explore
+
+    for label, case in explore.CASES.items():
+        yield label, explore.explore(case, 700).story
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    for case, found in ORACLES[name](Random(0)):
+        print(json.dumps([repr(case), repr(found)]), flush=True)
+    for label, story in stories() if name in ("pages", "scheduler") else ():
+        print(json.dumps([f"an order of events in the case {label}", repr(story)]), flush=True)
