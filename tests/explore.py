@@ -28,7 +28,7 @@ import argparse
 import sys
 import time
 import tomllib
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import copy
@@ -108,11 +108,16 @@ def law(holds: object, says: str) -> None:
         raise AssertionError(says)
 
 
+COPY = {kind: kind.copy for kind in (list, dict, set, OrderedDict, Counter)} | {count: copy}
+
+
 def copied(old: Any) -> Any:
     """Return a copy of an object, whose lists, dictionaries and counters are its own."""
     new = object.__new__(type(old))
+    new.__dict__.update(vars(old))
     for name, value in vars(old).items():
-        new.__dict__[name] = copy(value) if isinstance(value, list | dict | set | count) else value
+        if type(value) in COPY:
+            new.__dict__[name] = COPY[type(value)](value)
     return new
 
 

@@ -82,6 +82,7 @@ KEYS = ("alice", "bob")
 N_EVENTS = 60
 PATIENCE_S = 36_000  # virtual: a client that waits for longer waits for ever
 MAX_SILENCE_S = 16  # of a stream
+LIFE = ("background", "jobs", "event_log", "store", "streaming")  # of a response: its modules
 RANK = {"queued": 0, "in_progress": 1} | dict.fromkeys(TERMINAL, 2)
 WORDS = ("hi", "what", "is", "2+2", "水")
 
@@ -376,7 +377,7 @@ class Laws:
                     continue
                 number += 1
                 has_ended = self.saw_event(known, number, frame)
-                if b"response.output_item.done" in frame and self.world.chance(0.1):
+                if b"response.output_item.done" in frame and self.world.chance(0.3):
                     connection.leave()  # while the last event is on its way to the store
             if number - after >= n_wanted:
                 connection.leave()
@@ -506,8 +507,12 @@ class Clients:
             if known.is_streamed and self.world.chance(0.3):
                 while not (known.final or connection.is_over.is_set()):
                     await known.news.wait()
-            await self.world.beside_a_moment(known.id, self.world.delay(20 * self.world.step_s))
-            if self.world.chance(0.2):
+            is_last = not known.final and self.world.chance(0.3)
+            id_, seconds = known.id + " ends" * is_last, self.world.delay((20, 200)[is_last] * self.world.step_s)
+            await self.world.beside_a_moment(id_, seconds)
+            if is_last and self.world.chance(0.5):
+                await self.cancel(known)
+            elif self.world.chance(0.2):
                 await asyncio.gather(self.cancel(known), self.delete(known), self.get(known))
             else:
                 await getattr(self, self.random.choice(OF_ONE))(known)
@@ -982,7 +987,7 @@ def planted() -> Iterator[Mutant]:
     rows = tomllib.loads((ROOT / "tests/planted.toml").read_text(encoding="utf-8"))
     for module, changes in rows.items():
         yield from (Mutant(module, **change, test="planted") for change in changes)
-    yield from (each for each in mutants() if each.module in ("background", "event_log"))
+    yield from (each for each in mutants() if each.module in LIFE)
 
 
 def main() -> int:

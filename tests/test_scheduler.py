@@ -129,41 +129,6 @@ def owners(sequences: Iterable[Sequence]) -> str:
     return "".join(one.owner for one in sequences)
 
 
-def test_owners_are_admitted_in_turn() -> None:
-    """Not in the order of arrival: each place that gets free goes to the owner who has least."""
-    s = scheduler(max_batch=3)
-    added(s, *owned("A", 9), *owned("B", 2), *owned("C", 2))
-    step(s)
-    assert sorted(owners(s.running)) == ["A", "B", "C"]
-    admitted = ""
-    while s.running:
-        s.remove(s.running[0])
-        step(s)
-        admitted += owners(s.running[2:])
-    assert admitted == "ABC" + 7 * "A"
-
-
-@pytest.mark.parametrize(
-    ("n_prompt", "running", "waiting"),
-    [
-        (5, "AAAB", "AAAB"),  # who runs one waits for the next like all others
-        (7 * PAGE, "AAAA", "AABB"),  # none gives way if there would still be no room
-    ],
-)
-def test_an_owner_that_runs_nothing_takes_a_slot_of_one_that_runs_many(
-    n_prompt: int, running: str, waiting: str
-) -> None:
-    """Its one token waited for the long answers of another: 53 s after three requests with n = 16."""
-    s = scheduler(n_pages=8)
-    added(s, *owned("A", 6))
-    step(s)
-    added(s, *owned("B", 2, n_prompt))
-    for _ in range(2):
-        step(s)
-        assert (owners(s.running), owners(s.waiting)) == (running, waiting)
-    assert s.counts["preemptions"] == running.count("B")
-
-
 def test_when_pages_run_out_the_owner_with_most_gives_way() -> None:
     """B is the youngest: A, whose answers fill the pool, drove it out."""
     s = scheduler(n_pages=7)
@@ -211,65 +176,7 @@ def test_a_long_prompt_goes_on_beside_short_ones() -> None:
 # --- prefix cache -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("n_prompt", "n_cached"), [(CHUNK, 0), (CHUNK + 1, CHUNK), (2 * CHUNK, CHUNK), (2 * CHUNK + 1, 2 * CHUNK)]
-)
-def test_a_prompt_is_found_in_the_prefix_cache_except_for_its_last_token(
-    n_prompt: int, n_cached: int
-) -> None:
-    s, a, b = scheduler(), sequence(n_prompt, 1), sequence(n_prompt, 1)
-    s.add(a)
-    while not a.finish:
-        step(s)
-    s.add(b)
-    assert step(s) == [(b, n_cached, n_prompt)]
-    assert (a.n_cached, b.n_cached, s.counts["cached_tokens"]) == (0, n_cached, n_cached)
-
-
-def test_a_sequence_waits_for_the_page_that_another_is_computing() -> None:
-    """In this step or in one that is in flight; another prompt does not wait for either."""
-    s, a, b, c = scheduler(), sequence(3 * CHUNK), sequence(3 * CHUNK), sequence(CHUNK, first=900)
-    added(s, a, b)
-    first = s.schedule()
-    s.add(c)
-    second = s.schedule([first])
-    assert rows(first) == [(a, 0, 2 * CHUNK)]
-    assert rows(second) == [(a, 2 * CHUNK, 3 * CHUNK), (c, 0, CHUNK)]
-    finish(s, first)
-    assert rows(s.schedule([second]))[-1] == (b, 2 * CHUNK, 3 * CHUNK)
-    assert b.n_cached == 2 * CHUNK
-
-
 # --- admission and preemption -------------------------------------------------------------------------------
-
-
-def test_a_sequence_that_needs_more_pages_than_are_free_waits_and_none_overtakes() -> None:
-    s = scheduler(n_pages=6)
-    a, b, c = sequence(3 * PAGE), sequence(3 * PAGE, first=1000), sequence(1, first=2000)
-    added(s, a, b, c)
-    step(s)
-    assert (s.running, s.waiting) == ([a], [b, c])
-    s.remove(a)
-    step(s)
-    assert (s.running, s.waiting) == ([b, c], [])
-
-
-def test_the_youngest_is_preempted_and_its_output_computed_again_as_it_was() -> None:
-    """As a prompt: a row has the same bits in a chunk."""
-    s = scheduler(n_pages=3)
-    old, young = sequence(PAGE - 2), sequence(PAGE - 2, first=1000)
-    added(s, old, young)
-    while s.counts["preemptions"] == 0:
-        step(s, 2, 3)
-    assert (s.running, s.waiting) == ([old], [young])
-    assert (young.slot, young.page_table, young.n_computed) == (None, [], 0)
-    s.remove(old)
-    output = [3] * (len(old.output) - 1)
-    assert young.output == output
-    (everything,) = s.schedule()
-    assert (everything.span.end, everything.is_prefill) == (young.n_tokens, True)
-    finish(s, [everything], 4)
-    assert young.output == [*output, 4]
 
 
 def test_what_is_found_again_after_a_preemption_is_not_counted_as_cached() -> None:
@@ -357,29 +264,3 @@ DRAFTS = [
 @pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
 def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
     assert prompt_lookup(np.array(token_ids, np.int64), n) == expected
-
-
-class Late:
-    """A constraint whose mask comes when it is told so."""
-
-    is_late = True
-
-    def mask(self, output: list[int]) -> Any:
-        return None if self.is_late else np.ones(16, bool)
-
-
-def test_a_sequence_whose_mask_is_late_holds_up_no_other() -> None:
-    """A grammar can take 0.2 s a token: all others waited for it, in every step."""
-    s, slow = scheduler(), Late()
-    a, b = sequence(100, constraint=slow), sequence(5, first=1000)
-    added(s, a, b)
-    assert step(s) == [(b, 0, 5), (a, 0, 99)]  # its prompt is computed, up to the last token
-    assert step(s) == [(b, 5, 6)]
-    assert a.n_ready == 0
-    assert step(s) == [(b, 6, 7)]
-    slow.is_late = False
-    assert step(s) == [(b, 7, 8), (a, 99, 100)]
-    slow.is_late = True
-    assert step(s) == [(b, 8, 9)]
-    slow.is_late = False
-    assert step(s) == [(a, 100, 101), (b, 9, 10)]

@@ -46,7 +46,7 @@ from engine import Feed
 from gateway import upstreams
 from sampling import NO_TOKEN, Choice
 from sampling import Context as SamplingContext
-from store import Row, Store
+from store import TERMINAL, Row, Store
 
 EPOCH = 1_800_000_000.0
 PAGE = 8  # instead of 64: page tables grow, run out, are shared and preempted in short runs
@@ -136,7 +136,10 @@ class World:
                 future.set_result(None)
 
     async def beside_a_moment(self, id: str, seconds: float) -> None:
-        """Return within a few turns of the loop after a response's next moment, or after these seconds."""
+        """Return within a few turns of the loop after a response's next moment, or after these seconds.
+
+        With " ends" after the id: after that at which its last event is to be written.
+        """
         future = asyncio.get_running_loop().create_future()
         self.waiting[id].append(future)
         await asyncio.wait([future], timeout=seconds)
@@ -234,6 +237,8 @@ class Loop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Call in virtual threads, as many as the executor has: first come, first served."""
         world, future = WORLD, self.create_future()
+        for row in (one for one in args if isinstance(one, Row)):  # what is to be written
+            world.moment("asked", f"{row.id} ends" if row.status in TERMINAL else row.id)
         threads: ThreadPoolExecutor = executor or self._default_executor  # type: ignore[attr-defined]
         is_store = threads._thread_name_prefix == "store"
         free_at = world.free_at[threads]
@@ -432,6 +437,8 @@ class SimEngine(engine.Engine):
         WORLD.law(known.isdisjoint(self._left), "the engine goes on for a client that has left")
         self._left.clear()
         WORLD.law(WORLD.gone.isdisjoint({one.request_id for one in known}), "a request that is over runs on")
+        is_full = all(len(one.prefix_hashes) * PAGE <= one.n_tokens for one in known)
+        WORLD.law(is_full, "a page has a hash before it is full")
         self._event_loop.call_later(WORLD.delay(WORLD.step_s), self._end_step, context=Context())
 
     def _end_step(self) -> None:
