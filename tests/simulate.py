@@ -80,6 +80,7 @@ CONFIG, TEMPLATE, TOKENIZER = read_config(TINY), ChatTemplate.load(TINY), Tokeni
 GRAMMARS: Any = SimpleNamespace(turns=SimpleNamespace(n_waiting=0), close=lambda: None)
 KEYS = ("alice", "bob")
 N_EVENTS = 60
+BEYOND = 999  # the number of an event that no response has
 PATIENCE_S = 36_000  # virtual: a client that waits for longer waits for ever
 MAX_SILENCE_S = 16  # of a stream
 LIFE = ("background", "jobs", "event_log", "store", "streaming")  # of a response: its modules
@@ -184,6 +185,7 @@ class Connection:
         self.request_id = ""
         self.is_outlived = bool(body and body.get("background"))
         self.sent_at: float | None = None  # the last time, of a stream
+        self.left_at = float("inf")
 
     @property
     def json(self) -> Any:
@@ -210,6 +212,7 @@ class Connection:
     def leave(self) -> None:
         if not self.is_over.is_set():
             self.world.tell(self.label, "leaves")
+            self.left_at = self.world.now
             self._end()
 
     def _end(self) -> None:
@@ -227,6 +230,8 @@ class Connection:
         except Exception as error:
             self.world.errors.append(f"{self.label}: raised {error!r}")
         finally:
+            took_s = self.world.now - self.left_at
+            self.world.law(took_s < MAX_SILENCE_S or self.world.is_slow, self.label, "left", took_s, "s ago")
             self.world.tell(self.label, "->", self.status or "cut", "" if self.is_whole else "(not whole)")
             self._end()
             if self.request_id and not self.is_outlived:
@@ -372,7 +377,7 @@ class Laws:
                     continue
                 law(not has_ended or frame == b"data: [DONE]", known.id, "something after the end:", frame)
                 if frame == b"data: [DONE]":
-                    is_end = has_ended or (known.final and after >= max(known.frames))
+                    is_end = has_ended or ((known.final or after == BEYOND) and after >= max(known.frames))
                     law(is_end, known.id, "is done without a last event")
                     continue
                 number += 1
@@ -508,8 +513,9 @@ class Clients:
                 while not (known.final or connection.is_over.is_set()):
                     await known.news.wait()
             is_last = not known.final and self.world.chance(0.3)
-            id_, seconds = known.id + " ends" * is_last, self.world.delay((20, 200)[is_last] * self.world.step_s)
-            await self.world.beside_a_moment(id_, seconds)
+            n_steps = 200 if is_last else 20
+            moment = known.id + " ends" * is_last
+            await self.world.beside_a_moment(moment, self.world.delay(n_steps * self.world.step_s))
             if is_last and self.world.chance(0.5):
                 await self.cancel(known)
             elif self.world.chance(0.2):
@@ -555,7 +561,7 @@ class Clients:
 
     async def resume(self, known: Known) -> None:
         """Read events from any number on, all of them or some, slowly or not."""
-        after = self.random.choice((-1, -1, *known.frames)) if known.frames else -1
+        after = self.random.choice((-1, -1, BEYOND, *known.frames)) if known.frames else -1
         path = f"/v1/responses/{known.id}?stream=true" + f"&starting_after={after}" * (after >= 0)
         connection = self.connection(known.owner, "GET", path, slow=self.random.choice((0, 0, 0.1, 5)))
         deleted, accepted = known.deleted, known.accepted
@@ -570,7 +576,11 @@ class Clients:
             self.law(not accepted or self.laws.may_be_gone(known), known.id, "is lost")
 
     async def cancel(self, known: Known) -> None:
-        connection = await self.connection(known.owner, "POST", f"/v1/responses/{known.id}/cancel").read()
+        asked_at = self.world.now
+        connection = self.connection(known.owner, "POST", f"/v1/responses/{known.id}/cancel")
+        await connection.read()
+        is_quick = self.world.now - asked_at < MAX_SILENCE_S
+        self.law(is_quick or self.world.is_slow or connection.part_s > 1, known.id, "cancel is slow")
         if connection.status == 200 and connection.is_whole:
             self.law(connection.json["status"] == "cancelled", known.id, "cancel says", connection.body)
             known.cancelled = True
@@ -581,6 +591,8 @@ class Clients:
         connection = await self.connection(known.owner, "DELETE", f"/v1/responses/{known.id}").read()
         known.deleted |= connection.status == 200 and connection.is_whole
         self.law(connection.status != 400 or not final, known.id, "has ended, and cannot be deleted")
+        if known.deleted:
+            await self.get(known)
 
     async def foreign(self, known: Known) -> None:
         other = KEYS[known.owner == KEYS[0]]

@@ -99,6 +99,11 @@ class World:
         self.disk_slow_s, self.n_bad_writes = 0.0, 0
 
     @property
+    def is_slow(self) -> bool:
+        """The disk is, or was full: what waits for it has no limit."""
+        return bool(self.disk_s > 0.01 or self.disk_slow_s or self.counts["disk faults"])
+
+    @property
     def random(self) -> random.Random:
         return CHANCE.get(self.own)
 
@@ -594,7 +599,8 @@ class Errors(logging.Handler):
         message = record.getMessage()
         WORLD.trace("log", record.name, record.levelname, message)
         excused = record.levelno < logging.ERROR
-        excused |= WORLD.counts["disk faults"] > 0 and ("could not be" in message or "has a fault" in message)
+        is_told = ("could not be" in message or "has a fault" in message) and not record.exc_info  # in a line
+        excused |= WORLD.counts["disk faults"] > 0 and is_told
         excused |= WORLD.counts["device faults"] > 0 and "a step failed" in message
         if not excused:
             error = record.exc_info[1] if record.exc_info else ""
