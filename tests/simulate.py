@@ -800,6 +800,7 @@ class Simulation:
         names = {task.get_coro().__qualname__ for task in others}
         excused = {"EventLog._write_all"} if world.counts["disk faults"] else set()
         world.law(names <= excused, "tasks are left over:", names)
+        world.graveyard.append(others)
 
     async def serve(self, grace: float) -> None:
         choice = self.life.choice
@@ -852,6 +853,7 @@ class Simulation:
                 world.n_bad_writes = chance.choice((1, 1, 3))
             case "slow":
                 world.disk_slow_s = 0.5
+                world.counts["slow disks"] += 1
                 self.had_slow_disk = True
             case "jump":
                 world.skew += chance.choice((-3600, -1, 1, 700, 3600))

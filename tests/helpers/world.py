@@ -100,8 +100,8 @@ class World:
 
     @property
     def is_slow(self) -> bool:
-        """The disk is, or was full: what waits for it has no limit."""
-        return bool(self.disk_s > 0.01 or self.disk_slow_s or self.counts["disk faults"])
+        """The disk is slow, or was, or was full: what waits for it has no limit."""
+        return bool(self.disk_s > 0.01 or self.counts["slow disks"] or self.counts["disk faults"])
 
     @property
     def random(self) -> random.Random:
