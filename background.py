@@ -20,7 +20,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 
 import sse
@@ -156,7 +156,8 @@ class Registry:
                     job.stop(INTERRUPTED)
             except Exception as error:
                 log.error("%s is damaged, and set aside in the store: %r", id_, error)
-                await self._call("", self._store.set_aside, id_, time.time())
+                with suppress(Exception):  # a full disk, which the next start may find empty
+                    await self._call("", self._store.set_aside, id_, time.time())
 
     async def evict(self) -> None:
         """Delete what exceeds the store's limits, once a second, until the task is cancelled."""

@@ -346,6 +346,18 @@ async def test_a_restart_on_a_full_disk() -> None:
         assert not second._room.held.total()
 
 
+async def test_what_is_damaged_on_a_full_disk_does_not_end_the_start() -> None:
+    async with registry_of() as registry:
+        left = row()
+        queued = [encode_event(n, event) for n, event in enumerate(builder_of(left).queue())]
+        assert await registry._write(left, 0, queued)
+        await execute(registry, "DELETE FROM events WHERE response_id = ?", left.id)
+        await execute(registry, "PRAGMA query_only = ON")
+        await registry.recover(functools.partial(job_of, registry))
+        assert not registry.jobs
+        await execute(registry, "PRAGMA query_only = OFF")
+
+
 async def test_a_response_that_is_stored_while_the_server_stops() -> None:
     """Bug: it began to wait after close() had looked, and waited for ever."""
     async with registry_of() as registry:
