@@ -73,6 +73,7 @@ def test_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda _: f"{next(numbers):08}")
     monkeypatch.setattr(http, "chat_mix", lambda: [http.Client(["hi"], 4, {}, 0.1)] * 2)
     monkeypatch.setattr(http, "AGENT", ["hi"])
+    monkeypatch.setattr(http, "SETTLE_S", 0)
     with serve("--model", str(TINY)) as running:
         urls = f"{running.url}/v1", f"{running.url}/v1/responses"
         rows = rows_of(tmp_path, "http", *urls, "--new", "6", "--streams", "1", "2")
