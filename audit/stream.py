@@ -30,7 +30,7 @@ from audit.schema import Faults, Json, Typed, printable, shortened, without
 
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
 
-FRAME = re.compile(rb".*?(?>\r\n|\n|\r)(?:\r\n|\n|\r)", re.DOTALL)  # it ends with a blank line
+FRAME_END = re.compile(rb"(?>\r\n|\n|\r)(?:\r\n|\n|\r)")  # the end of a line, and a blank one
 LINE_END = re.compile("\r\n|\n|\r")
 BOM = b"\xef\xbb\xbf"
 DONE = "[DONE]"
@@ -63,8 +63,8 @@ def frames_of(pieces: Iterable[bytes]) -> Iterator[Frame]:
     for piece in pieces:
         unread += piece
         end = 0
-        for match in FRAME.finditer(unread):
-            frame = frame_of(number, match[0].removeprefix(start))
+        for match in FRAME_END.finditer(unread):
+            frame = frame_of(number, unread[end : match.end()].removeprefix(start))
             yield frame
             number += frame.data is not None
             start = b""

@@ -268,7 +268,8 @@ def answers(random: Random) -> Cases:
         said = drawn(random, words, 9)
         asked = Asked(new_id=counted_ids(), shows_usage=i % 2 == 0)
         answer = Answer(Meter(), asked)
-        chunks = [*cuts(random, "".join(f"data: {one}\n\n" for one in said).encode())]
+        whole = "".join(f"data: {one}\n\n" for one in said) if i % 4 else said[0]
+        chunks = [*cuts(random, whole.encode())]
         fed = [outcome(answer.feed, chunk) for chunk in chunks]
         yield [said, [*map(len, chunks)]], [[*chain(*fed)], outcome(answer.close)]
 

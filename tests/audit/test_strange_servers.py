@@ -6,6 +6,7 @@ import pytest
 
 from audit.peer import Peer
 from audit.session import judge
+from audit.stream import frames_of
 from helpers.upstream import CHUNKED, DONE, Answer, Exchange, event, head, json_answer, says, upstream
 
 NEVER_DONE = {"id": "resp_1", "background": True, "status": "in_progress", "output": []}
@@ -66,3 +67,9 @@ def test_a_hostile_server_is_left_in_time(kind: str) -> None:
     with upstream(answer) as server:
         result = judge(Peer(server.url, "m", budget=0.5), "effort")
     assert (result.verdict, result.reason[:9]) == ("error", "NoReply: ")
+
+
+def test_a_frame_without_an_end_is_read() -> None:
+    """Bug: each piece was searched from each of its lines: 400 pieces took 28 s, and these did not end."""
+    (rest,) = frames_of([b"data: x\n"] * 3000)
+    assert rest.fault
