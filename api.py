@@ -183,7 +183,7 @@ class Api:
             log.warning("accepted, and without any effect here: %s", ", ".join(names))
         return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def endpoints(self) -> list[tuple[str, str, Callable[..., Awaitable[Response]]]]:
         of_responses = partial(self.inspect, self.begin, "count")
@@ -375,7 +375,9 @@ class Api:
     # --- models, health -------------------------------------------------------------------------------------
 
     async def list_models(self, _: HttpRequest, visit: Visit) -> Response:
-        return json_response(200, {"object": "list", "data": list(self.workers.models().values())})
+        # Codex asks for `models`, its own descriptions of them: openai/codex#35758.
+        listed = {"object": "list", "data": list(self.workers.models().values()), "models": []}
+        return json_response(200, listed)
 
     async def get_model(self, http: HttpRequest, visit: Visit) -> Response:
         name = http.path_params["id"]

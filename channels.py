@@ -62,7 +62,7 @@ class TokenLogprob(NamedTuple):
     bytes: bytes
     top: tuple["TokenLogprob", ...] = ()  # the likeliest tokens in its place (top_logprobs)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def entry(self, with_bytes: bool = True) -> dict[str, Any]:
         """Return it in the spelling of both APIs, with the likeliest tokens. JSON encodes NaN as null."""
@@ -426,7 +426,7 @@ class Parser:
             self._show(self._trimming.release())
         return self._outputs
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     # --- channel: markers move it, text goes where it stands ------------------------------------------------
 
@@ -560,7 +560,7 @@ class Finder:
         """Return True if nothing is held and no needle may begin in this text, as in most pieces."""
         return not self._held_text and self._first_characters.isdisjoint(text)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def _first_match(self) -> tuple[int, int, str] | None:
         """Return (end, start, needle) of the match that ends first; of several, of the longest."""

@@ -19,8 +19,8 @@ Rules of this file:
 4. While sequences decode, a step with prefill chunks has about as many rows as are computed in STEP_S.
 5. Every reader gets exactly one StepOutput with `finish`, unless it is cancelled or wants no more. The engine
    drops whatever it computes after that.
-6. While the device is busy, the next step is launched before the tokens of the last one leave this thread, so
-   that the event loop's work with them does not hold up the launch; unless the step waits for masks.
+6. While the device is busy, the thread launches the next step before it hands the last one's tokens to the
+   event loop, whose work with them would hold up the launch; unless the step waits for masks.
 7. A step waits a moment for the masks of structured output. While other sequences can go on, it does not wait
    again for a mask that was late.
 """
@@ -274,7 +274,7 @@ class Engine:
                 if not ended.done() and (output.finish or not wants_more):  # feed() may cancel its reader
                     ended.set_result(None)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @property
     def alive(self) -> bool:

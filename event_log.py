@@ -8,12 +8,12 @@ Authority: https://platform.openai.com/docs/guides/background for what a reader 
 Rules of this file:
 1. An event's number is its place in the log: 0, 1, 2, ... without a gap. Chunks of a completion and
    events of a message have none.
-2. An event is encoded when it is appended, together with its response object; background.py encodes the
-   events that must be stored before that. Readers, the store and GET share those bytes, and nothing can
-   change them.
-3. Readers see an event of a stored response only after a write of it, so a restart takes back nothing that
-   they saw. One write takes all events that came during the last one: tokens do not wait for the disk. If the
-   write fails, readers see its events all the same, and the next write takes them too.
+2. An event is encoded when it is appended, together with its response object; jobs.py and background.py
+   encode an event that they store before that. Readers, the store and GET share those bytes. Nothing changes
+   them.
+3. Readers see an event of a background response only after a write of it, so a restart takes back nothing
+   that they saw. One write takes all events since the last one began: tokens do not wait for the disk. If
+   the write fails, readers see its events all the same, and the next write takes them too.
 
 Why one log that readers poll by position, and not a queue for each reader: a reader may come later, from any
 number on, and a slow one must not make the others wait. The price is that a log keeps all frames while its
@@ -134,7 +134,7 @@ class EventLog:
     def ended(self) -> bool:
         return self.status in TERMINAL
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     async def _write_all(self, write: Write) -> None:
         """Write until all entries are written: rule 3."""

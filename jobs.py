@@ -133,7 +133,7 @@ class Job:
     archive: Archive
     watch: Watch
     log: EventLog = field(default_factory=EventLog)
-    finish: Finish | None = UNFINISHED  # its end when its task is over; None: the next process runs it
+    finish: Finish | None = UNFINISHED  # for end(); None: the log stays open for the next process
     is_steered: bool = False  # it ends before its next delta, unless it has called a tool
     has_called: bool = False
     n_bytes: int = 0  # its share of the room for background responses
@@ -194,7 +194,7 @@ class Job:
             last["response"]["store"] = await asyncio.shield(self.archive.write(self.row, 0, [entry]))
         self.log.extend([last])
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def shown_row(self) -> Row:
         """Return the row with the newest response object that readers may see."""

@@ -287,7 +287,7 @@ class NumpyOps:
         """Return the choices of each span. The engine reads tickets in the order of their launch."""
         return ticket  # type: ignore[no-any-return]
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @staticmethod
     def page_bytes(config: Config) -> int:

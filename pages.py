@@ -62,7 +62,7 @@ class PagePool:
             if page not in self._hash_of:
                 self._free.move_to_end(page, last=False)  # taken first: rule 4
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @property
     def n_free(self) -> int:

@@ -4,7 +4,7 @@
 
 To add a kind of item that grows: a row of KINDS, and one of GRAMMAR for each of its events. To add another
 event: a row of GRAMMAR, and feed() makes it with _event(). The members of both are rows of OBJECTS in
-audit/schema.py. What adds to the response is a row of FOLD in service/page.html, which a test demands.
+audit/tables.py. What adds to the response is a row of FOLD in service/page.html, which a test demands.
 `python tests/pictures.py` draws the picture of GRAMMAR again.
 
 Authority: https://platform.openai.com/docs/api-reference/responses-streaming and the event types of the
@@ -14,7 +14,7 @@ Rules of this file:
 1. A response is the fold of its events: whoever applies all of them has the `response` of the last event,
    bit for bit (tests/helpers/laws.py checks it), so fold() need only return that one.
 2. Every event is made by `Builder._event`, where GRAMMAR decides whether it may come now; but for the last of
-   a response that a bug kept from ending (background.py), and those of steering (websocket.py).
+   a response that a bug kept from ending (jobs.py), and those of steering (websocket.py).
 3. The ids and the index of an output item are fixed when it is announced.
 4. `Builder._close` alone closes an item that grows: at the next, the end, a length stop, a failure, a cancel.
 5. The dict of an item that stands in an event is never changed, only replaced by a new one.
@@ -371,7 +371,7 @@ class Builder:
             members["usage"] = usage_object(finish.usage)
         return [*closing, self._envelope(ending.event, ending.status, **members)]
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def queue(self) -> list[Event]:
         """Return the events of a response that waits for its turn."""

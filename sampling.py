@@ -58,7 +58,7 @@ class Context(NamedTuple):
     mask: NDArray[np.bool_] | None = None  # (vocab_size,) the tokens that structured output allows; None: all
     n_unread: int = 0  # tokens that the device has chosen in steps that the host has not read
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @property
     def n_output(self) -> int:

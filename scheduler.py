@@ -60,8 +60,8 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt advances on t
 #                   the rows of MAX_CHUNKS chunks a step, and fewer while others decode. The last row of the
 #                   last chunk gives the first token of the output. The prompt with the fewest tokens left
 #                   goes first, and stays first until it is complete: with a chunk each in turn, prompts that
-#                   came together would all be complete only at the end. So that a long prompt does not wait
-#                   for all short ones, the first in turn has half of the rows, also until it is complete.
+#                   came together would all be complete only at the end. The prompt whose turn it
+#                   is keeps half of the rows until it is complete, so short prompts cannot starve a long one.
 # 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token from it.
 #                   The engine may launch a step before it has read the one before. Then only the device
 #                   knows the newest token, and the span is chained to it (Span.token_ids is None).
@@ -194,7 +194,7 @@ class Sequence:
         n_prompt = len(self.prompt)
         return self.prompt[start:end] + self.output[max(0, start - n_prompt) : max(0, end - n_prompt)]
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def page_hash(self, number: int) -> PrefixHash:
         """Return the hash of page `number` of the page table, which its tokens fill."""
@@ -439,7 +439,7 @@ class Scheduler:
             sequence.page_table = []  # a new list, because a span in flight may still use the old one
             self.left.append(sequence)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def preempt(self, sequence: Sequence, what_for: PreemptedFor = "pages") -> None:
         """Put a running sequence first in line: the waiting sequences of its owner are younger."""

@@ -5,7 +5,7 @@
 What fails at once (an option, a port in use) comes before what takes minutes (the model). A stop accepts no
 more requests, gives those that run a grace, and ends the rest; Ctrl-C at the start ends it.
 
-Authority: the command line is in README.md and --help.
+Authority: the command line is in docs/operating.md and --help.
 
 Rules of this file:
 1. An option that cannot work ends the start with one line and exit status 2.

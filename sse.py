@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-DONE = b"data: [DONE]\n\n"  # the last frame of a Chat Completions stream
+DONE = b"data: [DONE]\n\n"  # the last frame of a stream of chunks, and by default of Responses events
 
 # Some clients take these for line ends, https://github.com/modelcontextprotocol/typescript-sdk/pull/1926.
 # They can only be inside JSON strings, where an escape means the same.

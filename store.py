@@ -76,7 +76,7 @@ class Row(NamedTuple):
         ended_at = now if status in TERMINAL else None
         return self._replace(status=status, response_json=response_json, ended_at=ended_at)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @property
     def n_bytes(self) -> int:
@@ -120,7 +120,7 @@ class Store:
                     self._db.execute(UPDATE_TEXTS, (row.response_json, row.id))
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def __init__(self, path: str, retention: Retention) -> None:
         """Raises OSError or sqlite3.Error for a file that is not ours, and then has not changed it."""

@@ -74,7 +74,7 @@ class Tokenizer:
             return token.encode()  # spelled as text: its "é" is not a byte of GPT-2's alphabet
         return self.spelling.to_bytes(token)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def __init__(self, path: Path) -> None:
         """Read a tokenizer.json; raises TokenizerError."""

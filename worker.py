@@ -15,7 +15,7 @@ Rules of this file:
 2. run() calls take() with Accepted, then with any number of Outputs and at last with exactly one Finish, and
    returns. After Accepted only a bug or an upstream's late refusal raises: then the caller decides how the
    answer ends. To stop a run, cancel it: the engine drops the sequence, and run() raises CancelledError,
-   after take([Finish("cancelled")]), which is counted and not shown.
+   after take([Finish("cancelled")]), whose usage is for the metrics alone.
 3. take() is synchronous: the outputs of a step, of all sequences, become events in one turn of the event
    loop.
 4. Usage counts the tokens that were read from the engine, including a stop token, but nothing after a stop
@@ -152,7 +152,7 @@ class LocalPrompt(NamedTuple):
                 take([Finish("cancelled", answer.usage if is_computed else None)])
             raise
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     async def count_tokens(self) -> int:
         return len(self.token_ids)
@@ -246,7 +246,7 @@ class LocalWorker:
                 message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
                 raise BadInput(message, param=name, code="invalid_value")
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def __init__(
         self,
@@ -421,7 +421,7 @@ class Workers:
         """Return the name of a model in answers: for the alias, that of the first model."""
         return next(iter(self.models()), model) if model == ALIAS else model
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @property
     def alive(self) -> bool:

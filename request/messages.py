@@ -32,7 +32,7 @@ from typing import Any
 
 import sse
 from request.body import MAX_VALUES, n_values, outside_strings, too_many_values
-from request.refusals import BadInput, missing, no_images, wrong_value
+from request.refusals import BadInput, no_images, wrong_value
 from request.tool_items import (
     CALL_IDS,
     IMAGE_MEMBERS,
@@ -124,7 +124,8 @@ class Conversation:
     def close(self, path: str) -> list[Message]:
         """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result."""
         if not self._messages:
-            raise missing(path)
+            why = f"Missing required parameter: '{path}', with at least one message."
+            raise BadInput(why, param=path, code="missing_required_parameter")
         for call_id, (_, needs_result) in self._open_calls.items():
             if needs_result:
                 raise BadInput(f"No tool output found for function call {call_id}.", param=path)
@@ -133,7 +134,7 @@ class Conversation:
                 message[name] = paragraphs(*message[name])
         return [message for message in self._messages if "content" in message]
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def add_call(self, call_id: str, name: str, written: str, is_cut: bool = False) -> None:
         """Raise BadInput if the arguments of all calls have more values than a body may have."""

@@ -130,7 +130,7 @@ class Visit:
             return function(*args)
         return await asyncio.to_thread(function, *args)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def add_bytes(self, n_bytes: int) -> None:
         """Hold what is about to be loaded too, beside what is held already, such as the chain of a body.
@@ -189,7 +189,7 @@ class Threads(Turns):
         async with self.turn(owner):
             return await loop.run_in_executor(self._executor, copy_context().run, function, *args)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     async def until_idle(self) -> None:
         """Wait until all calls have begun, also those that are made meanwhile."""

@@ -107,7 +107,7 @@ class Own(str):
     def __str__(self) -> str:  # what Jinja prints, and joins with ~
         return self.printed
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def __radd__(self, other: str) -> "Own":
         return Own(other + plain(self.printed), other + self.printed)

@@ -83,7 +83,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         next(__context.parent[TURNS])
         return super().call(__context, __obj, *args, **kwargs)
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         for text, n in ((left, right), (right, left)):
@@ -216,7 +216,7 @@ class ChatTemplate:
             message = f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}"
             raise BadInput(message, code="invalid_prompt") from error
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":

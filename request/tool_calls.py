@@ -84,7 +84,7 @@ class InputDecoder:
         self._held = ""  # came, and cannot leave yet
         self._is_inside = False  # the string has begun; after its closing quote nothing more is said
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def feed(self, text: str) -> str:
         self._held += text

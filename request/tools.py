@@ -72,7 +72,7 @@ class Tool(NamedTuple):
     custom: bool = False
     grammar: Grammar | None = None  # a custom tool's; None: it takes any text
 
-    # --- the fold: a plain streamed request passes what stands above ----------------------------------------
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @property
     def qualified_name(self) -> str:

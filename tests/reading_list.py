@@ -44,7 +44,7 @@ BODY = {"model": "tiny", "input": "What is 2+2?", "temperature": 0, "stream": Tr
 FLAGS = ["--model", str(walkthrough.TINY), "--port", "0", "--log-level", "warning", "--secret", "any"]
 PAUSE_S = 0.5  # in which a connection is closed and a response written to the store
 INDENT = 28
-FOLD = "# --- the fold: a plain streamed request passes what stands above "  # a class has its own, indented
+FOLD = "# --- the fold"  # a class has its own, indented
 CALLED_BY_THE_CLOCK = {"Registry.evict", "Store.evict", "Store._evict_one"}
 DECLARATIONS = {"__init__", "__post_init__", "__new__"}  # a request may pass them, or not
 

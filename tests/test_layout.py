@@ -157,7 +157,7 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           34_520,  # the root, bench.py too; blocks.py took what benches/ gave back; __main__.py
+    "":           34_530,  # the root, bench.py too; blocks.py took what benches/ gave back; __main__.py
     "audit":      23_100,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
     "benches":     7_200,
     "checkpoint": 10_400,

@@ -97,7 +97,7 @@ def walkthrough() -> str:
         (f"{name(params.responses_request)}() -> {name(params.Request)}: what is not empty", fields),
         (f"{name(ChatTemplate.render)}() -> str", [repr(prompt)]),
         (f"{name(Tokenizer.encode)}() -> list[int]: {len(token_ids)} token ids", [str(token_ids)]),
-        (f"{name(Engine.generate)}() hands on one {name(Choice)} a step; it is decoded and parsed",
+        (f"{name(Engine.generate)}() hands on a StepOutput with one {name(Choice)}; it is decoded and parsed",
          ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))]),
         (f"{name(Builder.start)}(), feed(), finish(): {len(events)} events", elided(event_rows(events))),
         (f"{name(Chunks.feed)}(), {name(blocks.Builder.feed)}(): the last delta in the two other APIs",
