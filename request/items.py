@@ -35,7 +35,7 @@ from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
 from request.params import Request, from_responses
-from request.refusals import BadInput
+from request.refusals import BadInput, wrong_value
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT
 from request.validation import Object, text
 from store import TERMINAL, Row
@@ -136,13 +136,13 @@ def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
 def _long_form(item: Item, ids: set[str]) -> Item:
     """Return an item as GET /v1/responses/{id}/input_items lists it, with an id that is not in `ids` yet.
 
-    What is not an item, or not a part, is left for messages.py to refuse.
+    messages.py refuses what is not a part. Raises BadInput for a type that is no text.
     """
     given = {name: member for name, member in item.items() if member is not None}
     long: Item = {"type": "message", "status": "completed"} | given
     kind = long["type"]
     if not isinstance(kind, str):
-        return item
+        raise wrong_value("input", "items whose type is a string", kind)
     if not isinstance(item.get("id"), str) or item["id"] in ids:
         long["id"] = new_id(PREFIXES.get(kind, "item"))
     ids.add(long["id"])

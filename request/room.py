@@ -89,10 +89,10 @@ class Room:
         """Count n more as held by the owner, or -n fewer; raises BadInput if there is no room."""
         n_held = self.held[owner]
         n_left = self.n_total - self.held.total() - n
-        if n_left < 0:
+        if n > 0 and n_left < 0:
             message = f"There is no room for more {self.things}; try again later."
             raise BadInput(message, code="server_is_overloaded")
-        if self.is_shared and n_held and n > 0 and n_held + n > n_left:  # rule 1
+        if n > 0 and self.is_shared and n_held and n_held + n > n_left:  # rule 1
             share = f"{n_held} of {self.n_total} {self.things}"
             message = f"Your key holds {share}, and more would leave too few for others; try again later."
             raise BadInput(message, code="rate_limit_exceeded")

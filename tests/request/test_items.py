@@ -16,7 +16,7 @@ from request import items
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
 from request.items import Shown, n_bytes, named, resolve, sealer, summary_request
 from request.messages import MAX_ITEMS
-from request.params import from_responses
+from request.params import RESPONSES, from_responses, read
 from request.refusals import BadInput
 from store import Row
 
@@ -63,7 +63,6 @@ def test_a_response_is_looked_up_once_and_only_if_it_is_named() -> None:
     references = [{"type": "item_reference", "id": item["id"]} for item in OUTPUT]
     assert resolved(references) == ([], OUTPUT, [KEPT])
     assert resolved([QUESTION | {"id": "msg_2"}], KEPT)[0] == [QUESTION, *OUTPUT]
-    assert resolved([QUESTION, {"type": ["message"]}])[2] == []
 
 
 def test_blobs_become_their_text() -> None:
@@ -198,3 +197,11 @@ def test_a_summary_is_not_a_call_of_a_tool_that_the_conversation_brings() -> Non
     summary = summary_request(from_responses({"model": "m", "input": conversation}, {}), conversation, {})
     assert [tool["function"]["name"] for tool in summary.tools] == ["f"]
     assert summary.called == {}
+
+
+@pytest.mark.parametrize("kind", [False, 0, [], {}])
+def test_a_type_that_is_no_text_is_refused(kind: object) -> None:
+    """Bug: one that is false was stored without an id, and the next response of its chain was a 500."""
+    values = read(RESPONSES, {"model": "m", "input": [{"type": kind, "role": "user"}]}, {})
+    with pytest.raises(BadInput, match="type is a string"):
+        resolve(values, {}, str)  # type: ignore[arg-type]
