@@ -1,1 +1,1 @@
-"""The files of a model to weights: config.json, safetensors, rotary frequencies, and where to get them."""
+"""A model's files to weights: config.json, safetensors, GGUF, rotary frequencies, and the download."""

@@ -4,7 +4,7 @@
 
 Authority: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md names the formats; the `gguf` package,
 which reads and writes them here, is llama.cpp's own (https://github.com/ggml-org/llama.cpp/tree/master/gguf-py).
-Of a block with scale d and minimum m a number q stands for
+In a block with scale d and minimum m, the stored number q means
 
     Q8_0    d * q           q of 8 bits, with a sign
     Q4_0    d * (q - 8)     q of 4 bits
@@ -12,7 +12,7 @@ Of a block with scale d and minimum m a number q stands for
 
 Rules of this file:
   * The names of the formats are GGUF's.
-  * Nothing is decoded before it has to be: a product that reads blocks gets them as they are.
+  * We decode as late as possible: a product that reads blocks gets them as they are.
 """
 
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ def sizes(format: str) -> tuple[int, int]:
 
 
 def decoded(blocks: Blocks) -> Array:
-    """Return the numbers that the blocks stand for, (n_out, n_in)."""
+    """Decode the blocks to float32, (n_out, n_in)."""
     from gguf import GGMLQuantizationType, dequantize
 
     numbers: Array = dequantize(
@@ -69,15 +69,15 @@ def quantized(numbers: Array, format: str) -> Blocks:
 
 
 def kept(format: str) -> str:
-    """Return the format of what with_minima() makes of blocks in this one."""
+    """Return the format to which with_minima() converts blocks of this one."""
     return f"{format[:2]}_1" if format[1] in "45" else "Q8_0"
 
 
 def with_minima(blocks: Blocks) -> Blocks:
     """Write blocks as Q4_1 or Q5_1, whose numbers have no sign, or Q6_K as Q8_0; others stay as they are.
 
-    Q4_0 and Q5_0 stand for the same numbers then. Of Q4_K and Q5_K the numbers are the same, and their scales
-    are rounded to float16; those of Q6_K are rounded to 8 bits.
+    Q4_0 and Q5_0 keep their values exactly. Q4_K and Q5_K keep the numbers of each block, and we round their
+    scales to float16; we round Q6_K to 8 bits.
     """
     data = blocks.data
     match blocks.format:
@@ -94,12 +94,12 @@ def with_minima(blocks: Blocks) -> Blocks:
 
 
 def in_bytes(*fields: NDArray[Any]) -> NDArray[np.uint8]:
-    """The fields of blocks one after another, (n_out, n_blocks, bytes of a block)."""
+    """Join the fields of each block, one after another: (n_out, n_blocks, bytes of a block)."""
     return np.concatenate([np.ascontiguousarray(field).view(np.uint8) for field in fields], axis=2)
 
 
 def blocks_of_32(blocks: Blocks) -> Blocks:
-    """Q4_K as Q4_1, Q5_K as Q5_1: dequantize_row_q4_K and _q5_K of ggml-quants.c say what the bits mean."""
+    """Write Q4_K as Q4_1 and Q5_K as Q5_1; dequantize_row_q4_K and _q5_K of ggml-quants.c define the bits."""
     from gguf.quants import Q4_K
 
     data = blocks.data
@@ -120,7 +120,7 @@ def blocks_of_32(blocks: Blocks) -> Blocks:
 
 
 def eight_bits(blocks: Blocks) -> Blocks:
-    """Round blocks to Q8_0, by float32 for some rows at a time: of a large matrix it would take gigabytes."""
+    """Round blocks to Q8_0, a few rows at a time: a large matrix would take gigabytes as float32."""
     parts = [
         quantized(decoded(blocks._replace(data=blocks.data[first : first + ROWS])), "Q8_0").data
         for first in range(0, len(blocks.data), ROWS)

@@ -7,7 +7,7 @@ Authority: names, defaults and meaning of the fields are those of Hugging Face t
 modeling_rope_utils.py).
 
 Rules of this file:
-  * One description serves all families: FAMILIES is the table of what they differ in. A new family is a row
+  * One description serves all families: the table FAMILIES has their differences. A new family is a row
     there, a row of Fields for each field that is new, a case of tests/parity.py and a word in the README.
   * No field is used before msgspec has checked its type and its range, which Fields and Rope declare.
   * A value that this program does not support raises UnsupportedModel; nothing is guessed or skipped.
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class UnsupportedModel(ValueError):
-    """Says in one line which field, tensor or file is wrong, what it holds, and what is supported."""
+    """A model that we cannot serve; one line names the wrong field, tensor or file, and what is supported."""
 
 
 # ---- The fields of config.json -----------------------------------------------------------------------------
@@ -45,7 +45,7 @@ RopeFields = dict[str, int | float | str | bool | list[float] | None]  # one set
 
 
 class Fields(msgspec.Struct):
-    """Those of config.json that are read. A default is for families that have none of their own."""
+    """The fields of config.json that we read. A default serves every family without one of its own."""
 
     hidden_size: Size
     intermediate_size: Size
@@ -62,7 +62,7 @@ class Fields(msgspec.Struct):
     attention_bias: bool = False
     mlp_bias: bool = False
     embedding_multiplier: Number = 1.0  # of embedding rows
-    residual_multiplier: Number = 1.0  # of what attention and MLP add to the residual stream
+    residual_multiplier: Number = 1.0  # scales the outputs of attention and MLP before they are added
     attention_multiplier: Number | None = None  # of scores; None: 1 / sqrt(head_dim)
     logits_scaling: Number = 1.0  # that logits are divided by
     eos_token_id: EndTokens = None
@@ -115,13 +115,13 @@ def require(is_supported: bool, name: str, value: object, supported: str) -> Non
         )
 
 
-# ---- What the families differ in ---------------------------------------------------------------------------
+# ---- Differences between the families ----------------------------------------------------------------------
 
 
 class Family(NamedTuple):
-    """How a model_type reads config.json; a bias is True, False, or the field that says which.
+    """How a model_type reads config.json; a bias is True, False, or the name of the field that decides it.
 
-    It is a mixture of experts if its defaults say how many of them a token chooses.
+    It is a mixture of experts if its defaults have num_experts_per_tok.
     """
 
     qkv_bias: bool | str
@@ -255,7 +255,7 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
     if rope.rope_type == "yarn":  # many files give the context before it became longer
         max_seq_len = max(max_seq_len, int(rope.original_max_position_embeddings * rope.factor))
     # RMSNorm forgets the size of the residual stream, all but eps. So we keep the stream divided by
-    # residual_multiplier: what the layers add needs no multiplier then, and the embedding a larger one.
+    # residual_multiplier: then the layers add their outputs as they are, and only the embedding is scaled.
     residual = fields.residual_multiplier
 
     def has_bias(source: bool | str) -> Any:
@@ -298,8 +298,8 @@ def parse_rotary(fields: Fields) -> tuple[bool, ...]:
 
 
 def parse_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Return the window of each layer: `layer_types` says which have one, else all from `max_window_layers`
-    on do, or every nth of them.
+    """Return the window of each layer. `layer_types` lists the layers that have one; without it, all layers
+    from `max_window_layers` on have one, or every nth of these.
     """
     layers = range(fields.num_hidden_layers)
     if not fields.use_sliding_window:
@@ -373,7 +373,7 @@ def parse_rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def read_json(path: Path, kind: Any = dict[str, Any]) -> Any:
-    """Return the object of a kind in a file; raises UnsupportedModel for another one, or what is not JSON."""
+    """Read a JSON object of the given kind from a file; raises UnsupportedModel if the file holds none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, ValueError, RecursionError) as error:

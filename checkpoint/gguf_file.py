@@ -3,18 +3,18 @@
     FILE.gguf --as_directory()--> config.json, tokenizer.json, chat_template.jinja, ..., model.gguf (a link)
     model.gguf --map_tensors()--> tensors by Hugging Face's names: floats, or Blocks
 
-No other module knows where a model came from. The directory is a temporary one, of some MB; the weights are
-read from the file itself.
+The other modules do not know whether a model came from a GGUF file. The directory is a temporary one, of some
+MB; the weights are read from the file itself.
 
 Authority: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md for the names of the metadata; for the
 names and the order of rows of the tensors, llama.cpp's gguf-py/gguf/tensor_mapping.py and
 convert_hf_to_gguf.py (https://github.com/ggml-org/llama.cpp).
 
 Rules of this file:
-  * Nothing is guessed: an architecture, a block format or a tokenizer that is not in a table is refused by
-    name, with UnsupportedModel. So is an entry of the metadata that has another type than expected.
-  * The file names only its tokenizer's model and a pre-tokenizer; PRE_TOKENIZERS says what each of these is
-    in the model's own tokenizer.json.
+  * We guess nothing: UnsupportedModel names each architecture, block format or tokenizer that is not in a
+    table, and each entry of the metadata that has another type than expected.
+  * The file names only its tokenizer's model and a pre-tokenizer; PRE_TOKENIZERS maps each of these to its
+    definition in the model's own tokenizer.json.
 """
 
 import atexit
@@ -76,7 +76,7 @@ CONFIG_FIELDS = {
     "attention_multiplier": "attention.scale",
     "logits_scaling": "logit_scale",
 }
-# What the frequencies are divided by, pair by pair: Llama 3.1 and later as its rope_type llama3 makes them,
+# Divisors of the frequencies, pair by pair: Llama 3.1 and later as its rope_type llama3 makes them,
 # and the two of longrope
 DIVISORS = {
     "rope_freqs.weight": ("short_factor", "long_factor"),

@@ -31,12 +31,12 @@ Freq = NDArray[np.float64]  # radians per position for each pair of a head. (hea
 class Rope:
     """The numbers of a model's RoPE, as `rope_parameters` of config.json names them.
 
-    Those that its type does not use keep these defaults.
+    Numbers that its type does not use keep these defaults.
     """
 
     rope_theta: Theta
     rope_type: str = "default"  # a key of ROPE_TYPES
-    partial_rotary_factor: Number = 1.0  # of a head's dimensions, the first ones: those that turn
+    partial_rotary_factor: Number = 1.0  # of a head's dimensions, from the first on, is rotated
     score_scale: Number = 1.0  # of attention, beside 1 / sqrt(head_dim)
     original_max_position_embeddings: Size = 0  # llama3, yarn, longrope: the context as first trained
     factor: Number = 1.0  # linear, llama3, yarn, longrope: how much longer it has become
@@ -113,8 +113,8 @@ def longrope(rope: Rope, freq: Freq, n: int) -> tuple[Freq, float]:
     """Divide the frequency of each pair by a number of its own: of the long list if n > original.
 
     https://arxiv.org/abs/2402.13753, section 3.3. In transformers the length of each sequence decides, and
-    one that grows beyond is computed anew. Here the length of the context does, so that keys can be shared;
-    what this does to short texts in a long context: https://github.com/ggml-org/llama.cpp/issues/24823
+    a sequence that outgrows the original context is computed anew. Here the length of the context decides, so
+    that sequences can share keys; the effect on short texts in a long context: https://github.com/ggml-org/llama.cpp/issues/24823
     """
     original = rope.original_max_position_embeddings
     factors = rope.long_factor if n > original else rope.short_factor

@@ -10,7 +10,7 @@ Rules of this file:
   * The tensors of a layer are one table for all families.
   * config.json and the tensors must agree in every name and shape; else UnsupportedModel is raised. Nothing
     is guessed, skipped or left random.
-  * A matrix of bfloat16 stays that, seen as uint16, for `pack` of the ops, and so do MXFP4, the 4 bits of
+  * A matrix of bfloat16 stays bfloat16, seen as uint16, for `pack` of the ops, and so do MXFP4, the 4 bits of
     gpt-oss's experts (class Mxfp4), and the blocks of a GGUF file. Everything else is widened to float32. One
     matrix at a time is copied from the memory map.
   * Rotary pairs are ADJACENT here. Row (half, pair) of a head in the checkpoint, meant for `rotate_half`,
@@ -108,7 +108,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays and matrices, those of experts too; one that is embedding and head counts once."""
+        """Count the bytes of all arrays and matrices; one matrix for both embedding and head counts once."""
         total = -self.head.nbytes if self.head is self.embed else 0
         for part in (self, *self.layers):
             for value in vars(part).values():
@@ -304,7 +304,7 @@ def read_weights(
     embed: Any = tensors.get(EMBED)
     head: Any = tensors.get("lm_head.weight")
     if config.tied and head is not None and not np.array_equal(head, embed):
-        config = replace(config, tied=False)  # as transformers 5 has it, whatever config.json says
+        config = replace(config, tied=False)  # as in transformers 5: the tensor wins over config.json
     check_tensors(tensors, config)
     outer = fuse(tensors, outer_parts(config), config, pack_outer or pack)
     layers: list[Layer] = []

@@ -169,7 +169,7 @@ def test_headers_that_lie(tmp_path: Path) -> None:
         (changed(data, end + 20, b"\x63\0\0\0"),    "99 is not a valid GGMLQuantizationType"),
         (changed(data, end + 24, b"\x20"),          "'token_embd.weight' does not lie at bytes"),
         (data[:-9],                                 f"it is cut at byte {len(data) - 9}: tensor 'output"),
-        (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "or stands twice"),
+        (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "or occurs twice"),
     ]
     # fmt: on
     for number, (changed_data, words) in enumerate(cases):
