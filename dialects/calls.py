@@ -12,12 +12,12 @@ Each class is a CallReader (channels.py), one for each way of writing a call:
 Authority: the chat templates of the models that the rows name.
 
 Rules of this file:
-1. What has been said is never taken back: nothing is completed or repaired, and a text that cannot be a call
-   is `malformed` before anything has left: https://github.com/vllm-project/vllm/issues/10395
-2. Arguments leave as they come. Those in XML leave as JSON: each value by its schema.
-3. A character is looked at once, however the text was cut.
+1. Output is never taken back: we complete and repair nothing, and mark a text that cannot be a call as
+   `malformed` before any output has left: https://github.com/vllm-project/vllm/issues/10395
+2. Arguments leave as they come. Arguments in XML leave as JSON: each value by its schema.
+3. We look at each character once, however the text is cut.
 
-Not here: the markers (families.py), what a malformed call becomes (channels.py).
+Not here: the markers (families.py), the fate of a malformed call (channels.py).
 """
 
 import json
@@ -41,7 +41,7 @@ class Coroutine:
     called = malformed = in_string = False
 
     def __init__(self) -> None:
-        self._outputs: list[Output] = []  # said, and not yet returned
+        self._outputs: list[Output] = []  # read, and not yet returned
         self._coroutine = self._calls()
         next(self._coroutine)
 
@@ -50,7 +50,7 @@ class Coroutine:
         raise NotImplementedError
 
     def _read(self, parts: Iterable[Piece | str]) -> list[Output]:
-        """Read more of the text; return what it says."""
+        """Read more of the text; return its outputs."""
         for part in parts:
             if not self.malformed:
                 self._coroutine.send(part if isinstance(part, str) else part.text)
@@ -102,8 +102,8 @@ class Strings:
 class JsonCalls(Coroutine):
     """`{"name": NAME, "arguments": VALUE}`: NAME announces the call, VALUE leaves as it is written.
 
-    There may be several: in an array, as Mistral writes them, or one after another. `names`, the functions on
-    offer, are given if no marker tells calls from JSON that is the answer: a call names one of them.
+    There may be several: in an array, as Mistral writes them, or one after another. If no marker separates
+    calls from an answer in JSON, `names` are the functions on offer: a call names one of these.
 
         {"name"    a key                "arguments"    a key
         :                               : {"a":        Arguments('{"a":')
@@ -114,7 +114,7 @@ class JsonCalls(Coroutine):
     def __init__(self, names: Collection[str] | None = None) -> None:
         self._names = names
         self._strings = Strings()
-        self._unread = ""  # "," or "}" in `1}`: it has ended a value, and is not a part of it
+        self._unread = ""  # "," or "}" in `1}`: it ended a value, and does not belong to the value
         super().__init__()
         self.malformed = names is not None and not names
 
@@ -197,7 +197,7 @@ class JsonCalls(Coroutine):
         return name
 
     def _give_up(self) -> None:
-        """Drop what is not a call after one that is; before one, all of it is text."""
+        """Drop malformed text after a call; without a call before it, the whole text is the answer."""
         self.malformed = not self.called
         self._strings.is_open = False
 
@@ -213,7 +213,7 @@ def _unquoted(arguments: str) -> str:
 def _string(literal: str) -> str | None:
     """Return the value of a JSON string literal; None for others, and for "\\ud800", half a character.
 
-    Control characters may stand in it, which sse.loads() would refuse: models write newlines as they are.
+    It may contain control characters, which sse.loads() would refuse: models write newlines as they are.
     """
     try:
         value = json.loads(literal, strict=False)
@@ -282,7 +282,7 @@ class NamedCalls(AsWritten):
 
 TAG = re.compile(r"(?:<(function|parameter)=([^<>]+)|</function)>\Z")
 FUNCTION = "<function="
-MAX_TAG = 1024  # characters: what is longer names no function on offer
+MAX_TAG = 1024  # characters: a longer tag names no function on offer
 VALUE_END = "</parameter>"
 VALUE_ENDS = (VALUE_END, "\n" + VALUE_END)  # the newline at either end of a value is the template's
 
@@ -335,7 +335,7 @@ class XmlCalls(Coroutine):
         tag = ""
         while not tag.endswith(">"):
             tag = (tag + (yield))[-MAX_TAG:]
-            if not self.called:  # what is not a call is noticed at once, not at a ">" that may never come
+            if not self.called:  # notice at once that this is no call: the ">" may never come
                 begun = tag.lstrip()
                 self.malformed = not (begun.startswith(FUNCTION) or FUNCTION.startswith(begun))
         return tag

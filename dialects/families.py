@@ -1,4 +1,4 @@
-"""What each family of models writes: its markers, where they lead, and how a call looks between them.
+"""The output syntax of each model family: its markers, the states that they lead to, and its form of a call.
 
     chat template, vocabulary --find()--> Dialect        prompt --opening()--> where the answer begins
 
@@ -8,8 +8,8 @@ https://cookbook.openai.com/articles/openai-harmony and its parser, https://gith
 Rules of this file:
 1. A dialect is data: a table of transitions, a reader of calls (calls.py), and the forms by which a grammar
    demands what the parser finds. Harmony alone has messages with a header, and a reader of it.
-2. The chat template tells which dialect it is, for it shows the model what to write; the vocabulary tells
-   which of the markers are tokens.
+2. The chat template identifies the dialect, because it shows the model what to write; the vocabulary shows
+   which markers are tokens.
 
 Not here: following the tables (channels.py), writing grammars (structured_output.py).
 """
@@ -65,7 +65,7 @@ HARMONY: Transitions = {
 }
 # fmt: on
 
-# word of a header -> the state that it says
+# word of a header -> the state that follows
 CHANNELS: dict[str, State] = {"analysis": "analysis", "commentary": "commentary", "final": "final"}
 
 
@@ -78,8 +78,8 @@ def harmony_header(header: str) -> tuple[State, CallReader | None]:
     The header is read in three states. `between` two messages words may be stray text. In `role` <|start|>
     has begun a message, in `header` another marker has. <|message|> ends the header (`content`).
 
-    A message on an unknown channel, or on none, is the answer. Every other word, such as the type of the
-    content, says nothing: https://github.com/openai/harmony/issues/38
+    A message on an unknown channel, or on none, is the answer. We ignore every other word, such as the type
+    of the content: https://github.com/openai/harmony/issues/38
     """
     words = header.split()
     recipients = [word.removeprefix("to=") for word in words if word.startswith("to=")]

@@ -1,4 +1,4 @@
-r"""A grammar of a text to the grammar of that text as it stands inside a JSON string.
+r"""A grammar of a text to the grammar of the same text inside a JSON string.
 
     Lark or a regular expression --grammar()--> Lark, whose texts are the others with JSON's escapes
 
@@ -6,18 +6,18 @@ Authority: https://www.rfc-editor.org/rfc/rfc8259#section-7 (what is escaped, an
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md (Lark as llguidance reads it) and
 https://docs.rs/regex/latest/regex/#syntax (its regular expressions).
 
-Why it is done: a model then writes every call in the one form that it was trained on, and no marker has to
-end a text that may hold any marker. How: escapes are of single characters, so rules, groups and repetitions
-stay as they are, and only what stands for a character is replaced: `.` by "no special character, or the
-escape of one". Why all lexemes are single characters: llguidance tells them apart by one byte that comes
-next, and every escape begins with the same one. So terminals become rules, and regular expressions too.
+Why we do it: a model then writes every call in the one form that it was trained on, and no marker has to end
+a text that may hold any marker. How: JSON escapes single characters, so rules, groups and repetitions stay as
+they are, and we replace only the atoms that match a character: `.` becomes "no special character, or the
+escape of one". Why all lexemes are single characters: llguidance tells lexemes apart by the next byte, and
+every escape begins with the same byte. So terminals become rules, and regular expressions too.
 
 Rules of this file:
 1. A special character (quote, backslash, control) has one escape, as json.dumps writes it; others have none.
-2. What cannot be rewritten with certainty is refused: special tokens, other grammars, `%ignore`, `&` and `~`;
+2. We refuse what we cannot rewrite with certainty: special tokens, other grammars, `%ignore`, `&` and `~`;
    in regular expressions flags, assertions but ^ and $ at the ends, operations on classes, code points in
    braces, and properties (\p) but of letters, marks, numbers and separators.
-3. What is written is bounded: what stands for a character is written once, as a rule, however often it comes.
+3. The output is bounded: we write each atom once, as a rule, however often the grammar uses it.
 """
 
 import json
@@ -44,7 +44,7 @@ def _literal(character: str) -> str:
     return json.dumps(escaped, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-# What regular expressions have for one character: class, escape or dot -> the name of its rule.
+# An atom of a regular expression matches one character: class, escape or dot -> the name of its rule.
 _Atoms = dict[str, str]
 
 
@@ -56,14 +56,14 @@ def _name(atoms: _Atoms, atom: str) -> str:
 
 
 def _rule_of(atom: str) -> str:
-    """Return what stands for the atom: its plain characters, and the escapes of its special ones."""
+    """Return the rule of an atom: its plain characters, and the escapes of its special ones."""
     if SET_OPERATION.search(atom):
         raise BadGrammar(f"expected a class that is a list, got {atom}")
     try:
         # ASCII: else Python's \s has U+001C to U+001F too, which that of the library has not.
         pattern = re.compile(HARMLESS.sub("a", atom), re.ASCII)
     except re.error as error:
-        raise BadGrammar(f"cannot tell which characters {atom} stands for: {error}") from error
+        raise BadGrammar(f"cannot find the characters that {atom} matches: {error}") from error
     escapes = [_literal(character) for character in SPECIAL if pattern.fullmatch(character)]
     in_lark = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", atom)  # a bare slash ends a regex of Lark
     return " | ".join([f"/[{in_lark}&&{UNESCAPED}]/", *escapes])
@@ -195,7 +195,7 @@ def _lark(source: str, atoms: _Atoms) -> str:
 
 
 def _text(literal: str) -> str:
-    """Return what a string of Lark says: it is one of JSON, or has Python's \\xHH."""
+    """Decode a string of Lark: a JSON string, in which Python's \\xHH is allowed too."""
     # `\\x` is written as `\\u00`; a backslash that is escaped stays.
     as_json = re.sub(r"(\\\\)|\\x(?=[0-9a-fA-F]{2})", lambda m: m[1] or r"\u00", literal)
     try:
@@ -220,7 +220,7 @@ def _import(lexeme: re.Match[str], atoms: _Atoms) -> str:
 
 
 def grammar(syntax: str, definition: str) -> str:
-    """Return Lark for what stands between the quotes; `syntax` is lark or regex. Raises BadGrammar."""
+    """Return Lark for the text between the quotes; `syntax` is lark or regex. Raises BadGrammar."""
     atoms: _Atoms = {}
     rules = _lark(definition, atoms) if syntax == "lark" else f"start: {_regex(definition, atoms)}"
     for atom, name in atoms.items():

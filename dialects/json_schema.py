@@ -6,9 +6,9 @@
 Authority: https://json-schema.org/draft/2020-12/json-schema-core; RFC 6901 (JSON pointers).
 
 Rules of this file:
-1. The work is bounded, because a schema may come here before it has been checked.
-2. llguidance says whether a schema can be enforced, in a process that can be killed (matchers.py). But it
-   notices a $ref that leads back to itself only when the answer has come to it. So it is looked for here.
+1. The work is bounded, because a schema may come here unchecked.
+2. llguidance decides whether a schema can be enforced, in a process that can be killed (matchers.py). But it
+   notices a $ref that leads back to itself only when the answer reaches it. So we look for such a $ref here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ JSON_TYPES: dict[type, set[str]] = {
 class BadGrammar(ValueError):
     """The grammar or schema cannot be enforced.
 
-    `part` names it: "schema", the name of a function, or "" for all of them together.
+    `part` names the culprit: "schema", the name of a function, or "" for all grammars together.
     """
 
     def __init__(self, message: str, part: str = "") -> None:

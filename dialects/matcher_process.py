@@ -1,4 +1,4 @@
-"""The matcher process: where a grammar is compiled and followed, so that none can hold up or end the server.
+"""The matcher process: it compiles and follows a grammar, so that no grammar can delay or crash the server.
 
     python matcher_process.py TOKENIZER SIZE [EOS,EOS] FD   the root: builds the token trie, then forks
     fork --what to check and compile--> a mask, or an error; then tokens --> a mask, until the end of file
@@ -11,8 +11,8 @@ for one answer.
 Authority: https://github.com/guidance-ai/llguidance; setitimer(2) and getrlimit(2) for the limits.
 
 Rules of this file:
-1. What a fork computes at a time, and the memory that it takes, is limited by the system, which ends it. Then
-   its connection ends without an answer, which means: too costly.
+1. The system limits the processor time and the memory of a fork, and ends a fork that exceeds them. Its
+   connection then ends without an answer, which means: too costly.
 2. Nothing outlives the server for long: the root ends with its socket, a fork with its connection, after what
    it computes at the moment.
 3. An error that a client will read is one line, of at most MAX_ERROR characters.
@@ -35,7 +35,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILE_S = 0.25  # processor time. The schemas of an agent's tools take some 10 ms
-MAX_MASK_S = 1.0  # processor time for one mask. The library's own limits end most of them after 0.2 s
+MAX_MASK_S = 1.0  # processor time for one mask. The library's own limits end most masks after 0.2 s
 MAX_BYTES = 128 * 2**20  # of memory beside the root's. The largest of usual grammars take some 20 MB
 NICENESS = 5  # the engine's threads come first: all clients wait for those
 MAX_ERROR = 300  # characters
@@ -45,7 +45,7 @@ TOO_COSTLY = (
     "use smaller numbers (multipleOf, bounds, lengths, repetitions), fewer alternatives or less depth"
 )
 
-# The first byte of an answer says what it is.
+# The first byte of an answer gives its kind.
 MASK, ERROR = b"m", b"e"
 
 
@@ -54,7 +54,7 @@ def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the server, whose streams have a grace
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets forks that have ended
     tokens = LLTokenizer(tokenizer, n_vocab=int(vocab_size), eos_token=json.loads(eos_token_ids))
-    gc.freeze()  # what is not collected is not written to, and stays shared
+    gc.freeze()  # the collector no longer writes to these pages, so forks share them
     with socket.socket(fileno=int(fd)) as orders:
         while True:
             _, fds, _, _ = socket.recv_fds(orders, 1, 1)
@@ -125,7 +125,7 @@ def problem(tokens: LLTokenizer, whole: LLMatcher, parts: Iterable[tuple[str, st
 
 
 def one_line(message: str) -> str:
-    """Return the first line; for a regular expression also the line that says what is wrong with it."""
+    """Return the first line; for a regular expression also the line with the reason."""
     first, *others = message.splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
     return " ".join([first, *reasons[-1:]])[:MAX_ERROR]

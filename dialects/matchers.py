@@ -14,13 +14,13 @@ So the engine computes the other sequences meanwhile, and a costly grammar delay
 Authority: https://man7.org/linux/man-pages/man7/unix.7.html (SCM_RIGHTS: sockets sent over sockets).
 
 Rules of this file:
-1. What a client sends is compiled and followed in those processes alone, within their limits.
+1. Only those processes compile and follow the grammar of a client, within their limits.
 2. A check waits for its owner's turn, and its outcome is remembered. A Constraint has a process while its
    sequence has a place in the batch, so there are never more than --max-batch of them.
 3. A process that exceeds its limits is killed, so it cannot report an error: if its connection ends without
    an answer, the grammar was too costly.
 
-Not here: the other end (matcher_process.py), the grammars and what they are for (structured_output.py).
+Not here: the other end (matcher_process.py), the grammars and their purpose (structured_output.py).
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Constraint:
         self._grammars = grammars
         self._order = (max_compile_s, *grammar)
         self._process: Connection | None = None  # to the process that follows it now
-        self._n_told: int | None = None  # tokens of the output that the process has been told
+        self._n_told: int | None = None  # tokens of the output that the process has received
         self._mask: Mask | None = None  # after those tokens; None: not there yet
         self._deadline = 0.0  # for the mask that it computes
 
@@ -109,13 +109,13 @@ class Grammars:
         eos = json.dumps(eos_token_ids)
         self._command = [sys.executable, matcher_process.__file__, str(tokenizer), str(vocab_size), eos]
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()  # held while the root is replaced, or told to fork
+        self._lock = threading.Lock()  # held while we replace the root, or order a fork
         self._root = Root(self._command)
         self.turns = Turns(N_CHECKS)  # of checks: requests that wait for the check of another take none
         self._checks: dict[bytes, asyncio.Task[Problem | None]] = {}  # by digest, the latest last
 
     async def check(self, grammar: AnswerGrammar, owner: str) -> None:
-        """Compile it once; raises BadGrammar if it cannot be followed, BadInput if there is no time for it.
+        """Compile it once; raises BadGrammar if it cannot be enforced, BadInput if the server is too busy.
 
         A check goes on if its client leaves: others may wait for it.
         """
@@ -150,9 +150,10 @@ class Grammars:
         return None
 
     def constraint(self, grammar: AnswerGrammar) -> Constraint:
-        """Return what follows a grammar that has been checked, for one answer.
+        """Return a Constraint that follows a checked grammar, for one answer.
 
-        It has more time than the check: what has passed that does not fail here, on a busy machine either.
+        It has more time than the check, so a grammar that passed the check passes here too, even on a busy
+        machine.
         """
         return Constraint(self, AnswerGrammar(grammar.lark), MAX_MASK_S)
 

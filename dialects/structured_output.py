@@ -1,10 +1,10 @@
-"""Structured output: what an answer must be, as a grammar.
+"""Structured output: the form that an answer must have, as a grammar.
 
     StructuredOutput --answer_grammar()--> AnswerGrammar --matchers.py--> masks over the vocabulary
 
 It is also called constrained decoding or guided decoding, and the mask a token bitmask. The library that
-follows the grammar is llguidance; other servers use XGrammar or Outlines in its place. `StructuredOutput` is
-what is asked for (request/tools.py), `answer_grammar()` writes it in the forms of the dialect.
+follows the grammar is llguidance; other servers use XGrammar or Outlines in its place. `StructuredOutput`
+is the demand of a request (request/tools.py); `answer_grammar()` writes it in the forms of the dialect.
 
 Authority: https://platform.openai.com/docs/guides/structured-outputs and .../function-calling (tool_choice);
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md for the language of the grammars.
@@ -61,7 +61,7 @@ class _Writer:
 
     def __init__(self, dialect: Dialect, added: Mapping[str, int]) -> None:
         self.dialect = dialect
-        self.rules = {"NEWLINES": NEWLINES, "ANY": "/(?s:.*)/"}  # name -> what it stands for
+        self.rules = {"NEWLINES": NEWLINES, "ANY": "/(?s:.*)/"}  # name -> its definition
         self.parts: list[tuple[str, str]] = []
         self._added = added  # ids of the added tokens
         self._n_characters = 0
@@ -75,9 +75,9 @@ class _Writer:
         return name
 
     def sequence(self, form: str, **places: str) -> str:
-        """Write a form of the dialect: markers, the text between them, and what the places stand for.
+        """Write a form of the dialect: markers, the text between them, and the values of its places.
 
-        Any text before a marker that is not a token ends where the marker is spelled for the first time.
+        Any text before a marker that is not a token ends at the first spelling of the marker.
         """
         markers = self.dialect.markers
         cuts = sorted([*markers, *places], key=len, reverse=True)
@@ -123,7 +123,7 @@ def answer_grammar(
 
 
 def _reasoning(writer: _Writer, thinking: Thinking) -> str:
-    """Return what may stand before the body."""
+    """Return the grammar of the text that may precede the body."""
     dialect = writer.dialect
     opening, ending = dialect.forms.thought
     can_think = dialect.header or {opening, ending} <= dialect.markers
