@@ -23,8 +23,8 @@
 //    devices/kernels.py compiles the file once for each shape. Rows of every matrix begin at multiples of 16
 //    bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
-// 5. Latency: a step of few rows is a chain of some hundred trips to memory. What is read in one place is
-//    read all at once, then used; weights, before the kernel ahead has ended.
+// 5. Latency: a step of few rows is a chain of some hundred trips to memory. We start all reads of one
+//    place at once, then use them; weights, before the kernel ahead has ended.
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model       DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
@@ -40,9 +40,8 @@
 // sequence each. Arrays are row-major; float is float32, bf16 and weight are bfloat16, int is int32.
 //
 // A kernel's argument is the array of its name; a bias, a norm of heads or sinks that the model does not have
-// are null. For layers and weights the names are those of checkpoint/weights.py; the others, with shapes and
-// what they hold, stand where they are made, devices/cuda.py (buffer_shapes) and devices/steps.py
-// (step_layout).
+// are null. For layers and weights the names are those of checkpoint/weights.py; devices/cuda.py
+// (buffer_shapes) and devices/steps.py (step_layout) make the others, and give their shapes and contents.
 //
 // Not here: which rows a step has (scheduler.py), memory (devices/cuda.py), launches (devices/kernels.py).
 
@@ -51,7 +50,7 @@
 #define ALL 0xffffffffu  // lanes of a warp
 #define LOG2_E 1.44269504f
 #define MAX_FLOAT 3.4028235e38f
-#define UNROLLED _Pragma("unroll")  // a loop whose body stands once for each round
+#define UNROLLED _Pragma("unroll")  // a loop whose body is compiled once for each round
 #define MINUS_INFINITY __uint_as_float(0xff800000u)  // the logit of a token that may not come
 
 typedef __nv_bfloat16 bf16;
@@ -92,8 +91,8 @@ __device__ __forceinline__ void prefetch(const void *address, int n_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(n_bytes) : "memory");
 #endif
 }
-// Begin to copy 16 bytes to shared memory (cp.async). Where `is_there` is false nothing is read, and zeros
-// are written. The copies that a thread has begun since its last end_copies() are a group. await_copies<N>()
+// Begin to copy 16 bytes to shared memory (cp.async). If `is_there` is false, it reads nothing and writes
+// zeros. The copies that a thread has begun since its last end_copies() are a group. await_copies<N>()
 // returns when all groups of the thread but its last N have arrived. Only this thread sees them then; the
 // others see them after a barrier.
 __device__ __forceinline__ void begin_copy(uint4 *to, const void *from, bool is_there) {
@@ -261,8 +260,7 @@ __device__ __forceinline__ void multiply(float *sum, uint4 low, uint4 high, uint
 __device__ __forceinline__ void store(float *y, float v) { *y = v; }
 __device__ __forceinline__ void store(bf16 *y, float v) { *y = __float2bfloat16(v); }
 
-// linear(): y[row, column] = before[row, column] + value(column, sums of the MATRICES), where before may be
-// null. N: column tiles of each matrix. All threads of the block enter.
+// linear(): y[row, column] = before[row, column] + value(column, sums of the MATRICES); before may be null. N: column tiles of each matrix. All threads of the block enter.
 #if NARROW
 
 // AHEAD: steps of a part whose weights are on their way to registers. Of the steps after them, a block has
@@ -312,9 +310,9 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
         if (t == 0 && n_bytes > 0 && column < n_columns) prefetch(w[m] + (size_t)column * size + k, n_bytes);
       }
   };
-  // The warps' sums are added for eight columns at a time: N_OF_THREAD numbers a thread, 32 rows apart. What
-  // they are added to is read before anything is written, or each read would wait for the write ahead of it;
-  // and of one tile of rows, while the product is computed.
+  // The warps' sums are added for eight columns at a time: N_OF_THREAD numbers a thread, 32 rows apart. We
+  // read all of `before` before we write, or each read would wait for the write ahead of it; with one tile of
+  // rows, we read it while the product is computed.
   const int N_OF_THREAD = (ROW_TILES + 1) / 2;
   int row = threadIdx.x / 8, of_eight = threadIdx.x % 8;
   auto at = [&](int n, int i) {
@@ -595,7 +593,7 @@ struct Tile {
   __device__ __forceinline__ int position(int r) const { return start + (first + r) / GROUP; }
   __device__ __forceinline__ int token(int r) const { return row + (first + r) / GROUP; }
   __device__ __forceinline__ int head(int r, int kv) const { return kv * GROUP + (first + r) % GROUP; }
-  // Where `y` has a query's result, and `part` what a split leaves of it
+  // The places of a query's result in `y`, and of a split's result in `part`
   __device__ __forceinline__ bf16 *result(bf16 *y, int r, int kv) const {
     return y + ((size_t)token(r) * N_HEADS + head(r, kv)) * HEAD_DIM;
   }
@@ -847,7 +845,7 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
     if (column_of_thread(0) == 0) mine[HEAD_DIM] = top, mine[HEAD_DIM + 1] = sum;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {  // its fences serve the block: barriers stand between it and the other threads
+  if (threadIdx.x == 0) {  // its fences serve the block: barriers separate it from the other threads
     int *count = n_done + blockIdx.z * N_KV_HEADS + kv;
     __threadfence();  // this split is written before it is counted
     is_last = atomicAdd(count, 1) == n_splits - 1;
@@ -974,7 +972,7 @@ __device__ __forceinline__ T block_reduce(T *of_warp, T v, Join join) {  // for 
   return warp_reduce(of_warp[threadIdx.x % 32], join);
 }
 
-// Call f(logit) for each token in the words [begin, end) of the set, by one warp. Where f returns false, the
+// Call f(logit) for each token in the words [begin, end) of the set, by one warp. If f returns false, the
 // token leaves the set. Eight logits of a lane are on their way at a time.
 template <class F>
 __device__ __forceinline__ void each_of(unsigned *set, int begin, int end, const float *logits, F f) {
@@ -1208,7 +1206,7 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
 //
 // A pair is a row and an expert that it has chosen. `route` puts the pairs of an expert side by side, a group;
 // then a block has some columns of one expert and all rows of its group, up to TILES * 16 at a time, and reads
-// its weights once for these. What no row has chosen is not read.
+// its weights once for these. Experts that no row has chosen are not read.
 //
 // n_pairs is n_rows * N_CHOSEN; pair i is of row i / N_CHOSEN. For a kernel of experts w (N_EXPERTS, columns,
 // size) is w_gate_up or w_down, or blocks and scales are, as MXFP4: 16 bytes and 1 byte for 32 numbers.

@@ -13,11 +13,11 @@ Authority: model.NumpyOps, op by op.
 
 Rules of this file:
 1. A row has the same bits alone, in any batch and in a prefill chunk (cpu_kernels.py).
-2. What is rounded: weights if they are packed in fewer bits; the inputs of a product with blocks to 16 bits;
+2. We round: weights, if they are packed in fewer bits; the inputs of a product with blocks to 16 bits;
    those of a product with bfloat16 to bfloat16 if that product is faster (FAST_BFLOAT16); keys and values in
    the KV cache to bfloat16. `bench.py cpu` has the perplexity of each.
 
-Not here: what the ops are (model.py), how weights are packed (panels.py), the kernels (cpu_kernels.py, and
+Not here: the spec of the ops (model.py), packing weights (panels.py), the kernels (cpu_kernels.py, and
 microkernel.py for the loop of all products).
 """
 
@@ -60,7 +60,7 @@ WEIGHTS = {"bfloat16": ("BF16", "BF16"), "int8": ("Q8_0", "Q8_0"), "int4": ("Q4_
 
 
 def load_tbb() -> None:
-    """Load oneTBB from where pip has put it: neither Numba nor the system looks there."""
+    """Load oneTBB from the folder in which pip put it: neither Numba nor the system looks there."""
     with suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("tbb") or []:
             if file.name in ("libtbb.so.12", "tbb12.dll"):
@@ -106,7 +106,7 @@ class FastOps(NumpyOps):
         return [partial(pack, name=name) for name in WEIGHTS[weights]]
 
     def get_ready(self) -> None:
-        """Compile the kernels, or read them from where they are kept, by a step of one token.
+        """Compile the kernels, or read them from their cache, by a step of one token.
 
         One thread computes it, then all.
         """
@@ -116,7 +116,7 @@ class FastOps(NumpyOps):
                 for small in (sys.maxsize, 0):
                     self._small = small
                     forward(self, self.weights, batch)
-        except ValueError as error:  # there is no threading layer; the message says what to install
+        except ValueError as error:  # no threading layer is installed; the message names the packages
             log.warning("one thread: %s", " ".join(str(error).split()))
             self._n_threads = 1
         self._small = SMALL
@@ -188,7 +188,7 @@ class FastOps(NumpyOps):
 
     def _expert_linear(self, x: Array, w: Matrix, b: Array | None, experts: Ints) -> Array:
         y = np.empty((len(x), w[0].n_out), np.float32)
-        for e in np.unique(experts):  # what no row has chosen is not read
+        for e in np.unique(experts):  # experts that no row has chosen are not read
             rows = experts == e
             y[rows] = self._product(self._stored(x[rows], w[e]), w[e], None)
         if b is not None:

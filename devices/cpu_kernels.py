@@ -1,10 +1,10 @@
-"""The kernels of a CPU besides the product of a tile: what goes into products, attention, and their threads.
+"""The kernels of a CPU besides the product of a tile: inputs of products, attention, and threads.
 
-    x, Panels --product()--> x W^T      x --rms_norm(), silu_product(), store_rows()--> what a product takes
+    x, Panels --product()--> x W^T      x --rms_norm(), silu_product(), store_rows()--> the input of a product
     heads --rotate_and_cache()--> KV cache --attention()--> y
 
-Numba compiles them. They have no types here, because Numba takes those of the arguments; the shapes stand in
-the docstrings. Each kernel that has a prange is compiled twice: for one thread, and for all (SHARED).
+Numba compiles them. They declare no types, because Numba takes those of the arguments; the docstrings give
+the shapes. Each kernel that has a prange is compiled twice: for one thread, and for all (SHARED).
 
 Authority: https://numba.readthedocs.io/en/stable/user/parallel.html for threads; for attention in pieces
 "Self-attention Does Not Need O(n^2) Memory" (https://arxiv.org/abs/2112.05682).
@@ -45,10 +45,10 @@ log = logging.getLogger("cpu")
 ATTENTION_ROWS = 32  # rows of one sequence that attend together
 SPAN = 8 * PAGE  # keys that they attend to at once
 
-# With "tbb" the calling thread does what no other has begun, so it never waits for a thread that other work
-# keeps from running. With "omp" all wait for all, and a thread without a processor stops the others: a tenth
-# of the speed. "threadsafe" leaves out "workqueue", which takes 60 us to hand work over, and crashes when two
-# engines of a process use it.
+# With "tbb" the calling thread does the work that no other has begun, so it never waits for a thread that
+# other work keeps from running. With "omp" all threads wait for all, and a thread without a processor stops
+# the others: a tenth of the speed. "threadsafe" leaves out "workqueue", which takes 60 us to hand work over,
+# and crashes when two engines of a process use it.
 numba_config: Any = numba.config
 numba_config.THREADING_LAYER = "threadsafe"
 numba_config.THREADING_LAYER_PRIORITY = ["tbb", "omp", "workqueue"]
@@ -62,7 +62,7 @@ ROW_LIBERTIES = LIBERTIES | {"reassoc", "nnan", "nsz"}
 
 
 def kernel_folder() -> Path:
-    """Where Numba keeps what it has compiled of the modules of this folder, as they are now.
+    """Return the folder in which Numba keeps the compiled modules of this folder, as they are now.
 
     By default it keeps them beside each module, and would use old ones after another module has changed.
     """
@@ -114,7 +114,7 @@ class Progress(event.Listener):
 
 @contextmanager
 def compiling(n_expected: int) -> Iterator[None]:
-    """Let one process compile and log how far it is; those that wait for it read what it has kept."""
+    """Let one process compile and log its progress; processes that wait for it then read its cache."""
     with ExitStack() as stack:
         if OPTIONS["cache"]:
             lock = FileLock(Path(numba_config.CACHE_DIR) / "lock")
@@ -302,8 +302,8 @@ def exp(x):
 
 ONE = np.float32(1)
 HALF = np.float32(0.5)
-BIAS = np.float32(127)  # what a float32 adds to its exponent
-UNDERFLOW = np.float32(-88)  # where e^x becomes 0; e^88 is still finite
+BIAS = np.float32(127)  # of a float32's exponent
+UNDERFLOW = np.float32(-88)  # at or below this x, e^x becomes 0; e^88 is still finite
 LN_2 = np.float32(math.log(2))
 LOG2_E = np.float32(1 / math.log(2))
 TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))

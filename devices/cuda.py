@@ -5,8 +5,8 @@
 Authority: model.NumpyOps, op by op; CuPy's reference (https://docs.cupy.dev).
 
 Rules of this file:
-1. Nothing is allocated once a CudaOps is made. What changes from step to step lies in device memory: a CUDA
-   graph that was captured once serves for every step of its size.
+1. Nothing is allocated once a CudaOps is made. Values that change from step to step lie in device memory: a
+   CUDA graph that was captured once serves for every step of its size.
 2. Batch invariance: a row has the same bits in any batch (kernels.cu), so a step may be
    padded, and made by whichever kernels are fastest.
 3. The host waits for the device in read() alone, and when a request comes whose mask, bias or counts the
@@ -129,9 +129,9 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
         "x":           ("f4", (n, c.dim)),  # the residual stream
         "normed":      ("u2", (n, c.dim)),  # x normed, for more than NORMED_ROWS rows
         "qkv":         ("f4", (n, of["QKV_DIM"])),  # n_heads queries, n_kv_heads keys, n_kv_heads values
-        "y":           ("u2", (n, c.n_heads * c.head_dim)),  # what attention gives
+        "y":           ("u2", (n, c.n_heads * c.head_dim)),  # result of attention
         "h":           ("u2", (n, c.hidden_dim)),  # the hidden layer of the MLP
-        "part":        ("f4", (parts, c.n_heads, of["PART_WIDTH"])),  # what splits of attention leave
+        "part":        ("f4", (parts, c.n_heads, of["PART_WIDTH"])),  # results of the splits of attention
         "n_done":      ("i4", (wanted * tiles, c.n_kv_heads)),  # splits in `part`; 0 after `attend`
         "raw":         ("f4", (wanted, c.vocab_size)),  # logits
         "best":        ("u8", (wanted,)),  # rank_of() the likeliest token (kernels.cu); 0 after `pick`
@@ -148,7 +148,7 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
         "scores":      ("f4", (n, n_experts)),  # of the router
         "experts":     ("i4", (pairs,)),  # of each pair
         "shares":      ("f4", (pairs,)),  # softmax of its score, over those of the row or over all experts
-        "places":      ("i4", (pairs,)),  # where the pair lies among the groups
+        "places":      ("i4", (pairs,)),  # place of the pair among the groups
         "pair_rows":   ("i4", (pairs,)),  # row of the pair that lies there
         "groups":      ("i4", (n_experts, GROUP_WIDTH)),  # expert; its first place; pairs, 0: no group
         "expert_x":    ("u2", (pairs, c.dim)),  # normed, by group
@@ -208,8 +208,8 @@ class CudaOps:
 
     chunk = 256  # tokens of a prompt that are computed together
     kv_dtype = "bfloat16"
-    n_ahead = 4  # steps that may be launched before the first of them is read
-    enough_blocks = 64  # of a product: an H100's 132 processors do fewer, of a larger shape, no faster
+    n_ahead = 4  # steps that may be in flight: launched and not yet read
+    enough_blocks = 64  # of a product: an H100's 132 processors are no faster with fewer, larger blocks
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int, cp: Any = None
@@ -227,7 +227,7 @@ class CudaOps:
         self._constants = model_constants(config)
         self._uses_graphs = True
         self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[2:]; None: it cannot be captured
-        # What the device has of each slot: page table, logit_bias, counted output and its length
+        # The device's copy of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
         self._decoding: DecodingStep | None = None  # the step launched last, if the next may be like it
         self._biased: list[Any] = [None] * max_batch
@@ -241,7 +241,7 @@ class CudaOps:
 
     @staticmethod
     def pack(w: Any) -> Any:
-        """Bring a matrix to the device as it is read: the host never holds more than one of them."""
+        """Bring a matrix to the device as it is read: the host never holds more than one matrix."""
         return upload(importlib.import_module("cupy"), w)
 
     @staticmethod
@@ -258,8 +258,8 @@ class CudaOps:
         self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
         self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
         # The KV cache. A page has (PAGE, head_pad) keys, as NumpyOps has them, but (head_pad, PAGE) values:
-        # the product with them wants those of neighbouring tokens together (kernels.cu). What pads a head is
-        # 0 and stays so.
+        # the product with them wants those of neighbouring tokens together (kernels.cu). The padding of a
+        # head is 0 and stays 0.
         pool = self.n_pages, c.n_kv_heads, PAGE * self._constants["HEAD_PAD"]
         self._keys = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
         self._values = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
@@ -406,7 +406,7 @@ class CudaOps:
                 self._counted[slot] = (context.output, context.n_output + 1)
 
     def _run_step(self, batch: DeviceStep) -> None:
-        """Compute a step; if its sizes come again, as a CUDA graph, once one of them has gone by."""
+        """Compute a step. If its sizes come again, later steps of these sizes launch a CUDA graph."""
         sizes = batch[2:]  # a graph of one step serves for every other with the same
         graph = self._graphs.get(sizes)
         if graph:

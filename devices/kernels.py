@@ -6,16 +6,16 @@ Authority: CuPy's reference (https://docs.cupy.dev) for RawModule; cuda.h for cu
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html.
 
 Rules of this file:
-1. A number that Python and a .cu file both need stands in this file alone. The compiler gets it as
-   -DNAME=value, and no .cu file defines it again.
+1. This file alone defines the numbers that Python and a .cu file both need. The compiler gets them
+   as -DNAME=value, and no .cu file defines them again.
 2. A kernel gets its arguments through `Kernels` alone, by the names of its parameters, and numbers in the
    types of its signature: CuPy passes a Python float as a double. Neither checks arrays; the emulator of the
    tests does, at each launch.
-3. Programmatic dependent launch (PDL): in a CUDA graph, where device and driver take it, a kernel is put on
-   the processors while the one ahead of it still runs, and waits by itself before it touches what that one
+3. Programmatic dependent launch (PDL): in a CUDA graph, if device and driver support it, a kernel starts on
+   the processors while its predecessor still runs, and waits by itself before it touches what the predecessor
    writes (kernels.cu, rule 2). Outside of graphs the launch would cost more than it saves.
 
-Not here: what is computed (kernels.cu, plain.cu), the arrays (cuda.py, steps.py).
+Not here: the arithmetic (kernels.cu, plain.cu), the arrays (cuda.py, steps.py).
 """
 
 import ctypes
@@ -39,7 +39,7 @@ DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
 
 QUERIES = 16  # query rows of a tile of attention: the rows of one tensor core instruction
 NORMED_ROWS = 2  # a product norms up to so many rows of the residual stream itself
-MAX_TOP = 20  # likeliest tokens whose logprobs can be had: what the API allows
+MAX_TOP = 20  # likeliest tokens with logprobs: the limit of the API
 PENALISED, BIASED, MASKED, CHAINS, ADVANCES = 1, 2, 4, 8, 16  # flags of a row that a token is picked for
 # numbers in a row of the arrays that steps.py fills and reads
 TILE_WIDTH, PICK_ROW_WIDTH, SETTINGS_WIDTH, SEEDS_WIDTH, CHOICE_WIDTH = 6, 6, 6, 3, 2 + 2 * MAX_TOP
@@ -102,7 +102,7 @@ def model_constants(config: Config) -> dict[str, Any]:
         "ATTEND_THREADS": attend_threads,
         # Keys of one split of the attention to a sequence (flash-decoding): each warp of a block takes 32.
         "SPLIT_KEYS": attend_threads,
-        # What a split leaves of a query head: its weighted values, its greatest score, its sum of weights.
+        # The result of a split for a query head: weighted values, greatest score, sum of weights.
         "PART_WIDTH": c.head_dim + 2,
     }
     if c.experts:  # kernels.cu has no kernels of experts for a model without
@@ -184,7 +184,7 @@ def options(config: Config, shape: Shape) -> tuple[str, ...]:
 
 
 def include_paths() -> list[str]:
-    """Where cuda_bf16.h is: in the package nvidia-cuda-runtime, or in a toolkit that CuPy finds by itself."""
+    """Find cuda_bf16.h: in the package nvidia-cuda-runtime, or in a toolkit that CuPy finds by itself."""
     try:
         path = importlib.import_module("cuda.pathfinder").find_nvidia_header_directory("cudart")
     except ImportError:
@@ -204,7 +204,7 @@ class Parameter(NamedTuple):
 
 
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[^)]*\)\s+)?(\w+)\(([^)]*)\)')
-PARAMETER = re.compile(r"(\w+) (\*?)(\w+)(?:,|$)")  # `const` may stand before it
+PARAMETER = re.compile(r"(\w+) (\*?)(\w+)(?:,|$)")  # `const` may precede it
 
 NUMBERS: dict[str, Any] = {"int": np.int32, "float": np.float32}  # by kind, of a parameter that is one
 
@@ -226,7 +226,7 @@ def signatures(code: str) -> dict[str, tuple[str, list[Parameter]]]:
 NULL = np.uintp(0)
 
 # Structures of cuda.h 13.0 on a system of 64 bits, as Python's struct writes them. The attribute of a launch
-# says that the kernel may start before the one ahead of it has ended (PDL).
+# lets the kernel start before its predecessor has ended (PDL).
 LAUNCH_ATTRIBUTE = "I4xI60x"  # CUlaunchAttribute, 72 bytes: its id; its value
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 LAUNCH_CONFIG = (
@@ -245,8 +245,8 @@ class Kernels:
         path: Path = FAST_CODE,
         shapes: Sequence[Shape] = SHAPES,
     ) -> None:
-        """driver: libcuda, for programmatic dependent launches; None: there are none."""
-        self.overlap = False  # may kernels start before the one ahead of them has ended?
+        """driver: libcuda, for programmatic dependent launches; None: every launch is a plain one."""
+        self.overlap = False  # may a kernel start before its predecessor has ended?
         self._cp = cp
         self._driver = driver
         code = read_code(path)
@@ -288,7 +288,7 @@ class Kernels:
     def _launch_early(
         self, name: str, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
     ) -> None:
-        """Launch a kernel that begins once every block of the one ahead of it has called start_next()."""
+        """Launch a kernel that begins once every block of its predecessor has called start_next()."""
         attribute = ctypes.create_string_buffer(
             struct.pack(LAUNCH_ATTRIBUTE, PROGRAMMATIC_STREAM_SERIALIZATION, 1)
         )

@@ -4,9 +4,9 @@
 
 A compiler does not keep the sums of a tile in registers by itself, so this one loop is written in LLVM's own
 language: ROWS x WIDTH sums, and for each block of inputs one load of the weights, which all rows share.
-8 x 32 sums are 16 registers of AVX-512; the other half hold what is multiplied.
+8 x 32 sums are 16 registers of AVX-512; the other half hold the factors.
 
-What a format stores, what x must look like for it (cpu.py rounds x), and what is added:
+Each format, the form of x that it needs (cpu.py rounds x), and the sum:
 
     format      weights of a block     x                   sum of an output
     F32         1 input                float32             sum = fma(x, w, sum)
@@ -32,7 +32,7 @@ the blocks checkpoint/blocks.py; for MXFP4 https://www.opencompute.org/documents
 
 Rules of this file:
 1. A sum runs over the inputs in their order for any number of rows: a row has the same bits in any tile.
-2. A sum begins with zero or with what y holds, as the caller says.
+2. A sum begins with zero or with the value in y: the caller chooses.
 
 Not here: which threads compute what, how weights become panels, how x is rounded (cpu.py).
 """
@@ -50,7 +50,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 ROWS = 8  # rows of a tile; fewer rows are computed as tiles of 4, then 3, 2 or 1
-LANES = 16  # numbers of 32 bits in a register of AVX-512; LLVM makes several smaller ones of it elsewhere
+LANES = 16  # numbers of 32 bits in a register of AVX-512; elsewhere LLVM splits it into smaller ones
 VECTORS = 2  # registers side by side
 WIDTH = VECTORS * LANES  # outputs of a tile, and of a panel
 CACHE_LINE = 64  # bytes
@@ -243,7 +243,7 @@ def read_int5(b, w) -> Block:
     fifths: list[list[Value]] = []
     for half in range(2):
         bits = [b.zext(two, INTS) for two in load_row(b, w, 2 * WIDTH * (2 + half), SIXTEENS)]
-        # Move the bit of an odd input into the upper half of a lane, where the lower half has the even one's.
+        # Move the bit of an odd input into the upper half of a lane; the even input's is in the lower half.
         fifths.append([b.bitcast(b.or_(two, b.shl(two, repeated(INTS, 15))), SHORTS) for two in bits])
 
     def pairs() -> Inputs:
@@ -257,8 +257,8 @@ def read_int5(b, w) -> Block:
     return Block(pairs(), load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
 
 
-E2M1_TWICE = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]  # what 4 bits of MXFP4 mean, times 2
-LEAST_EXPONENT = 0x00400000  # the bits of 2^-127, which an exponent of 0 stands for
+E2M1_TWICE = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]  # the values in MXFP4, times 2
+LEAST_EXPONENT = 0x00400000  # the bits of 2^-127, the meaning of an exponent of 0
 
 
 def look_up(b, indices):

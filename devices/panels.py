@@ -134,7 +134,7 @@ def narrowest(w: NDArray[Any]) -> tuple[str, NDArray[Any]]:
 
 
 def fill(panels: NDArray[Any], rows: NDArray[Any]) -> None:
-    """Put rows side by side, WIDTH of them in a panel. panels (n_panels, ..., WIDTH), rows (n_out, ...)"""
+    """Put rows side by side, WIDTH rows in a panel. panels (n_panels, ..., WIDTH), rows (n_out, ...)"""
     lanes = np.moveaxis(rows, 0, -1)
     for first in range(0, len(rows), WIDTH):
         some = lanes[..., first : first + WIDTH]

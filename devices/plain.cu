@@ -11,11 +11,11 @@
 // Rules of this file:
 // 1. It shares no code with kernels.cu: a reference that shares code with what it checks shares its mistakes.
 // 2. Weights, activations, keys and values are bfloat16; the residual stream and every sum are float32.
-//    Numbers are rounded to bfloat16 where kernels.cu rounds them. There is no contraction (--fmad=false).
+//    Numbers are rounded to bfloat16 at the same places as in kernels.cu, without contraction (--fmad=false).
 // 3. The last argument of every kernel is n, how many numbers it computes, a thread each.
 //    grid: n / THREADS, rounded up; block: THREADS. A thread whose index is n or more has nothing to do. Any
 //    thread may leave at any time, for no thread waits for another.
-// 4. A kernel begins when the one ahead of it has ended: none is launched early (no programmatic dependent
+// 4. A kernel begins when its predecessor has ended: we launch no kernel early (no programmatic dependent
 //    launch).
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul(const float *gate
 //   slots        (n_rows,) int32
 //   page_tables  (max_batch, max_pages) int32           entry i: the page of positions PAGE * i and on
 
-// Where the pool has number k of the key, and of the value, that a head of a sequence has at a position
+// The place in the pool of number k of a head's key, and of its value, for a sequence and a position
 __device__ size_t key_at(const int *page_table, int kv_head, int position, int k) {
   size_t head = (size_t)page_table[position / PAGE] * N_KV_HEADS + kv_head;
   return (head * PAGE + position % PAGE) * HEAD_PAD + k;

@@ -6,8 +6,8 @@ Authority: the arguments of kernels.cu, by name.
 
 Rules of this file:
 1. All numbers of a step lie in one piece of memory: one copy brings them to the device.
-2. The host's side is pinned memory, which the device reads by itself. What a step in flight copies from is
-   not written until the step is read.
+2. The host's side is pinned memory, which the device reads by itself. We do not write to the source of a
+   copy while its step is in flight.
 3. Steps of decoding are padded to a few sizes (buckets), each with memory of its own: a CUDA graph has the
    addresses of its size. Steps of whole prefill chunks have few sizes by themselves.
 4. The step after one of decoding often has the same rows, one token later. The device makes its numbers
@@ -90,11 +90,11 @@ class HostMemory:
     """Pinned memory that a step in flight copies from and to, and no other until the step is read."""
 
     def __init__(self, cp: Any, memory: "StepMemory", page_tables_shape: tuple[int, ...]) -> None:
-        self.free = memory.free  # where it goes when the step is read
+        self.free = memory.free  # the list that it returns to when the step is read
         self.page_tables = pinned(cp, "i4", page_tables_shape)  # (max_batch, max_pages)
         self.numbers = pinned(cp, "u1", (memory.layout.itemsize,))
         self.views = views(memory.layout, self.numbers)
-        self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # what `pick` writes
+        self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # the output of `pick`
         self.arrived = cp.cuda.Event(disable_timing=True)
         self.expected: Expected = [], []
 
@@ -125,12 +125,12 @@ class HostMemory:
 
 
 class StepMemory(NamedTuple):
-    """Where the numbers of steps of one size lie: on the device, and on the host for those in flight."""
+    """The memory for steps of one size: on the device, and on the host for each step in flight."""
 
     layout: "np.dtype[Any]"
     numbers: DeviceArray  # (layout.itemsize,) uint8
     views: dict[str, DeviceArray]
-    free: list[HostMemory]  # those that no step in flight uses
+    free: list[HostMemory]  # not used by a step in flight
 
 
 def bucket(n: int) -> int:
