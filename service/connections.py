@@ -5,9 +5,9 @@
     bytes of a connection --httptools--> callbacks --uvicorn--> ASGI messages, of one request at a time
     a handshake --uvicorn--> WebSocketProtocol --websockets--> frames --> ASGI messages
 
-uvicorn speaks both protocols. Limits are added by what is documented: the methods that asyncio calls on a
-protocol, those that httptools calls for what it has parsed, and the protocol of the package `websockets`.
-Of uvicorn itself a dozen names are used that are not documented, so pyproject.toml allows no later minor one:
+uvicorn speaks both protocols. We add the limits through documented interfaces: the methods that asyncio calls
+on a protocol, those that httptools calls as it parses, and the protocol of the package `websockets`.
+We also use a dozen undocumented names of uvicorn, so pyproject.toml allows no later minor version:
 HttpToolsProtocol with connections, parser, headers, url, scope, handle_websocket_upgrade, _start_asgi_task
 and on_response_complete; its cycle with chunked_encoding and expected_content_length;
 WebSocketsSansIOProtocol with conn and read_paused; shutdown of both; Server with capture_signals and
@@ -27,13 +27,14 @@ Rules of this file:
    body is large. And a client must read what it gets within --reader-timeout.
 2. Bytes that are not HTTP, or could mean two requests (RFC 9112, section 11.2), are refused with 400. The
    connection ends with that.
-3. Requests are not pipelined: one that comes before the answer to the one before it is not read, and the
-   connection closes after that answer. RFC 9112, section 9.3.2, has clients send it again.
-4. A client that closes its connection, or ends its side of it, has left.
-5. Connections never take the last file descriptors: the one that was longest without a request, or with a
-   part of one, gives way.
+3. Requests are not pipelined: if a client sends a request before it has the answer to its last one, we do not
+   read that request, and close the connection after the answer. RFC 9112, section 9.3.2, has clients send it
+   again.
+4. A client that closes its connection, or its sending side, has left.
+5. Connections never take the last file descriptors: we close the connection that has been idle (or has sent
+   only a part of a request) the longest.
 6. A turn of the event loop is short: it accepts, reads and writes a few connections, even if thousands are
-   ready, and of a WebSocket it reads few bytes, for the smallest frame has six.
+   ready, and it reads few bytes of a WebSocket, because the smallest frame has six.
 """
 
 import argparse
@@ -70,15 +71,15 @@ READ_FRAMES_BYTES = 2 * 1024  # of a WebSocket in one turn: 340 of the smallest 
 MAX_FRAMES = 1000  # of a WebSocket in FRAMES_S: messages, their fragments, pings, pongs
 FRAMES_S = 20
 MAX_LARGEST = 2  # times --max-body: a larger message closes its connection
-MAX_FRAMING_BYTES = 32 * 1024  # of a request, all but its body: head, chunk sizes, trailers
+MAX_FRAMING_BYTES = 32 * 1024  # of a request without its body: head, chunk sizes, trailers
 NEVER_S = 10**6
 KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it before we do
 # Buffers of a connection; Linux takes twice as many bytes. As the receive buffer is set, it does not grow by
 # itself: with a round trip of 100 ms a client sends 2 MB/s.
 SEND_BUFFER_BYTES = 128 * 1024
 RECEIVE_BUFFER_BYTES = 256 * 1024
-MAX_CLOSE_S = 60  # of what runs, after its grace: no step of the engine takes as long
-STALLED_S = 2  # what clients get at a stop to read their last event, and to leave
+MAX_CLOSE_S = 60  # for running requests, after their grace: no step of the engine takes as long
+STALLED_S = 2  # at a stop, for clients to read their last event and to leave
 
 BACKLOG = 4096  # connections that the system holds until we accept them; a client beyond them tries again
 ACCEPTED_A_TURN = 16  # connections in a turn of the event loop: the work for each takes half a millisecond
@@ -147,7 +148,7 @@ class EventLoop(asyncio.SelectorEventLoop):
 
 
 class FairSelector(selectors.DefaultSelector):
-    """Tells of a few ready files at a time, by turns: a thousand of them take many turns of the loop."""
+    """Report a few ready files at a time, round robin: a thousand ready files take many turns of the loop."""
 
     _start = 0  # index of the first of the next few files
 
@@ -180,8 +181,8 @@ class HttpServer(uvicorn.Server):
 class Limited(asyncio.Protocol):
     """Drops a connection whose client does not read.
 
-    The transport calls pause_writing() when 64 KiB wait for a full socket, and resume_writing() when most
-    of them have left.
+    The transport calls pause_writing() when 64 KiB wait for a full socket, and resume_writing() when it has
+    sent most of these.
     """
 
     transport: asyncio.Transport
@@ -237,9 +238,9 @@ class Protocol(Limited, HttpToolsProtocol):
     # Of the newest request: "coming", "started" when it has been passed on to uvicorn, "whole". It may be
     # "answered" before it is whole.
     state = "answered"
-    n_framing_bytes = 0  # of it, without its body
+    n_framing_bytes = 0  # of this request, without its body
 
-    # --- its beginning and its end --------------------------------------------------------------------------
+    # --- beginning and end --------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -274,7 +275,7 @@ class Protocol(Limited, HttpToolsProtocol):
                     f"head, chunk sizes and trailers are more than {MAX_FRAMING_BYTES} bytes"
                 )
         except HttpParserUpgrade as upgrade:
-            self.upgrade(data[upgrade.args[0] :])  # what comes after the head
+            self.upgrade(data[upgrade.args[0] :])  # the bytes after the head
         except HttpParserError as error:
             self.refuse(error.__context__ or error)  # the parser wraps what a callback raises
 
@@ -283,7 +284,7 @@ class Protocol(Limited, HttpToolsProtocol):
             raise HttpParserError("the request before this one has no answer yet")
         super().on_message_begin()
         self.state = "coming"
-        self.body = b""  # what came of it, and has not been passed on
+        self.body = b""  # received, and not passed on yet
 
     def on_headers_complete(self) -> None:
         """Refuse what the parser lets through; raises HttpParserError."""
@@ -297,7 +298,7 @@ class Protocol(Limited, HttpToolsProtocol):
                 raise HttpParserError(f"there are two {name.decode()} headers")
         if self.parser.should_upgrade():
             return  # see upgrade()
-        self.headers = []  # what still comes are trailers, not headers: RFC 9110, section 6.5.1
+        self.headers = []  # from now on they are trailers, not headers: RFC 9110, section 6.5.1
         if b"expect" in names:  # the body comes when the application asks for it
             self.pass_on()
 
@@ -359,8 +360,8 @@ class Protocol(Limited, HttpToolsProtocol):
         self.become_idle()  # also if it is closing: its client may not read what is left
 
     def refuse(self, error: BaseException) -> None:
-        """Answer what is not HTTP. If a whole request came before it, that has its answer, the last one."""
-        if self.state == "started" and self.cycle.response_started:  # nothing may stand amid that answer
+        """Refuse bytes that are not HTTP. A whole request before them still gets its answer, the last one."""
+        if self.state == "started" and self.cycle.response_started:  # nothing may interrupt that answer
             self.transport.abort()
         if self.state == "whole":
             self.shutdown()
@@ -414,8 +415,8 @@ class CountedFrames(ServerProtocol):
 class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
     """One WebSocket, from its handshake. The application gets each message as bytes.
 
-    uvicorn reads on when the application has taken all messages that came: the first stands for the
-    handshake, and is taken when that is answered.
+    uvicorn reads on when the application has taken all received messages. The first of these represents the
+    handshake; the application takes it when it answers the handshake.
     """
 
     conn: CountedFrames

@@ -1,13 +1,13 @@
 """Loading a model: from the options and a directory to the LocalWorker that serves it on this machine.
 
-    directory, options --load()--> LocalWorker --facts()--> what the server says of it at its start
+    directory, options --load()--> LocalWorker --facts()--> the lines that the server prints at its start
 
 It chooses the ops (the kernels of a GPU, Numba or NumPy) and the size of the page pool of the KV cache.
 
 Rules of this file:
-1. What cannot work is said before the weights are read, and names the option to change.
-2. The fastest ops that are installed compute; the log says which, and what would be faster.
-3. The operator chose the model: a file of its own that never ends hangs the start.
+1. We refuse a setting that cannot work before we read the weights, and name the option to change.
+2. We compute with the fastest installed ops; the log names these, and faster ones.
+3. The operator chose the model: if one of its files never ends, the start hangs.
 
 Not here: the options themselves (options.py), obtaining the files (checkpoint/hub.py), reading them
 (checkpoint/).
@@ -41,7 +41,7 @@ MAX_POSITION_DIMS = 2**27
 #    file                            number in it                 bytes
 MEMORY_LIMITS = [
     ("/proc/meminfo",                r"MemAvailable: +(\d+) kB",  1024),
-    ("/sys/fs/cgroup/memory.max",    r"\d+",                      1),  # it holds "max" if there is no limit
+    ("/sys/fs/cgroup/memory.max",    r"\d+",                      1),  # "max" without a limit
 ]
 # fmt: on
 
@@ -156,7 +156,7 @@ def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | Non
 
 
 def free_memory() -> int:
-    """Return the free memory in bytes: what Linux says is available, also in a container; elsewhere 4 GiB."""
+    """Return the free memory in bytes: as Linux reports it, also in a container; on other systems 4 GiB."""
     limits = []
     for file, pattern, unit in MEMORY_LIMITS:
         if Path(file).exists():
@@ -165,7 +165,7 @@ def free_memory() -> int:
     return min(limits, default=4 * 2**30)
 
 
-# --- what the server says of it -----------------------------------------------------------------------------
+# --- the server's lines at its start ------------------------------------------------------------------------
 
 
 def facts(worker: LocalWorker) -> dict[str, str]:

@@ -3,9 +3,9 @@
     logging.getLogger(name).info(...) --Lines--> one line
 
 Rules of this file:
-1. A record is one line of text, even if a client put line ends into it, and any lines of a traceback. As
-   JSON it is one line with all of it. Both are ASCII without control characters: the rest is escaped.
-2. The id is the one in the reply's x-request-id header. What goes on running after the reply keeps its id.
+1. A record is one line of text, even if a client put line ends into it; the lines of a traceback follow. As
+   JSON, record and traceback are one line. Both are ASCII without control characters: we escape the rest.
+2. The id is the one in the reply's x-request-id header. A run that outlives the reply keeps its id.
 """
 
 import json
@@ -62,6 +62,6 @@ def is_news(thing: Hashable, told: set[Hashable]) -> bool:
     if news in told:
         return False
     if len(told) >= MAX_TOLD:
-        told.clear()  # then some are told again too early
+        told.clear()  # then some are logged again too early
     told.add(news)
     return True

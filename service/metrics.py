@@ -1,4 +1,4 @@
-"""Metrics: what the server counts, in the form that Prometheus reads.
+"""Metrics: the counts of the server, in the form that Prometheus reads.
 
     requests, runs --seen by middleware.py and jobs.py-> METRICS -----------+
                                                                             +--render()--> text of /metrics
@@ -141,7 +141,7 @@ class Stopwatch:
     metrics: Metrics
     started_at: float = 0.0  # when the worker accepted the request
     has_begun: bool = False
-    finish: Finish = BROKEN_OFF  # until the worker says another
+    finish: Finish = BROKEN_OFF  # until the worker reports another
 
     def note(self, outputs: Sequence[Accepted | Output | Finish]) -> None:
         """Note what a step has brought: the first piece, and how the run ends."""

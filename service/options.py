@@ -1,11 +1,11 @@
 """The options of the command line: their names, defaults, checks and help.
 
-    argv --arguments().parse_args()--> options --secrets(), upstream_keys()--> what the server is given
+    argv --arguments().parse_args()--> options --secrets(), upstream_keys()--> the settings of the server
 
 Rules of this file:
-1. A value that cannot work is refused here, in one line that says what was expected and what came.
+1. We refuse a value that cannot work here, in one line with the expected value and the given one.
 2. NaN, infinities and empty texts are refused: most often a variable of the shell is not set.
-3. What only few operators set is one repeatable option of NAME=NUMBER pairs, not an option for each name.
+3. Settings that few operators need share one repeatable option of NAME=NUMBER pairs.
 4. Every secret can come from a file or the environment: `ps` shows a command line to all users.
 """
 
@@ -68,7 +68,7 @@ UNITS = ("", "K", "M", "G", "T")  # powers of 1024
 
 
 def size(text: str) -> int:
-    """Return the bytes that a text such as 512M or 1.5G says."""
+    """Return the number of bytes in a text such as 512M or 1.5G."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text, re.ASCII | re.IGNORECASE)
     n_bytes = float(match[1]) * 1024 ** UNITS.index(match[2].upper()) if match else 0
     if not 1 <= n_bytes <= MAX_NUMBER:
@@ -128,11 +128,11 @@ OPTIONS: dict[str, list[Any]] = {
         ("--served-model-name NAME", text, [],
          f"name in requests (default: the directory's); '{ALIAS}' always works too; repeatable"),
         ("--dialect",               DIALECTS, None,
-         "how the model marks reasoning and calls (default: as its chat template says)"),
+         "how the model marks reasoning and calls (default: from its chat template)"),
     ],
     "speed and memory": [
         ("--device",                ("auto", "cuda", "cpu"), "auto",
-         "where to compute; auto: on a GPU if there is one"),
+         "device that computes; auto: a GPU if available"),
         ("--weights",               ("bfloat16", "int8", "int4"), None,
          "round the weights to this, on a CPU with Numba; answers become worse (default: as in the file)"),
         ("--threads N",             positive, None, "threads that compute (default: all cores)"),
@@ -172,7 +172,7 @@ OPTIONS: dict[str, list[Any]] = {
         ("--max-output-tokens N",   positive, MAX_OUTPUT_TOKENS,
          "tokens of an answer; a request may ask for fewer"),
         ("--images",                ("refuse", "placeholder"), "refuse",
-         "pictures in requests: refused, or the model is told that there was one"),
+         "images in requests: refuse them, or show the model a placeholder"),
         ("--reasoning-events",      REASONING_EVENTS, "openai",
          "names of reasoning events: reasoning_text.* or, for Open Responses' own tests, reasoning.*"),
         ("--no-done-line",          None, False, "end Responses streams without 'data: [DONE]'"),
@@ -182,7 +182,7 @@ OPTIONS: dict[str, list[Any]] = {
          "SQLite file that keeps responses; in memory they are lost at exit"),
         ("--store-max-responses N", positive, Retention.max_responses,
          "keep at most N responses, the newest, for 30 days"),
-        ("--store-max-bytes N",     positive, Retention.max_bytes, "keep at most N bytes of them"),
+        ("--store-max-bytes N",     positive, Retention.max_bytes, "keep at most N bytes of responses"),
         ("--no-temporary",          None, False,
          "refuse background with store=false, as OpenAI did at first, instead of keeping it for 10 minutes"),
         ("--secret TEXT",           key, [],

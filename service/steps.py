@@ -5,9 +5,8 @@
 Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html for the stream.
 
 Rules of this file:
-1. The engine calls observe() after each step; the scheduler does not know of it. A picture is whole. What has
-   changed between two of them (pages found, taken, released, who was preempted) the page finds by itself
-   (engine.html).
+1. The engine calls observe() after each step; the scheduler does not know of it. A picture is whole. The page
+   compares two pictures to find the changes (pages found, taken, released, sequences preempted): engine.html.
 2. The engine waits for no reader, and makes no JSON. The newest MAX_STEPS are kept; a reader that is slower
    than the steps loses the oldest, which the numbers of the steps show.
 3. An owner reads the ids and the tokens of its own requests. Of others it sees the shapes alone: rows, pages,

@@ -5,10 +5,10 @@
 Authority: https://www.w3.org/TR/CSP3/. A model writes what this page shows, and a model repeats what it read.
 
 Rules of this file:
-1. Only the scripts and styles whose hashes are sent run, one of each file: what a model writes never runs.
+1. Only the scripts and styles whose hashes are sent run, one of each file: a model's output never runs.
 2. The page talks only to the server that it came from, and no other page can frame it.
 
-Not here: what the page does (page.html; its second view, which shows the engine at work: engine.html).
+Not here: the page itself (page.html; its second view, which shows the engine at work: engine.html).
 """
 
 import base64

@@ -17,19 +17,18 @@ Authority: https://developers.openai.com/api/docs/guides/websocket-mode;
 https://www.openresponses.org/specification, WebSocket transport.
 
 Rules of this file:
-1. A turn is a request like any other, and what it sends are the frames of its log without their SSE lines.
-   While it waits it is the text of its message, which is then parsed again: a JSON value may take fifty times
-   as much.
-2. What is wrong with a message is told in a message, with the status that HTTP would have, and the connection
+1. A turn is a request like any other, and sends the frames of its log without their SSE lines. While a turn
+   waits, we keep the text of its message and parse it again later: a JSON value may take fifty times as much.
+2. We report an error in a message by a message, with the status that HTTP would have, and the connection
    lives on.
 3. The last response of each lane can be continued without a store. A turn that fails makes its lane forget
    it.
-4. A client may say something while a response runs (response.steer). What is accepted waits in the lane for a
-   successor, which has it as input, or comes back to the client: it is never lost. The response ends before
-   its next delta, and its successor begins at once; one that has called a tool goes on to its end, and its
-   successor is the turn that brings the results.
-5. A client that leaves ends its turns. At a stop of the server those that run go on to their end; those that
-   wait are refused, and nothing more is read.
+4. A client may send input while a response runs (response.steer). An accepted steer waits in the lane for a
+   successor, which takes it as input, or comes back to the client: it is never lost. The response ends before
+   its next delta, and its successor begins at once; a response that has called a tool goes on to its end, and
+   its successor is the turn that brings the results.
+5. A client that leaves ends its turns. At a stop of the server running turns go on to their end; we refuse
+   waiting turns, and read nothing more.
 6. The messages of all connections are taken one after another, by turns of the owners.
 """
 
@@ -59,8 +58,8 @@ log = logging.getLogger("websocket")
 MAX_STEERS = 8  # that wait in a lane
 MAX_LANES = 32  # with a name: the guide's limit
 MAX_NAME = 256  # characters of a lane's name, which each of its events repeats
-AS_BODY = {"type": None, "stream_id": None, "stream": True}  # what a body has in place of a message's members
-SUBPROTOCOL = "responses"  # for pages: a browser wants one of those that it has offered
+AS_BODY = {"type": None, "stream_id": None, "stream": True}  # a body has these for a message's members
+SUBPROTOCOL = "responses"  # for pages: a browser expects the server to select a protocol that it offered
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
 
 
@@ -78,7 +77,7 @@ class Lane:
     name: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
     job: Job | None = None  # whose events are being sent
-    visit: Visit | None = None  # what its turn holds
+    visit: Visit | None = None  # the room that its turn holds
     next_number: int = 0  # the next sequence_number while no response is running
     last: Row | None = None  # its last response: rule 3
     response_id: str = ""  # of its newest response
@@ -252,7 +251,7 @@ class Connection:
         return {lane.last.id: lane.last for lane in self.lanes.values() if lane.last}
 
     async def _remember(self, lane: Lane, job: Job) -> None:
-        """Remember the last response of a lane, unless it has failed, or there is no room for it."""
+        """Remember the last response of a lane, unless it failed or finds no room."""
         lane.last = None
         if job.log.status == "failed":
             return
