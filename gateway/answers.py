@@ -2,14 +2,14 @@
 
     bytes --Documents--> documents --Answer.feed()--> [chunk, ...], as OpenAI would have sent them
 
-relay.py writes the chunks to a client of Chat Completions; outputs.py makes of them what a response is built
-of.
+relay.py writes the chunks to a client of Chat Completions; outputs.py turns them into the outputs from which
+a response is built.
 
-What servers send, and what is made of it. Each row is a replay, tests/replays/completions-deltas-*.toml or
-relay-*.toml, with a link to the server that does so:
+The deviations of servers, and our reading of each. Each row is a replay, in
+tests/replays/completions-deltas-*.toml or relay-*.toml, with a link to the server that does so:
 
     sent                                                              read as
-    one JSON object for a request with stream=true, or a stream       what its first byte says
+    one JSON object for a request with stream=true, or a stream       as its first byte shows
       for one without
     an error as `error: {...}`, `event: error`, a bare line of        the error that ends the answer
       JSON, a `message` or `detail` without choices, with status 200
@@ -18,7 +18,7 @@ relay-*.toml, with a link to the server that does so:
                                                                       unless every choice has finished
     [DONE] after each of several choices                              the end of those that have finished
     nothing after the finish_reason, not even the end                 the end (upstreams.py waits for seconds)
-    an end without a finish_reason, or without [DONE]                 whole, if one of them came
+    an end without a finish_reason, or without [DONE]                 whole, if either came
     a finish_reason, and then more of the answer                      more of the answer; the last one holds
     "eos_token", "STOP", "end_turn", "tool_use", "", ...              one of OpenAI's five, or none
     a finish_reason that is not known                                 "stop", and it is logged
@@ -39,14 +39,14 @@ Authority: https://platform.openai.com/docs/api-reference/chat-streaming.
 
 Rules of this file:
 1. Chunks add up: the strings of a delta are appended, and the fragments of a call have its index.
-2. A chunk is corrected in place: what is right stays as it is, and so do unknown members.
+2. A chunk is corrected in place: correct and unknown members stay as they are.
 3. A fragment continues the newest call of its index, or begins another one if it has a name and another id.
-   Without an index a name begins a call, and what has no name continues the newest one.
+   Without an index, a fragment with a name begins a call, and one without continues the newest call.
 4. A call can be run if its arguments are a JSON object; the input of a custom tool is any text. An answer
-   with a call that cannot be run ends with an error that names the call, unless its finish_reason says that
-   it was cut.
-5. Nothing is read after an error, or after [DONE]. What cannot be read is an error too, because text may be
-   lost. But once every choice has finished, it counts as the end.
+   with a call that cannot be run ends with an error that names the call, unless its finish_reason shows
+   that it was cut.
+5. Nothing is read after an error, or after [DONE]. Unreadable data is an error too, because text may be lost.
+   But once every choice has finished, unreadable data counts as the end.
 6. Usage is taken out of every chunk and counted. It leaves once, in the last chunk, if it was asked for.
 7. The bytes of an event, of an object and of the answer are bounded, and the characters of the calls.
 """
@@ -69,14 +69,14 @@ from request.tools import as_json
 
 log = logging.getLogger("remote")
 
-# The event loop stands still while JSON is read: 20 ms a MiB of text, 200 a MiB of the smallest objects. The
+# The event loop is blocked while JSON is read: 20 ms a MiB of text, 200 a MiB of the smallest objects. The
 # longest events have the whole arguments of a call, the longest objects the logprobs of a whole answer.
 MAX_EVENT_BYTES = 2**19
 MAX_OBJECT_BYTES = 2**22
 MAX_ANSWER_BYTES = 48 * 2**20  # 128k tokens are 32 MB, and 16 for their chunks
-CHUNK_BYTES = 2**7  # what a chunk counts for by itself: an empty one takes more memory than its 8 bytes
+CHUNK_BYTES = 2**7  # each chunk counts for so many: an empty one takes more memory than its 8 bytes
 MAX_CALL_CHARACTERS = 2**21  # names, ids and arguments of all calls of a choice
-CALL_CHARACTERS = 2**10  # what a call counts for by itself
+CALL_CHARACTERS = 2**10  # each call counts for so many
 MAX_BLANKS = 1024  # characters of blank text that are held until text follows
 
 # fmt: off
@@ -102,15 +102,15 @@ SAYING = ("tool_calls", *(name for names in TEXTS.values() for name in names))  
 
 
 class Unreadable(ValueError):
-    """The answer is not a chat completion. An Answer makes an error chunk of it."""
+    """The answer is not a chat completion. An Answer turns this error into an error chunk."""
 
 
 class Asked(NamedTuple):
-    """What the request says of its answer."""
+    """The demands of the request on its answer."""
 
     n: int = 1  # choices
-    one_call: bool = False  # parallel_tool_calls=false: of each choice only the first call is wanted
-    # tool_choice names the function: "finish_reason will be 'stop'" then, says
+    one_call: bool = False  # parallel_tool_calls=false: keep only the first call of each choice
+    # tool_choice names the function: then "finish_reason will be 'stop'", according to
     # https://platform.openai.com/docs/guides/function-calling
     named_call: bool = False
     shows_usage: bool = False
@@ -260,7 +260,7 @@ class ToolCall:
 
 
 class Choice:
-    """Puts right what an answer says of one choice."""
+    """Correct one choice of an answer, chunk by chunk."""
 
     def __init__(self, asked: Asked) -> None:
         self.calls: list[ToolCall] = []  # by our index, those that are not wanted too
@@ -277,7 +277,7 @@ class Choice:
         self._blank: tuple[Channel, str] = ("final", "")  # the text that is held
 
     def read(self, choice: Chunk, is_end: bool = False) -> None:
-        """Put right what a chunk says; `is_end` if nothing more can come."""
+        """Correct a chunk of this choice; `is_end` if nothing more can come."""
         delta = choice.get("delta")
         message = choice.pop("message", None)
         if not (delta or self.has_said):
@@ -364,7 +364,7 @@ class Choice:
         return text
 
     def _begin(self, channel: Channel | None) -> None:
-        """Text of a channel, or a call, leaves: blank text before it is part of it, or dropped."""
+        """Let text of a channel, or a call, leave; blank text before it becomes part of it, or is dropped."""
         self._open = channel
         self._blank = ("final", "")
         self.has_said = True
@@ -372,7 +372,7 @@ class Choice:
     # --- calls ----------------------------------------------------------------------------------------------
 
     def _call_fragment(self, fragment: Chunk) -> bool:
-        """Put a fragment of a call right; return whether the call is wanted."""
+        """Correct a fragment of a call; return whether the client wants the call."""
         type_, member = CALL_MEMBERS[bool(fragment.get("custom"))]  # some servers write "custom": null
         said = fragment.get(type_)
         if not isinstance(said, dict):
@@ -520,7 +520,7 @@ class Answer:
         return held
 
     def _says(self, chunk: Chunk) -> bool:
-        """Put a chunk right; return whether it says anything."""
+        """Correct a chunk; return whether it holds anything."""
         self._newest = chunk
         chunk.pop("error", None)  # it is null
         n = self._asked.n

@@ -9,8 +9,8 @@ costs; https://platform.openai.com/docs/api-reference for the names in a usage o
 Rules of this file:
 1. Usage that was not seen is unknown, which is not 0.
 2. A count only grows: servers that send usage with every chunk are not counted twice.
-3. What is not a count (a negative, a fraction, a word) is 0. Cached tokens are at most those of the prompt,
-   reasoning tokens at most those of the completion.
+3. A value that is no count (a negative, a fraction, a word) is 0. Cached tokens are at most those of the
+   prompt, reasoning tokens at most those of the completion.
 4. The usage of each request is settled once, also if it fails: in the log, and in the totals of /health.
 """
 
@@ -43,9 +43,9 @@ COUNTS = {
 class Meter:
     """Counts the tokens of one request."""
 
-    price: int | None = None  # what a token costs; None: usage gets no costs
+    price: int | None = None  # of one token; None: usage gets no costs
     usage: Usage | None = None  # None: none was seen
-    upstream: str = "no upstream"  # the URL of the one that answers
+    upstream: str = "no upstream"  # the URL of the upstream that answers
 
     def read(self, document: Chunk) -> None:
         """Count a usage object, and give it its costs in place."""
@@ -84,7 +84,7 @@ class Meter:
 Outcome = Literal["done", "error", "disconnect"]
 
 
-# All of them from the start: the rate of a counter needs its zero.
+# All counters from the start: the rate of a counter needs its zero.
 NO_TOTALS = dict.fromkeys(
     ("relayed_done", "relayed_error", "relayed_disconnect", "relayed_usage_unknown", "relayed_total"), 0
 )

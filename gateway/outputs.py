@@ -1,4 +1,4 @@
-"""An answer of one choice as the outputs that a response is built of.
+"""An answer of one choice as the outputs from which a response is built.
 
     [chunk, ...] --Outputs.read()--> [Delta | Call | Arguments, ...] --close()--> the rest, Finish
 
@@ -13,11 +13,11 @@ In chunks, text and several calls may come by turns.
     finish_reason           Delta hi, Finish
 
 Rules of this file:
-1. Reasoning and calls are what the upstream says they are. What looks like a marker in its text is text.
+1. The upstream decides what is reasoning and what is a call. Text that looks like a marker is text.
 2. An item closes before the next one opens. If the next item comes before a call is whole, they come by
    turns. Then the call is sent as it comes, and everything else waits for the end of the answer.
-3. A logprob goes with its text. Those of text that has not come yet wait for it; those before the text, of
-   reasoning or a marker, are dropped. Parts of a character have no bytes with vLLM, and are kept.
+3. A logprob goes with its text. Logprobs that arrive before their text wait for it; logprobs of reasoning and
+   markers before the text are dropped. With vLLM parts of a character have no bytes; we keep these.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,7 +31,7 @@ from completions import Chunk
 from gateway.answers import CUT, TEXTS, Answer, ToolCall, objects
 from request.refusals import shown
 
-MAX_LOGPROB = 10**6  # magnitude: what is larger is not a logprob, and may not be a float
+MAX_LOGPROB = 10**6  # magnitude: a larger number is no logprob, and may not fit a float
 
 
 class Outputs:
@@ -40,11 +40,11 @@ class Outputs:
     def __init__(self, answer: Answer, n_top_logprobs: int = 20) -> None:
         self._answer = answer
         self._n_top_logprobs = n_top_logprobs  # at most so many alternatives of a token are kept
-        self._said: list[Output] = []  # what leaves now
+        self._said: list[Output] = []  # outputs that leave now
         self._call: ToolCall | None = None  # the open one
-        self._n_sent = 0  # fragments of it
+        self._n_sent = 0  # its fragments
         self._waiting: list[ToolCall | Delta] = []  # until the open call, which was not whole, has ended
-        self._channel: Channel | None = None  # of the newest text that has left; None: a call, or nothing
+        self._channel: Channel | None = None  # of the newest output, if that is text
         self._logprobs: list[TokenLogprob] = []  # their text has not come
         self._finish = Finish("stop")
 
@@ -83,7 +83,7 @@ class Outputs:
         if choice.get("finish_reason") in CUT:
             self._finish = Finish(choice["finish_reason"])
         stop = choice.get("stop_reason") or choice.get("matched_stop")  # vLLM's name, and SGLang's
-        if isinstance(stop, str):  # of a stop token it is the id
+        if isinstance(stop, str):  # for a stop token it is an id, no text
             self._finish = self._finish._replace(stop_sequence=stop)
 
     # --- logprobs -------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def bytes_of(value: Any, token: str) -> bytes:
 
 
 def span(text: str, logprobs: list[TokenLogprob]) -> tuple[int, int]:
-    """Return which logprobs have the tokens that spell the text; all of them if none do."""
+    """Return the range of the logprobs whose tokens spell the text; the range of all if no tokens do."""
     spelled = b"".join(p.bytes for p in logprobs)
     start = spelled.rfind(text.encode())
     if start < 0:

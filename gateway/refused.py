@@ -8,8 +8,8 @@ Rules of this file:
 1. A refusal keeps its status as far as clients of OpenAI know it. Any other is a 502: the fault lies between
    the two servers.
 2. An error that comes with status 200 has the status that is its code, 502 if that is none.
-3. What the client has sent is asked first. If the refusal names what this server has added, or what another
-   spelling would mend, the upstream is asked once more.
+3. First we ask with the body as the client sent it. If the refusal names something that we added, or that
+   another spelling would mend, we ask the upstream once more.
 """
 
 import re
@@ -104,7 +104,7 @@ def with_newer_limit(body: Chunk) -> Chunk:
 
 
 # fmt: off
-#  what an upstream's refusal says      what it is asked then, once: the body with no more than it takes
+#  words of an upstream's refusal       the change to the body, with which we ask once more
 ONCE_MORE = {
     "max_completion_tokens":             with_newer_limit,
     "system message|system role":        one_system_message,
@@ -118,6 +118,6 @@ def without_what_is_refused(body: Mapping[str, Any], refused: Refused) -> Mappin
         if refused.status == 400 and re.search(words, f"{refused.message} {refused.param}", re.I):
             with suppress(
                 LookupError, TypeError, AttributeError, BadInput
-            ):  # what a client sent may be no chat
+            ):  # the client's body may be no chat
                 return changed({**body})
     return body

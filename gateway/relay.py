@@ -5,9 +5,9 @@
 Authority: https://platform.openai.com/docs/api-reference/chat-streaming.
 
 Rules of this file:
-1. The client gets what it asked for, a stream or one object, whichever of them the upstream has sent: the
-   object is the fold of the chunks.
-2. Chunks pass as soon as they are read, put right (answers.py) and encoded again. `event:`, `id:` and comment
+1. The client gets the form that it asked for, a stream or one object, even if the upstream sends the other:
+   the object is the fold of the chunks.
+2. Chunks pass as soon as they are read, corrected (answers.py) and encoded again. `event:`, `id:` and comment
    lines do not pass.
 3. [DONE] comes once and last. An answer that breaks off has an error event before it.
 """

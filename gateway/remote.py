@@ -1,15 +1,15 @@
-"""The remote worker: a checked Request to what a model of an upstream server says.
+"""The remote worker: a checked Request to the outputs of a model on an upstream server.
 
     Request --prepare()--> UpstreamPrompt --run()--> take([Accepted]), take([Output, ...]), take([Finish])
     body of POST /v1/chat/completions --pass_through()--> RelayedChat
 
-Authority: https://platform.openai.com/docs/api-reference/chat/create; what that lacks has vLLM's names.
+Authority: https://platform.openai.com/docs/api-reference/chat/create; other parameters have vLLM's names.
 
 Rules of this file:
 1. An upstream's refusal goes on with its status as long as the client has got no head; later it is a failure.
-2. What the client has not set is not sent: the upstream may preset it, or not know it.
-3. Only the upstream can count tokens: nothing is counted or dropped here, and a prompt that is too long is
-   refused by it.
+2. We send no parameter that the client has not set: the upstream may preset it, or not know it.
+3. Only the upstream can count tokens: we count and drop nothing, and the upstream refuses a prompt that is
+   too long.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def both_names(message: Message) -> Message:
 
 
 def tools_and_choice(request: Request) -> dict[str, Any]:
-    """Return the tools that may be called, strict where the client has said so, and whether they must be."""
+    """Return the tools that may be called, strict if the client set it, and whether a call is required."""
     spec = request.structured_output
     choice: Any = "auto" if request.called else "none"
     names = {tool["function"]["name"] for tool in request.tools}
@@ -114,7 +114,7 @@ class UpstreamPrompt(NamedTuple):
         raise Refused(404, f"Tokens of '{self.request.model}' cannot be counted here: ask its own server.")
 
     async def run(self, take: Take, choice: int = 0) -> None:
-        """Hand on what the model says; raises Refused, after Accepted too if the upstream refuses late."""
+        """Hand on the model's outputs; raises Refused, after Accepted too if the upstream refuses late."""
         request = self.request
         meter = Meter(self.worker.price)
         can_wait = request.stream or request.background

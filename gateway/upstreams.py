@@ -16,11 +16,12 @@ Rules of this file:
 4. Each request has its own connection: closing it is how an upstream learns that its client is gone, and no
    connection is ever stale.
 5. Back-pressure: nothing is read ahead, so a client that reads slowly slows its upstream down.
-6. An upstream that leaves several probes in a row unanswered gets no requests until it answers one. What
-   becomes of requests does not matter: one that no upstream can answer must not close the way for others.
+6. An upstream that leaves several probes in a row unanswered gets no requests until it answers a probe. Only
+   probes mark an upstream as down, never failed requests: one poisonous request must not take every upstream
+   out of rotation.
 7. A key goes to the upstream that it is for, and to no other.
-8. Answers are not packed: a packed one could unpack to gigabytes. One that is packed all the same is not
-   unpacked, and so cannot be read.
+8. We ask for uncompressed answers: a compressed one could unpack to gigabytes. If an upstream compresses all
+   the same, we do not unpack the answer, and so cannot read it.
 """
 
 import asyncio
@@ -44,8 +45,8 @@ log = logging.getLogger("upstreams")
 MAX_BODY_BYTES = 2**21  # a refusal, or a list of models
 MAX_FAILURES = 3  # probes in a row: then an upstream is down
 GRACE_S = 3  # for usage and [DONE], after the last finish_reason
-PIECE_BYTES = 2048  # of a read, in a turn of the event loop: 200 of the smallest events, which take 3 ms
-MAX_BEGINNING = 1000  # chunks that say nothing, held before the first that does
+PIECE_BYTES = 2048  # read in one turn of the event loop: 200 of the smallest events, which take 3 ms
+MAX_BEGINNING = 1000  # empty chunks, held until the first that holds anything
 BODY_S = 3  # for the body of a refusal, or of a list of models
 UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, TimeoutError)
 
@@ -131,7 +132,7 @@ class Reply:
                 async with asyncio.timeout(min(seconds_left, self._timeouts.idle_s)):
                     chunks = await anext(self._reads, None)
             except UNREACHABLE as error:
-                if self.answer.is_finished:  # all is said; only usage and [DONE] may be missing
+                if self.answer.is_finished:  # the answer is whole; only usage and [DONE] may be missing
                     chunks = self.answer.close()
                 else:
                     log.warning("%s broke off in its answer: %s", self.upstream.url, reason(error))
@@ -179,7 +180,7 @@ async def beginning(response: httpx.Response) -> bytes:
     return body
 
 
-# --- all of them --------------------------------------------------------------------------------------------
+# --- all upstreams ------------------------------------------------------------------------------------------
 
 
 class Upstreams:
@@ -197,7 +198,7 @@ class Upstreams:
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=timeouts.connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,  # no proxy, no netrc: requests go where the command line says
+            trust_env=False,  # no proxy, no netrc: requests go to the URLs of the command line
         )
         self._probing: asyncio.Task[None] | None = None
 
@@ -213,7 +214,7 @@ class Upstreams:
         await self._client.aclose()
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """Return the models by name; one that several upstreams have is described by the first of them."""
+        """Return the models by name; if several upstreams have a model, the first one describes it."""
         models: dict[str, dict[str, Any]] = {}
         for upstream in self._upstreams:
             models |= upstream.models | models
