@@ -1,1 +1,1 @@
-"""What a request may say: its body, parameters, items, tools and messages, and the prompt they make."""
+"""The contents of a request: body, parameters, items, tools and messages, and the prompt they make."""

@@ -2,18 +2,18 @@
 
     HTTP request --receive()--> its bytes --parsed()--> value, or BadInput
 
-Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding), RFC 8878 (zstd); for what is refused,
+Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding), RFC 8878 (zstd); for the refusals,
 https://platform.openai.com/docs/guides/error-codes; MinRate of Apache's RequestReadTimeout for rule 1,
 https://httpd.apache.org/docs/2.4/mod/mod_reqtimeout.html
 
 Rules of this file:
-1. A body must be whole within MAX_BODY_S, and the time that what has come takes at BODY_BYTES_A_S. If it is
-   large it has room (room.py) before it is kept, and its parts are read by turns of the owners: to read a
-   hundred of them at once would fill every turn of the event loop.
+1. A body must arrive within MAX_BODY_S seconds plus one second per BODY_BYTES_A_S bytes received. We reserve
+   room (room.py) for a large body before we keep it, and owners take turns to have its parts read: reading a
+   hundred large bodies at once would fill every turn of the event loop.
 2. Bytes and the number of values are bounded before anything is built from them, and nesting before anything
    recurses into them.
-3. A large body may take fifty times its bytes until there is a Request: few are parsed at a time, by turns of
-   their owners. After each the event loop has as much time for others as it took.
+3. A large body may take fifty times its bytes until it is a Request: we parse few at a time, by turns of
+   their owners. After each, the event loop has as much time for others as the body took.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install b
 
 
 async def receive(http: HttpRequest, visit: Visit) -> Parsing:
-    """Wait for the body of a request; return parsed() of it. Raises BadInput."""
+    """Wait for the body of a request, and parse it; see parsed(). Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
         message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
@@ -74,8 +74,8 @@ async def receive(http: HttpRequest, visit: Visit) -> Parsing:
                     visit.set_held(visit.rooms.bytes, n_bytes)
                     await visit.until_next_part()
     except TimeoutError as error:
-        expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes that came"
-        message = f"Expected the whole body {expected}; only a part of it came."
+        expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received"
+        message = f"Expected the whole body {expected}; only a part came."
         raise BadInput(message, code="request_timeout") from error
     return parsed(bytes(content), visit, encoding)
 
@@ -117,15 +117,15 @@ def parse(json_text: bytes) -> Any:
 def outside_strings(json_text: bytes) -> bytes:
     """Return a JSON text without its strings.
 
-    A value has two of them at most: its name, and itself. After as many as MAX_VALUES can have nothing is
-    taken out any more, so a text of millions of strings takes no more time.
+    A value has at most two strings: its name, and itself. So we stop after twice MAX_VALUES strings, and a
+    text of millions of strings takes no more time.
     """
     unescaped = json_text.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(unescaped.split(b'"', 4 * MAX_VALUES)[::2])
 
 
 def n_values(outside: bytes) -> int:
-    """Return how many values a JSON text holds, at most, of what stands outside its strings.
+    """Return how many values a JSON text holds, at most; `outside` is the text without its strings.
 
     Each value but the first follows a comma or an opening bracket.
     """
@@ -133,7 +133,7 @@ def n_values(outside: bytes) -> int:
 
 
 def nesting(outside: bytes) -> int:
-    """Return how deep lists and objects nest in a JSON text, of what stands outside its strings."""
+    """Return how deep lists and objects nest in a JSON text; `outside` is the text without its strings."""
     brackets = re.findall(rb"[][{}]", outside)
     return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 

@@ -1,4 +1,4 @@
-"""Ids of what the server makes: requests, responses, completions, and the items of a response.
+"""Ids that the server makes: requests, responses, completions, and the items of a response.
 
     "resp" --new_id()--> "resp_5d41..."
     "resp_5d41..." --item_ids()--> "rs_5d41...00000000", "msg_5d41...00000001", ...
@@ -7,7 +7,7 @@ Authority: https://platform.openai.com/docs/api-reference/responses/object: an o
 
 Rules of this file:
 1. An id cannot be guessed.
-2. The id of an item says which response it belongs to, as OpenAI's do: `item_reference` names nothing else.
+2. The id of an item contains that of its response, as OpenAI's do: an `item_reference` gives no other name.
 """
 
 import contextvars
@@ -33,7 +33,7 @@ PREFIXES = {
 }
 # fmt: on
 
-# The id of the HTTP request that this task works for, as in its reply's x-request-id; "" if there is none.
+# The id of the HTTP request that this task works for, as in its reply's x-request-id; "" without one.
 REQUEST_ID = contextvars.ContextVar("REQUEST_ID", default="")
 
 
@@ -52,6 +52,6 @@ def item_ids(response_id: str) -> Callable[[str], str]:
 
 
 def response_id_of(item_id: str) -> str:
-    """Return the response that has said the item, if the id comes from item_ids()."""
+    """Return the id of the response that holds the item, if the id comes from item_ids()."""
     random_part = item_id.partition("_")[2][:-N_NUMBER_DIGITS]
     return f"resp_{random_part}"

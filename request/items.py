@@ -2,19 +2,19 @@
 
     input, previous_response_id --resolve()--> chain, input      every item in its long form, with an id
     Request, conversation --new_row()--> Row --body_of()--> body of POST /v1/responses
-    Request, conversation --summary_request()--> Request; what the model answers --Shown.feed()--> one item
+    Request, conversation --summary_request()--> Request; the model's answer --Shown.feed()--> one item
 
 Authority: https://platform.openai.com/docs/guides/conversation-state for chains and references,
 https://platform.openai.com/docs/guides/reasoning#encrypted-reasoning-items for `encrypted_content`,
-https://developers.openai.com/api/docs/guides/compaction for what a compaction stands for; the members of
+https://developers.openai.com/api/docs/guides/compaction for the meaning of a compaction; the members of
 items are those of openai.types.responses.ResponseInputItemParam.
 
 Rules of this file:
-1. After resolve() nothing is left to look up or to decrypt: no other module knows about references.
+1. resolve() looks up and decrypts everything, so no other module knows about references.
 2. `found` and `sealer_of` belong to the owner of the request: they have nothing that others own.
 3. No two items of a conversation have the same id: paging through them by id would never end.
-4. The whole conversation has limits: its chain, what references stand for, and what was sent. Each turn of a
-   chain is stored with all turns before it (store.py), and read as a whole by the next one.
+4. The whole conversation has limits: its chain, the items of references, and the input that was sent.
+   Each turn of a chain is stored with all turns before it (store.py), and the next turn reads it as a whole.
 5. A row needs no other row, so a background run can start again from it. A waiting response is held as this
    row of JSON text: its prompt and tokens would take many times the room.
 6. Items first get their long form, in which they are stored and listed; messages.py checks it. Unknown
@@ -41,11 +41,11 @@ from request.validation import Object, text
 from store import TERMINAL, Row
 
 Item = Object
-Found = Mapping[str, Row | None]  # responses by id; None: there is none
-SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of it and the request's owner
+Found = Mapping[str, Row | None]  # responses by id; None: not found
+SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of this purpose and the request's owner
 
 MAX_CONVERSATION_BYTES = 4 * 2**20  # by n_bytes(): about a million tokens, or 20,000 parts
-VALUE_BYTES = 64  # what Python takes for a value, even an empty one
+VALUE_BYTES = 64  # Python's memory for a value, even an empty one
 MAX_REFERENCED = 256  # responses, each of which is read from the store
 
 # role of a message, or type of an item -> type of the part that a string in place of the parts becomes
@@ -158,7 +158,7 @@ def _long_form(item: Item, ids: set[str]) -> Item:
 
 
 def _long_part(part: Any) -> Any:
-    """Return a part; what an assistant has said has members that clients leave out."""
+    """Return a part with the members of an assistant's text that clients leave out."""
     if isinstance(part, dict) and part.get("type") == "output_text":
         return {"annotations": [], "logprobs": []} | part
     return part
@@ -180,8 +180,8 @@ def n_bytes(item: Item) -> int:
 def new_row(request: Request, values: Mapping[str, Any], conversation: Sequence[Item]) -> Row:
     """Return the row of a response that is about to start; `values` are those that read() has read.
 
-    It can be run again with what the client has set, as the response object repeats it. The items are encoded
-    one by one, so that another thread can get Python's lock between two of them.
+    The row keeps the parameters that the client set, as the response object repeats them, so the request can
+    run again. The items are encoded one by one, so that another thread can get Python's lock in between.
     """
     names = sorted(request.explicit - {"input"})
     return Row(
@@ -201,7 +201,7 @@ def new_row(request: Request, values: Mapping[str, Any], conversation: Sequence[
 
 
 class Shown:
-    """What the client is shown of what a model says: all of it, but of a compaction or a warm-up.
+    """The part of a model's output that the client sees: all, except for a compaction or a warm-up.
 
     A compaction is one sealed item, the summary, and nothing else: https://github.com/Soju06/codex-lb/issues/971
     Without a summary the response has failed.
@@ -210,7 +210,7 @@ class Shown:
     cache. The one token that params.py asks for does not count:
     https://github.com/router-for-me/CLIProxyAPI/issues/1901
 
-    A run that was cancelled shows no Finish: whoever cancelled it decides how its answer ends.
+    A run that was cancelled shows no Finish: the canceller decides how its answer ends.
     """
 
     def __init__(self, request: Request) -> None:
@@ -244,9 +244,9 @@ class Shown:
 
 
 def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
-    """Return what a response that continues this one begins with; raises BadInput.
+    """Return the first items of a response that continues this one; raises BadInput.
 
-    A compaction stands for all that was said before it, except for what the user has said.
+    A compaction replaces everything before it, except for the messages of the user.
     """
     if row.status not in TERMINAL:
         raise BadInput(
@@ -295,7 +295,7 @@ def with_image_texts(value: Any) -> Any:
 
 
 def retained(row: Row) -> list[Item]:
-    """Return what stays of a conversation beside its compaction: what the user has said."""
+    """Return the items that stay beside a compaction: the messages of the user."""
     return [item for item in row.items if item["type"] == "message" and item["role"] == "user"]
 
 

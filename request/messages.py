@@ -8,19 +8,19 @@
       --> {role: assistant, reasoning_content: "Hm.", content: "Sure.", tool_calls: [f]}, {role: tool, "42"}
 
 Authority: https://platform.openai.com/docs/api-reference/responses/create (`input`),
-https://platform.openai.com/docs/api-reference/chat/create (`messages`); for what comes out,
+https://platform.openai.com/docs/api-reference/chat/create (`messages`); for the output,
 https://huggingface.co/docs/transformers/chat_templating
 
 Rules of this file:
 1. One assembler for both APIs: the reasoning, text and calls of one turn of the assistant are one message.
 2. Instructions and the system and developer messages right after them are one system message. Later ones
    stay where they are, and are one message if they follow each other.
-3. Content that the model cannot read is refused, by the name of its place in the request, and never left out.
+3. We refuse content that the model cannot read, by the name of its place in the request, and never omit it.
 4. The results of a turn follow it, once, in the order of its calls, whenever they have come. Each call of a
    function has its result, unless it could not be run: a limit cut it, or its arguments are not an object.
    Many templates show neither the id nor the name of a result.
-5. The arguments of a call are an object, as Llama's, Mistral's and Qwen3-Coder's templates want it. Those
-   that are not a JSON object are the one member of one: https://github.com/vllm-project/vllm/issues/43995
+5. The arguments of a call are an object, as Llama's, Mistral's and Qwen3-Coder's templates want it. We
+   wrap arguments that are no JSON object into an object, as its one member: https://github.com/vllm-project/vllm/issues/43995
 6. Each call has an id of ours, which Mistral's template takes: nine letters and digits. Some clients begin
    again at "call_0" in each turn.
 """
@@ -94,7 +94,7 @@ def from_responses(
 class Conversation:
     """The messages so far, as a chat template takes them; texts that become one are joined at the end.
 
-    With `joins_users` what the user says without an answer in between is one message, too.
+    With `joins_users` the user's messages without an answer in between become one message, too.
     """
 
     def __init__(self, joins_users: bool = False) -> None:
@@ -103,8 +103,8 @@ class Conversation:
         self._current: Message = {}  # the last turn; {}: results of its calls have come
         self._n_calls = 0
         self._n_argument_values = 0  # in all calls: each is held as an object
-        # The calls that wait for a result, by the client's id, which a later turn may use again: the message
-        # of the result, in its place but without content, and whether the result must come.
+        # The calls that wait for a result, by the client's id, which a later turn may use again. A value is
+        # the message for the result, in its place but without content, and whether the result must come.
         self._open_calls: dict[str, tuple[Message, bool]] = {}
 
     def add_text(self, role: str, text: str, member: str = "content") -> None:
@@ -113,7 +113,7 @@ class Conversation:
     def _turn(self, role: str) -> Message:
         """Return the message that a role continues, or begins.
 
-        A turn of the assistant is one message, and so is what the system says at one place (rules 1 and 2).
+        A turn of the assistant is one message, and so are adjacent messages of the system (rules 1 and 2).
         """
         is_apart = role == "user" and not self._joins_users
         if is_apart or self._current.get("role") != role:
@@ -122,7 +122,7 @@ class Conversation:
         return self._current
 
     def close(self, path: str) -> list[Message]:
-        """Return the messages; raise BadInput at `path` if there is none, or a call lacks its result."""
+        """Return the messages; raise BadInput at `path` if they are empty, or a call lacks its result."""
         if not self._messages:
             why = f"Missing required parameter: '{path}', with at least one message."
             raise BadInput(why, param=path, code="missing_required_parameter")
@@ -157,7 +157,7 @@ class Conversation:
         self._open_calls[call_id] = result, needs_result
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
-        """Raise BadInput at `path`, where call_id stands, unless a call waits for this result."""
+        """Put a result after its call; raise BadInput at `path`, that of call_id, if no call waits for it."""
         if call_id not in self._open_calls:
             raise BadInput(f"No tool call found for function call output with call_id {call_id}.", param=path)
         result, _ = self._open_calls.pop(call_id)
@@ -166,9 +166,9 @@ class Conversation:
 
 
 def add_item(conversation: Conversation, item: Place) -> str:
-    """Add what an item says; the easy form of a message has no type.
+    """Add the content of an item; the easy form of a message has no type.
 
-    Return what of it cannot be read as it was meant, for the Warning of the answer; "" as a rule.
+    Return the name of a member that we cannot read, for the Warning of the answer; "" as a rule.
     """
     type_ = item.get("type", text, "message")
     match type_:
@@ -189,10 +189,10 @@ def add_item(conversation: Conversation, item: Place) -> str:
         case "function_call_output" | "custom_tool_call_output":
             output = item.need("output", content_text)
             conversation.add_result(item.need("call_id", text), output, f"{item.path}.call_id")
-        case "compaction":  # stands for an older part of the conversation (items.py)
+        case "compaction":  # replaces an older part of the conversation (items.py)
             conversation.add_text("user", SUMMARY + item.need("summary", text))
         case "compaction_trigger" | "additional_tools":
-            pass  # nothing was said: items.py and params.py do what they ask for
+            pass  # no text: items.py and params.py handle these
         case _ if tool := TOOL_ITEM.fullmatch(type_):
             add_tool_item(conversation, item, type_, tool[1] or type_)
         case _:
@@ -247,16 +247,16 @@ def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) 
 
 
 def readable(content: Any) -> str:
-    """Return the text in the content of an item that nobody here knows; "" if there is none."""
+    """Return the text in the content of an item of an unknown type; "" if it has none."""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "\n".join(part for part in texts if isinstance(part, str))
 
 
 def add_unknown_item(conversation: Conversation, item: Place, type_: str) -> None:
-    """Tell what an item of an unknown type says; if it were refused a client would send it for ever.
+    """Add the text of an item of an unknown type: a refused item would come again in each request.
 
-    Such is Codex's agent_message: https://github.com/openai/codex/issues/33551
+    An example is Codex's agent_message: https://github.com/openai/codex/issues/33551
     """
     said = readable(item.members.get("content"))
     if not said:
@@ -360,12 +360,12 @@ def from_blocks(messages: list[Place], system: str) -> tuple[list[Message], list
 
 
 def add_block(conversation: Conversation, role: str, block: Place) -> str:
-    """Add what a block says; return its type if that is not known here, else ""."""
+    """Add the content of a block; return its type if we do not know it, else ""."""
     match block.members.get("type"):
         case "thinking":
             conversation.add_text("assistant", block.need("thinking", text), "reasoning_content")
         case "redacted_thinking":
-            return "redacted_thinking"  # only the server that has said it can read it
+            return "redacted_thinking"  # only the server that wrote it can read it
         case "tool_use":
             written = as_json(block.need("input", mapping))
             conversation.add_call(block.need("id", text), block.need("name", text), written)
@@ -386,7 +386,7 @@ def add_block(conversation: Conversation, role: str, block: Place) -> str:
 
 
 def turn_starts(messages: list[Message]) -> list[int]:
-    """Return where the conversation may begin: at 0, and at each message of the user."""
+    """Return the indices at which the conversation may begin: 0, and each message of the user."""
     return [i for i, message in enumerate(messages) if i == 0 or message["role"] == "user"]
 
 

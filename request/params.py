@@ -5,19 +5,20 @@
     body of POST /v1/messages          --from_messages()---> Request
 
 A new parameter is one row of COMMON (both APIs), RESPONSES or CHAT: the check of its value, its default, and
-whether the response object repeats it. One that is only to be refused is a name in NOT_BUILT. What a
-parameter does is a field of Request, filled in request(), which knows chat's names alone: responses_request()
-and from_chat() first bring what is called otherwise, or stands elsewhere, under that name.
+whether the response object repeats it. A parameter that we only refuse is a name in NOT_BUILT. The effect
+of a parameter is a field of Request, filled in request(), which knows chat's names alone: responses_request()
+and from_chat() first move parameters with another name or place under that name.
 
-Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. What OpenAI
-lacks (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, chat_template_kwargs) has vLLM's names:
+Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. Others
+(top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, chat_template_kwargs) have vLLM's names:
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 
 Rules of this file:
 1. null means absent.
-2. What would change the meaning of the answer and is not built is refused with `unsupported_parameter`.
+2. We refuse a parameter with `unsupported_parameter` if it would change the meaning of the answer and we have
+   not built it.
 3. Unknown parameters and unknown types of tools are accepted, as https://github.com/openresponses/openresponses
-   wants it, and named in Request.not_run, so that the answer can say so.
+   wants it, and named in Request.not_run, so that the answer can name them.
 4. A hint, which cannot change the answer, is accepted, and echoed if the response has a place for it.
 """
 
@@ -219,7 +220,7 @@ RESPONSES = COMMON | {
     "reasoning":              Parameter(reasoning,                       {}),
     "text":                   Parameter(text_options,                    {}),
     "truncation":             Parameter(one_of("auto", "disabled"),      "disabled", True),
-    "conversation":           Parameter(refused("There are none here; send their items as input.")),
+    "conversation":           Parameter(refused("No conversations are kept; send their items as input.")),
     "n":                      Parameter(refused("A response is one answer; ask for each.", 1), 1),
     "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
     **{old: Parameter(refused(f"In the Responses API it is '{new}'.")) for old, new in MOVED.items()},
@@ -259,8 +260,8 @@ class Request:
     truncate: bool = False  # drop the oldest messages rather than refuse a prompt that is too long
     seal_reasoning: bool = False  # Responses: reasoning items carry `encrypted_content`
     background: bool = False  # Responses: the run does not end with the HTTP request
-    generate: bool = True  # False: the prompt is computed for the prefix cache, and nothing is said
-    compacts: bool = False  # what the model says is the summary that becomes a compaction
+    generate: bool = True  # False: compute the prompt for the prefix cache, and answer nothing
+    compacts: bool = False  # the model's text is the summary that becomes a compaction
 
 
 # --- reading them -------------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ def responses_request(values: Object, chain: messages.Items, input: messages.Ite
 def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Request:
     """Return the Request of parameters that have chat's names, and of the tools that items have brought.
 
-    `schema_path` is where the schema of the text stands in the body.
+    `schema_path` is the place of the text's schema in the body.
     """
     names = [tool.qualified_name for entry in values["tools"] for tool in entry.tools]
     if len({*names}) < len(names):
@@ -334,7 +335,7 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
     not_offered = [entry.echo["type"] for entry in entries if not entry.tools]
     not_run = [*dict.fromkeys(filter(None, values["not_run"] + not_offered))][:MAX_NOT_RUN]
     effort = values["reasoning_effort"]
-    thinking = {}  # what the chat templates of reasoning models take
+    thinking = {}  # variables for the chat templates of reasoning models
     if effort:
         thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
     known = values | {
@@ -369,7 +370,7 @@ SHARED = (*SAMPLING, "model", "stream", "stop_token_ids", "ignore_eos", "chat_te
 MESSAGES = {name: COMMON[name] for name in SHARED} | {
     "messages":               Parameter(messages.objects,                []),
     "system":                 Parameter(messages.content_text,           ""),
-    "max_tokens":             Parameter(integer(0, 2**31)),  # 0: the prompt is computed, nothing is said
+    "max_tokens":             Parameter(integer(0, 2**31)),  # 0: compute the prompt, answer nothing
     "stop_sequences":         Parameter(list_of(string(1, MAX_STOP), 64), []),
     "tools":                  Parameter(list_of(read_client_tool, MAX_TOOLS), []),
     "tool_choice":            Parameter(place,                           Place({"type": "auto"}, "")),

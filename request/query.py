@@ -2,12 +2,12 @@
 
     query --wants_stream(), number()--> whether, and from where      items, query --page()--> a page
 
-Authority: https://platform.openai.com/docs/api-reference/responses/get and .../input-items; where that is
+Authority: https://platform.openai.com/docs/api-reference/responses/get and .../input-items; if they are
 silent, api-behaviour-contract.md of Azure/azure-sdk-for-net.
 
 Rules of this file:
 1. A query holds text: it is compared or matched before it is read as a number.
-2. A value that cannot be read is refused by its name, never ignored.
+2. We refuse a value that we cannot read, by the name of its parameter, and never ignore it.
 """
 
 import re

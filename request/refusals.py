@@ -1,4 +1,4 @@
-"""Refusals: what is wrong with a request, and the error object and status that say so.
+"""Refusals: an error in a request to its error object and status.
 
     what came --wrong_value(), ...--> BadInput --error_body()--> {"error": {message, type, param, code}}
                                               --messages_error()--> that of the Messages API
@@ -8,8 +8,8 @@ https://platform.claude.com/docs/en/api/errors
 
 Rules of this file:
 1. null means absent: a null in place of a required value is a missing value, never one of a wrong type.
-2. Every error has a message that says what was expected and what came, the parameter's path, and a code.
-3. A message shows the first characters of what came: it stays short even if a long text was sent.
+2. Every error has a message with the expected and the received value, the parameter's path, and a code.
+3. A message shows only the first characters of the received value, so it stays short for a long text.
 """
 
 import json
@@ -19,7 +19,7 @@ MAX_MESSAGE = 1000  # characters: an id in it may be as long as the body
 
 
 class BadInput(ValueError):
-    """The request cannot be served. `param` is the path of what is wrong, None: all of it."""
+    """The request cannot be served. `param` is the path of the wrong value; None: the whole request."""
 
     retry_after = ""  # seconds or a date, as an upstream wrote it
 

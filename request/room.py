@@ -1,21 +1,21 @@
-"""Room and turns: what one owner may hold of the server, and whose turn it is. An owner is an API key.
+"""Room and turns: how much of the server one owner may hold, and who is next. An owner is an API key.
 
     Room.add(owner, n), add(owner, -n)                 the owner holds n more, or fewer: now, or BadInput
     with Rooms.visit(owner) as visit                   what one request holds, given back at its end
     async with Turns.turn(owner)                       so many at once; the others wait
     await Threads.call(owner, function, ...)           a thread runs it when its owner's turn has come
 
-What may stay full for long is refused (Room); what is free again soon is waited for (Turns). Both are coarse
-on purpose: how long an owner has kept its turns is not counted.
+A resource that may stay full for long is refused (Room); a request waits for one that is free again soon
+(Turns). Both are coarse on purpose: we do not count how long an owner has kept its turns.
 
 Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1; round robin for rule 2.
 
 Rules of this file:
 1. If there are several owners, none may hold more than what stays free for the others. So there is always
-   room for an owner that holds nothing. That one may take all that is free, or nothing large could ever be
-   taken.
-2. An owner waits in each queue with one of its own at a time. First come, first served is then round robin.
+   room for an owner that holds nothing. Such an owner may take everything that is free; otherwise large
+   requests would never fit.
+2. An owner has at most one waiter in each queue at a time. First come, first served is then round robin.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from request.refusals import BadInput
 T = TypeVar("T")
 
 # Threads of the event loop, for what would keep it too long. They share Python's lock, which the event loop
-# wants back after each system call: with six at work a turn of it took 0.2 s.
+# wants back after each system call: with six threads at work, a turn of the event loop took 0.2 s.
 N_THREADS = 2
 
 MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
@@ -64,7 +64,7 @@ class Rooms:
 
     @contextmanager
     def visit(self, owner: str | None) -> Iterator["Visit"]:
-        """Let a request hold what it takes until it ends; `owner` None: it has none of the keys."""
+        """Hold the room that a request takes until it ends; `owner` None: the request has no valid key."""
         visit = Visit(self, owner or "", owner is not None)
         try:
             yield visit
@@ -80,17 +80,17 @@ class Rooms:
 class Room:
     """A number of things, such as bytes, that all owners together may hold."""
 
-    things: str  # what they are: bytes, as a rule
+    things: str  # their name in messages: bytes, as a rule
     n_total: int
     is_shared: bool  # there are several owners
     held: Counter[str] = field(default_factory=Counter)  # by owner
 
     def add(self, owner: str, n: int) -> None:
-        """Count n more as held by the owner, or -n fewer; raises BadInput if there is no room."""
+        """Count n more as held by the owner, or -n fewer; raises BadInput if they find no room."""
         n_held = self.held[owner]
         n_left = self.n_total - self.held.total() - n
         if n > 0 and n_left < 0:
-            message = f"There is no room for more {self.things}; try again later."
+            message = f"The server is at its limit for {self.things}; try again later."
             raise BadInput(message, code="server_is_overloaded")
         if n > 0 and self.is_shared and n_held and n_held + n > n_left:  # rule 1
             share = f"{n_held} of {self.n_total} {self.things}"

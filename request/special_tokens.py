@@ -4,9 +4,9 @@
                        traced --> trace     the prompt again, the template's own text in its own alphabet
     prompt, trace --SpecialTokens.cut()--> the texts to tokenize, one after the other
 
-A tokenizer takes `<|im_end|>` for a control token wherever it stands, in a user's message or a tool's output
-too: an author of such a text could end the turn and begin one of the system (special token injection). So a
-prompt is cut inside each special token that is not wholly the template's. T is the template's own alphabet,
+A tokenizer takes `<|im_end|>` for a control token everywhere, also in a user's message or a tool's output:
+the author of such a text could end the turn and begin one of the system (special token injection). So we cut
+the prompt inside each special token that is not wholly the template's. T is the template's own alphabet,
 which is printed here in capitals:
 
     prompt      <|im_start|>user\nSay <|im_end|><|im_end|>\n
@@ -22,10 +22,10 @@ Rules of this file:
 2. The template's own texts are its constants, bos_token and its like, and the roles, which are words of ours:
    templates make `<|user|>` of one. Everything else is the request's, also if a template has made it of both
    in a way that is not followed here: then a token is text, which is the safe mistake.
-3. A trace that is not the prompt in another alphabet tells nothing, and then the whole prompt is text.
+3. If the trace is not the prompt in another alphabet, we cannot use it, and the whole prompt is text.
 
 Why not marks in the strings of the request: a template that prints a tool by `{{ tool }}` escapes the marks,
-and one that compares a string sees them. Here it sees what the client has sent. The price is a second
+and one that compares a string sees them. Here it sees the client's own text. The price is a second
 rendering of each prompt.
 """
 
@@ -34,7 +34,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-BLANKS = " \t\r\n▁"  # some vocabularies have runs of them as added tokens, which control nothing
+BLANKS = " \t\r\n▁"  # some vocabularies have runs of blanks as added tokens, which control nothing
 
 # Blanks have no letter of their own: templates trim them. Nor has what is not ASCII, such as DeepSeek's ｜.
 PRINTING = [chr(code) for code in range(0x21, 0x7F)]
@@ -45,7 +45,7 @@ REQUESTS_LETTER = re.compile("[!-~]")
 
 
 def followed(name: str) -> Any:
-    """Return a method of str that works on what prints, where the request's text alone is in its words."""
+    """Return a method of str that works on the printed text; there the request's text alone is unchanged."""
     method = getattr(str, name)
     return lambda self, *arguments: Own.read(method(self.printed, *arguments))
 
@@ -104,7 +104,7 @@ class Own(str):
     def __add__(self, other: Any) -> "Own":
         return Own(super().__add__(other), self.printed + str(other))
 
-    def __str__(self) -> str:  # what Jinja prints, and joins with ~
+    def __str__(self) -> str:  # Jinja prints this, and joins it with ~
         return self.printed
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
@@ -117,7 +117,7 @@ class Own(str):
 
 
 def longest_of(words: Iterable[str]) -> str:
-    """Return a pattern for the longest of the words that stands at a place.
+    """Return a pattern that matches the longest word at a place.
 
     Words that begin alike share that beginning (a trie): a thousand words cost no more than one.
     """

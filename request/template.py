@@ -1,21 +1,21 @@
 """The chat template: messages and tools to the prompt that the model was trained on.
 
-    model directory                 --ChatTemplate.load()----> ChatTemplate, probed for what it takes
+    model directory                 --ChatTemplate.load()----> ChatTemplate, probed for its features
     messages, tools, now, kwargs    --ChatTemplate.render()--> prompt
-                                        traced: the same, and which of it is the template's
+                                        traced: the same, with the template's own text marked
 
-    render(): messages --tools_as_text() or one of WAYS, system_as_text()--> what this template takes
+    render(): messages --tools_as_text() or one of WAYS, system_as_text()--> messages for this template
               --Jinja--> prompt
 
-Authority: the model's chat template, and what it is given:
+Authority: the model's chat template, and its variables:
 https://huggingface.co/docs/transformers/chat_templating
 
 Rules of this file:
-1. Nothing that the request says is lost because a template does not show it: a template that ignores tools or
-   system messages gets them as text, and one that shows one call a message gets a message for each.
-2. What a template takes is found out by rendering probes, never guessed from its name or its source.
-3. A template is a program of the model's authors: it runs in Jinja's sandbox, and anything that it raises
-   over a request is that request's error.
+1. No part of a request is lost because a template does not show it: a template that ignores tools or system
+   messages gets them as text, and a template that shows one call a message gets a message for each call.
+2. We find the features of a template by rendering probes, and never guess them from its name or its source.
+3. A template is a program of the model's authors: it runs in Jinja's sandbox, and any exception that it
+   raises on a request is that request's error.
 4. A template ends: it has so many turns for a request of this size, and each turn of a loop, each call and
    each character of a repeated text takes one. We count turns and not seconds, so that a request is not
    refused because a machine is busy.
@@ -66,7 +66,7 @@ def one_call_a_message(messages: list[Message]) -> list[Message]:
     return split
 
 
-# How calls may be told, the first that a template takes.
+# Ways to show calls; we use the first one that a template supports.
 WAYS: tuple[Callable[[list[Message]], list[Message]], ...] = (list, arguments_as_text, one_call_a_message)
 TURNS = "turns left"  # the variable; a template has no name for it, because of the blank
 
@@ -95,12 +95,12 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 # As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
 ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
-# `{% generation %}` marks what the assistant wrote, for training. A prompt has its content as it stands.
+# `{% generation %}` marks what the assistant wrote, for training. A prompt has its content unchanged.
 GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 TRACING_ENVIRONMENT = ENVIRONMENT.overlay()
 
 # fmt: off
-PROBE, SECOND_PROBE = "probe_4711", "probe_4712"  # words that stand in no template
+PROBE, SECOND_PROBE = "probe_4711", "probe_4712"  # words that no template contains
 USER: Message = {"role": "user", "content": "Hi"}
 ASSISTANT: Message = {"role": "assistant", "content": "Hello"}
 SYSTEM: Message = {"role": "system", "content": PROBE}
@@ -174,10 +174,10 @@ class ChatTemplate:
     def render(
         self, messages: list[Message], tools: Tools, now: datetime, traced: bool = False, /, **kwargs: Any
     ) -> str:
-        """Return the prompt, up to where the assistant begins; kwargs are the template's own, as
-        `enable_thinking`. Raises BadInput if the template refuses, as for roles that do not alternate.
+        """Return the prompt, up to where the assistant begins; kwargs are variables of the template, such as
+        `enable_thinking`. Raises BadInput if the template refuses, such as roles that do not alternate.
 
-        If it is traced the template's own text is in its own alphabet (special_tokens.py).
+        If `traced`, the template's own text is in its own alphabet (special_tokens.py).
         """
         if tools and self.with_tools is not self:
             return self.with_tools.render(messages, tools, now, traced, **kwargs)
@@ -343,8 +343,8 @@ ENVIRONMENT.globals["raise_exception"] = _raise_exception
 class Tracing(NodeTransformer):
     """Makes a template write its own text as such: its constants become `texts`, variables which are Own.
 
-    What a macro, a block or ~ makes of them is Own too. Arguments of filters stay as they are: such as
-    `replace` look for what they print.
+    The result of a macro, a block or ~ on them is Own too. Arguments of filters stay as they are, because
+    `replace` and its like search in the printed text.
     """
 
     def __init__(self) -> None:

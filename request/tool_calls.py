@@ -15,10 +15,10 @@ section 7 (escapes).
 
 Rules of this file:
 1. Input leaves as it comes, decoded, and never half an escape or half a surrogate pair.
-2. Arguments that are not {"input": "..."} are the input as they stand, and leave at the end of the call:
+2. Arguments that are not {"input": "..."} become the input unchanged, and leave at the end of the call:
    nothing is repaired, nothing is lost.
 3. A function's call whose arguments are not a JSON object is incomplete, and the answer has failed: a client
-   runs what is completed. https://platform.openai.com/docs/guides/function-calling
+   runs each completed call. https://platform.openai.com/docs/guides/function-calling
 """
 
 import re
@@ -31,11 +31,11 @@ from request.tools import Tool
 
 
 class Restorer:
-    """Puts the calls of one answer into the client's words, and says which of them can be run (rule 3)."""
+    """Translate the calls of one answer into the client's words, and mark those that can be run (rule 3)."""
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self._tools = tools  # of the request, by Tool.qualified_name
-        self._call: Call | None = None  # the one that is open, in the client's words
+        self._call: Call | None = None  # the open call, in the client's words
         self._arguments: list[str] = []  # of that call, as the model wrote them
         self._decoder = InputDecoder()  # of that call, if its tool is a custom one
         self._broken = ""  # the name in the last call that cannot be run
@@ -81,8 +81,8 @@ class InputDecoder:
     """Decodes the string in `{"input": "..."}` as its characters come; other arguments leave at the end."""
 
     def __init__(self) -> None:
-        self._held = ""  # came, and cannot leave yet
-        self._is_inside = False  # the string has begun; after its closing quote nothing more is said
+        self._held = ""  # received, and cannot leave yet
+        self._is_inside = False  # the string has begun; nothing follows its closing quote
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 

@@ -1,4 +1,4 @@
-"""Tools: what a client offers, how a model is told of it, what of it may be called, what the answer must be.
+"""Tools: the client's tools, their definitions for the model, the allowed calls, the form of the answer.
 
     tools                           --read_tool()---> echo, [Tool, ...]
     tool_choice                     --tool_choice()-> ToolChoice            all three
@@ -14,12 +14,12 @@ Rules of this file:
    has them beside the type. flat() moves them there first, so there is one reader, and both APIs take both.
 2. Models know functions with JSON arguments, and nothing else: a custom tool is defined to the model as a
    function of one string, `input`, and a tool in a namespace by a qualified name, `namespace__name`.
-3. Any other type of tool is one that a server would run itself. It is accepted, and the model is not told of
-   it: Codex sends some unasked, and new types come each month. Request.not_run names them.
+3. Any other type of tool is one that a server would run itself. We accept it, but do not show it to the
+   model: Codex sends some unasked, and new types come each month. Request.not_run names them.
 4. tool_choice limits the calls, never the prompt: other tools in it would change its beginning, and so lose
    the prefix cache.
-5. What is demanded is enforced by constrained decoding, never left to the prompt. It holds for what follows
-   the reasoning, which is always free.
+5. Constrained decoding enforces each demand; we never leave it to the prompt. The demand holds for the output
+   after the reasoning, which is always free.
 """
 
 import json
@@ -58,7 +58,7 @@ class Grammar(NamedTuple):
 
     syntax: str  # lark, regex
     definition: str
-    path: str = ""  # where it stands in the request
+    path: str = ""  # its place in the request
 
 
 class Tool(NamedTuple):
@@ -111,7 +111,7 @@ class DeclaredTool(NamedTuple):
     """One entry of `tools`, read."""
 
     echo: Object  # the entry as the response object repeats it
-    tools: list[Tool]  # what it lets the model call: a namespace several tools, any other type none
+    tools: list[Tool]  # the tools that the model may call: a namespace has several, any other type none
 
 
 # --- tool_choice --------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class DeclaredTool(NamedTuple):
 
 class ToolChoice(NamedTuple):
     calls: Calls
-    allowed: list[Tool]  # those that may be called
+    allowed: list[Tool]  # the tools that may be called
     named: bool = False  # it names one tool, which must be called once
 
 
@@ -133,8 +133,8 @@ class StructuredOutput(NamedTuple):
     functions: tuple[tuple[str, Schema], ...] = ()  # that may be called: name, schema of the arguments
     one_call: bool = False  # at most one
     inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
-    schema: Schema | None = None  # what the text must fit; None: any text
-    schema_path: str = ""  # where `schema` stands in the request, if there is one
+    schema: Schema | None = None  # the schema of the text; None: any text
+    schema_path: str = ""  # the place of `schema` in the request, if it has one
 
 
 def tool_choice(by_name: ByName, value: Any) -> ToolChoice:
@@ -165,7 +165,7 @@ def structured_output(
 ) -> StructuredOutput | None:
     """Return what to enforce, None if the model may say anything. Raises BadInput.
 
-    `format_` is what text_format() has returned for the text, {} for none; its schema stands at `path`.
+    `format_` is the result of text_format() for the text, {} for none; `path` is the place of its schema.
     """
     schema = format_.get("schema")
     if format_.get("type") == "json_object":
@@ -269,7 +269,7 @@ def read_tool(value: Any, path: str, namespace: str = "") -> DeclaredTool:
 
 
 def read_client_tool(value: Any, path: str) -> DeclaredTool:
-    """Read an entry of `tools` in the Messages API, where `custom`, or no type, is a function."""
+    """Read an entry of `tools` in the Messages API; there `custom`, or no type, is a function."""
     tool = place(value, path)
     if tool.get("type", text, "custom") != "custom":
         return DeclaredTool(tool.members, [])  # rule 3

@@ -1,4 +1,4 @@
-"""Checks: what a value in a request's JSON may be, as functions that are put together.
+"""Checks: the allowed values in a request's JSON, as functions that are combined.
 
     (value, its path) --Check--> the value as we use it, or BadInput
 

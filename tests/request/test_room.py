@@ -84,7 +84,7 @@ def test_one_by_one_no_owner_takes_the_last() -> None:
     alone = Room("things", 3, is_shared=False)
     for _ in range(3):
         alone.add("", 1)
-    with pytest.raises(BadInput, match="no room for more things"):
+    with pytest.raises(BadInput, match="at its limit for things"):
         alone.add("", 1)
 
 
