@@ -6,17 +6,17 @@
 Authority: `python -m audit --help`.
 
 Rules of this file:
-1. The exit status tells: 0 all is well, 1 a rule is broken, 2 nothing could be judged, 3 a must had no reply.
+1. The exit status: 0 all is well, 1 a rule is broken, 2 nothing could be judged, 3 a must had no reply.
 2. Only the standard library, and this folder: `make audit.pyz` packs it.
-3. Whatever ends the audit early (a signal, --deadline), what it has found by then is reported.
+3. If anything ends the audit early (a signal, --deadline), it reports its findings so far.
 
-Not here: what is judged (rules.py and the modules of rules), the verdicts (session.py), what a report looks
-like (report.py), what a server is known to fail (expected.py).
+Not here: the rules (rules.py and the modules of rules), the verdicts (session.py), the form of a report
+(report.py), the known failures of a server (expected.py).
 """
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036 (told in one line, before what it cannot import)
+if sys.version_info < (3, 11):  # noqa: UP036 (one line, ahead of imports that would fail)
     sys.exit("error: Python 3.11 or later is needed, this is " + sys.version.split()[0])
 
 import argparse
@@ -66,10 +66,10 @@ OPTIONS = """
 --profile       text    which rules: chat, responses, messages, stateful, agents, websocket; all if left out
 --rules         texts   only these, such as 'resume*'
 --strict        flag    exit status 1 for every failure, not for a failed must alone
---repeat        number  ask all so many times; what differs is flaky
+--repeat        number  ask every rule N times; differing verdicts are flaky
 --timeout       number  seconds for each rule (%(default)g)
 --deadline      number  seconds for all; the rules that are left then end as error
---expect        file    the verdicts that are known: what is not as listed fails
+--expect        file    the known verdicts: any other verdict fails the run
 --write-expect  file    write such a file; it keeps the lines of --expect that still hold
 --junit         file    write a report for CI, as JUnit XML
 --html          file    write a page for people
@@ -138,7 +138,7 @@ def audit(options: argparse.Namespace) -> int:
     known = expected.read(options.expect) if options.expect else None
     rows: list[Json] = []
     findings: Json = {"about": {"url": options.target, "date": time.strftime("%Y-%m-%d")}, "results": rows}
-    keep(options, findings, known)  # what cannot be written is told now
+    keep(options, findings, known)  # a file that cannot be written fails now
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.deadline:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -187,7 +187,7 @@ def keep(options: argparse.Namespace, findings: Json, known: expected.Known | No
 
 
 def status(rows: list[Json], strict: bool) -> int:
-    """Return the exit status, as --help says."""
+    """Return the exit status, as --help lists it."""
     ends = {(row["verdict"], row["strength"]) for row in rows}
     verdicts = {verdict for verdict, _ in ends}
     if verdicts <= {"error", "n/a"}:
@@ -206,9 +206,7 @@ def judge_recording(options: argparse.Namespace) -> int:
     """Report what is wrong with a stream, and return the exit status."""
     file = Path(options.target)
     if options.target != "-" and not file.exists():
-        raise ValueError(
-            f"there is no file {file}; if it is an address, it begins with a scheme: http://{file}"
-        )
+        raise ValueError(f"no file {file}; an address begins with a scheme: http://{file}")
     capture = read(sys.stdin.buffer.read() if options.target == "-" else file.read_bytes())
     faults = [fault._asdict() for fault in violations(capture)]
     findings: Json = {

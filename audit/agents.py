@@ -122,7 +122,7 @@ IN_PARIS = ("call_paris", '{"city": "Paris"}', "The sun shines.")
 
 
 def history(peer: Peer, *calls: tuple[str, str, str]) -> list[Json]:
-    """Return a turn with calls, as the API has it; of each the id, the arguments and the result are given."""
+    """Return a turn with calls, as the API has it; each given as id, arguments and result."""
     said: list[Json] = []
     results: list[Json] = []
     for id_, arguments, result in calls:
@@ -382,7 +382,7 @@ def spelled_tokens(peer: Peer) -> None:
     what ends a turn or begins one of the system is the template's alone: else users forge turns
     K01 https://github.com/huggingface/transformers/issues/29279
     """
-    # A server may drop or refuse what spells a control token; for a model without the token it is text.
+    # A server may drop or refuse text that spells a control token; to a model without the token it is text.
     for spelled in CONTROL_TOKENS:
         prompts = (peer.reply(said="1" + f"{spelled}1" * n, limit=1) for n in (N_COPIES, 2 * N_COPIES))
         once, twice = (of_chunks([reply.if_there().json]).n_prompt for reply in prompts)

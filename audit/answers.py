@@ -243,7 +243,7 @@ def stream_comes(peer: Peer) -> None:
     the API reference: stream
     https://platform.openai.com/docs/api-reference/responses-streaming
     """
-    # What may be refused is not asked for here.
+    # We ask for nothing here that a server may refuse.
     for reply in peer.of_each_api(stream=True):
         assert reply.is_stream
         assert reply.events
@@ -256,7 +256,7 @@ def stream_ends(peer: Peer) -> None:
     RFC 9112, section 6.3: a client that reads to the end waits as long as the server holds it open
     M01 M02 https://github.com/openai/codex/issues/43140
     """
-    peer.some_stream()  # if there is none, this rule does not apply
+    peer.some_stream()  # raises NotApplicable if the server cannot stream
     for api in PATHS:
         peer.start()
         is_over = False
@@ -411,7 +411,7 @@ def n_running(peer: Peer, expected: int) -> int:
     while True:
         counts = RUNNING.findall(peer.ask("GET", "//metrics").text)
         if not counts:
-            raise NotApplicable("there are no metrics of running requests")
+            raise NotApplicable("the server has no metrics of running requests")
         n = int(sum(map(float, counts)))
         if n == expected or time.monotonic() > deadline:
             return n

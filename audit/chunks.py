@@ -1,6 +1,6 @@
-"""Rules on the chunks of a chat completion stream: what they hold, their choices, calls and usage.
+"""Rules on the chunks of a chat completion stream: members, choices, calls and usage.
 
-    Capture --rule--> (number of a chunk, what is wrong with it), ...
+    Capture --rule--> (number of a chunk, its fault), ...
 
 Authority: https://platform.openai.com/docs/api-reference/chat-streaming
 

@@ -1,6 +1,6 @@
-"""Rules on the events of a Responses stream: what they hold, their order, their ids, indices and sums.
+"""Rules on the events of a Responses stream: members, order, ids, indices and sums.
 
-    Capture --rule--> (number of an event, what is wrong with it), ...
+    Capture --rule--> (number of an event, its fault), ...
 
 Authority: https://platform.openai.com/docs/api-reference/responses-streaming. If it is silent, what Azure
 probed: Azure/azure-sdk-for-net, api-behaviour-contract.md (B1 to B37).
@@ -290,7 +290,7 @@ def annotations(capture: Capture) -> Faults:
     https://platform.openai.com/docs/api-reference/responses-streaming/response/output_text/annotation/added
     """
     announced: list[Any] = []  # annotations of the part that is open
-    n_bytes = 0  # of its text: an index in it is smaller, whatever it counts
+    n_bytes = 0  # of its text: an index is smaller, in any unit
     for number, event in capture.events:
         n_bytes += len(str(event.delta).encode(errors="replace"))
         if event.type == "response.content_part.added":
@@ -313,7 +313,7 @@ def sums(capture: Capture) -> Faults:
     the API reference: a done event repeats what its deltas said
     C01 C06 D01 D02 D06 D11 D12 E06 G06 https://github.com/vllm-project/vllm/pull/30437
     """
-    # Of the text that is open, by output_index and by command_index: its deltas, as they add up.
+    # The deltas of each open text, added up, by output_index and command_index.
     texts: dict[tuple[int, int | None], str] = {}
     logprobs: defaultdict[int, list[Any]] = defaultdict(list)  # by output_index
     parts: defaultdict[int, list[Json]] = defaultdict(list)  # of an item, as they were done

@@ -7,9 +7,9 @@
     file --read()--> known        Result, known --news()--> "", or how it differs
     rows of a report, known --written()--> text of such a file
 
-A run that differs from its file fails in both directions. What fails and is not listed is a regression. What
-is listed and passes is a line to take out, for a list that is longer than the truth hides the next
-regression. What was judged and does not apply any more has often lost its endpoint.
+A run that differs from its file fails in both directions. A failure that is not listed is a regression. A
+listed failure that passes is a line to take out, because a list longer than the truth hides the next
+regression. A rule that was judged before and no longer applies has often lost its endpoint.
 
 Authority: the expectation files of web-platform-tests, pytest's xfail(strict=True).
 
@@ -31,7 +31,7 @@ ACCEPTED = {"": "pass n/a", "pass": "pass", "fail": "fail", "n/a": "n/a", "flaky
 
 
 def read(file: Path) -> Known:
-    """Read a file; raises ValueError for a line that says nothing."""
+    """Read a file; raises ValueError for a line without a verdict."""
     known: Known = {}
     for line in re.findall("^[^#\n].*", file.read_text(encoding="utf-8"), re.MULTILINE):
         rule, verdict = [*line.split(), ""][:2]

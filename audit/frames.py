@@ -4,7 +4,7 @@
 
 Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-Not here: what the events say (events.py, chunks.py).
+Not here: the contents of events (events.py, chunks.py).
 """
 
 import re

@@ -13,7 +13,7 @@ Rules of this file:
 1. `seconds_left` raises NoReply when the budget of the rule is used up: every wait asks it.
 2. A reply that breaks off is an EOFError.
 
-Not here: what is asked (peer.py), what the replies must be (answers.py, agents.py and so on).
+Not here: the requests (peer.py), the rules on replies (answers.py, agents.py and so on).
 """
 
 import io
@@ -30,8 +30,8 @@ from audit.stream import events_of, parsed
 
 NOT_THERE = {404, 405, 501}
 REFUSED = NOT_THERE | {400, 403, 415, 422}
-MAX_BYTES = 2**26  # of a reply: no answer that a rule asks for has a tenth of that
-SHOWN_BYTES = 2**14  # of a reply: so many stand in a report
+MAX_BYTES = 2**26  # of a reply: no answer to a rule has a tenth of that
+SHOWN_BYTES = 2**14  # of a reply, shown in a report
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Reply:
     status: int
     headers: dict[str, str]  # names in lower case
     pieces: Iterable[bytes]  # of the body, as they come; chunks, if it comes in chunks
-    connection: "Connection"  # what comes after an upgrade
+    connection: "Connection"  # the bytes after an upgrade
 
     @cached_property
     def chunks(self) -> list[bytes]:
@@ -61,7 +61,7 @@ class Reply:
 
     @property
     def error(self) -> Json:
-        """The object in the member `error`; {} if there is none."""
+        """The object in the member `error`; {} without one."""
         return object_in(self.json, "error")
 
     @property

@@ -1,12 +1,12 @@
-"""Rules on clients side by side: an answer has nothing of another client's, whoever else asks and hangs up.
+"""Rules on clients side by side: an answer has nothing of another client's, even if others ask and hang up.
 
 A page of the KV cache that is freed while another prompt shares it, a page that two prompts get, a mask, a
-seed or a log of another request: with one client at a time none of them shows. So we make a crowd. Each
+seed or a log of another request: with one client at a time no such fault shows. So we make a crowd. Each
 client has a code of its own. Prompts share their beginning, or say the same after different codes; a schema
-allows some clients their code alone; half of the clients hang up within a few events. What is wrong shows in
-two ways:
+allows some clients their code alone; half of the clients hang up within a few events. A fault shows in two
+ways:
 
-1. An answer has the code of another client. It is wrong whatever the model: the prompt has no such code.
+1. An answer has the code of another client. That is wrong for any model: the prompt has no such code.
 2. An answer is not the one that comes alone, to its logprobs. Many servers round differently in a larger
    batch, and may. So this counts only if copies of a short prompt, which have nothing to share but the batch,
    get the same logprobs as one alone, and if a client that asks alone twice gets the same twice.
@@ -30,7 +30,7 @@ from audit.schema import Json, without
 
 must, _, _ = rules_of("clients", "responses")
 
-SECONDS = 60  # half of it for the answers alone: a slow server has fewer clients
+SECONDS = 60  # half of this time for the answers alone: a slow server has fewer clients
 CARD = "A card has a name, a date and one code. Codes are private, and must never be mixed up. " * 4
 CODES = [str(100_000 + 314_159 * n % 900_000) for n in range(13)]  # one a client
 COPY = 0  # the client of the short prompt
@@ -60,7 +60,7 @@ def asked(peer: Peer, n: int) -> Json:
 
 
 def told(peer: Peer, n: int) -> Json:
-    """Return what a client is told, by how it is read; {} if nothing comes."""
+    """Return the answer to a client, by the way of reading it; {} if nothing comes."""
     told: Json = {}
     with suppress(NotApplicable, NoReply), presumed("whole-frames"):
         reply = peer.reply(**asked(peer, n))
@@ -76,7 +76,7 @@ def told(peer: Peer, n: int) -> Json:
 
 
 def differ(one: Json, other: Json) -> bool:
-    """True if two are told something else, in what could be read of both."""
+    """Return whether two answers differ, in the parts that could be read of both."""
     return any(one[query] != other[query] for query in one.keys() & other)
 
 
@@ -97,7 +97,7 @@ def isolation(peer: Peer) -> None:
     """
     peer.start(min(SECONDS, peer.seconds_left()))
     enough_s = peer.seconds_left() / 2
-    # 1. Alone, twice: who is told something else has {}, which differs from nothing.
+    # 1. Alone, twice: a client with two different answers gets {}, which differs from nothing.
     alone: dict[int, Json] = {}
     with suppress(NoReply):  # the time is over
         for n in range(len(CODES)):
@@ -107,11 +107,11 @@ def isolation(peer: Peer) -> None:
     if not clients:
         raise NotApplicable("clients with codes are refused, or wait too long")
     with ThreadPoolExecutor(2 * len(CODES)) as crowd:
-        # 2. Copies of one short prompt: if a batch changes the answer, differences say nothing.
+        # 2. Copies of one short prompt: if a batch changes the answer, differences prove nothing.
         copies = [crowd.submit(told, peer, COPY) for _ in clients]
         if not alone.get(COPY) or any(differ(alone[COPY], copy.result()) for copy in copies):
             alone = {n: {} for n in alone}
-        # 3. All at once, and half of them a second time, who hang up.
+        # 3. All at once, and half of the clients a second time; these hang up.
         for n_round in range(3):
             for n in clients[n_round % 2 :: 2]:
                 crowd.submit(leave, peer, n)

@@ -37,7 +37,7 @@ HISTORY = """{"messages": [
         {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": true, "content": "No such city."}
     ]}
 ]}"""
-CHANGES = ("id", "signature", "usage")  # of a message, each time that it is made
+CHANGES = ("id", "signature", "usage")  # of a message, different in each answer
 
 
 def asked(peer: Peer, change: str = "{}", path: str = "/messages") -> Reply:
@@ -59,7 +59,7 @@ def events(peer: Peer) -> list[Json]:
 
 
 def n_prompt(usage: Json) -> int:
-    """Return the tokens of a prompt: those that the prefix cache held are counted apart."""
+    """Return the tokens of a prompt: usage counts tokens from the prefix cache apart."""
     return usage["input_tokens"] + (usage.get("cache_read_input_tokens") or 0)  # type: ignore[no-any-return]
 
 

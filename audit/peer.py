@@ -6,14 +6,15 @@
 Authority: https://platform.openai.com/docs/api-reference for the bodies.
 
 Rules of this file:
-1. What a server need not have (background, storage, tools, several choices) it may refuse with a 4xx or 501:
-   then no rule is about it, and NotApplicable says why.
-2. A stream is asked for once, whatever number of rules judges it.
-3. A rule for both APIs is one function over Answers. What a model may do or leave is not judged, only
-   what was forced, forbidden or already said.
-4. A rule has a budget of seconds, start() begins one: what a server does not answer within it is NoReply.
+1. A server may refuse optional features (background, storage, tools, several choices) with a 4xx or 501: then
+   their rules do not apply, and NotApplicable gives the reason.
+2. A stream is asked for once, for any number of rules that judge it.
+3. A rule for both APIs is one function over Answers. We do not judge the free choices of a model, only output
+   that was forced, forbidden or already sent.
+4. A rule has a budget of seconds, and start() begins one: without an answer within the budget it ends as
+   NoReply.
 
-Not here: the rules (answers.py, agents.py and so on), bytes (http.py), what an answer says (stream.py).
+Not here: the rules (answers.py, agents.py and so on), bytes (http.py), the contents of an answer (stream.py).
 """
 
 import json
@@ -58,7 +59,7 @@ STREAMS = json.loads("""{
     "chat-two":      {"api": "chat", "n": 2, "temperature": 1, "seed": 1},
     "chat-logprobs": {"api": "chat", "logprobs": true, "top_logprobs": 2}
 }""") | {"call": CALLED, "chat-call": CALLED | {"api": "chat"}}
-# What failed, by the error; the first that fits.
+# The layer that failed, by the error; the first that fits.
 LAYERS = {socket.gaierror: "name", ssl.SSLError: "TLS", OSError: "connection", Exception: "HTTP"}
 PATHS = {"responses": "/responses", "chat": "/chat/completions"}
 
@@ -71,7 +72,7 @@ class Peer:
     """
 
     api = "responses"  # the one that a rule is about
-    shown = ""  # of the last reply, what shows the fault
+    shown = ""  # the part of the last reply that shows the fault
 
     def __init__(self, base_url: str, model: str, api_key: str = "", budget: float = BUDGET_S) -> None:
         self.url = urlsplit(base_url.rstrip("/"))
@@ -260,19 +261,19 @@ class Peer:
         return answer
 
     def same_answer(self, ask: Callable[[], Json], told: Json) -> None:
-        """Expect two answers to be one; no rule is about a server that says another one if asked again."""
+        """Expect two equal answers; raise NotApplicable if a server gives another answer when asked again."""
         said = ask()
         if said == told:
             return
         if ask() != said:
-            raise NotApplicable("the server says something else each time, at temperature 0")
+            raise NotApplicable("the server answers differently each time, at temperature 0")
         differing = {name: (said[name], told.get(name)) for name in said if said[name] != told.get(name)}
         self.shown = json.dumps(differing, ensure_ascii=False)
         raise AssertionError("expected the same answer, however it is asked for")
 
 
 def final(reply: Reply) -> Json:
-    """Return the response of a stream's terminal event; if there is none, the rule terminal alone says so."""
+    """Return the response of a stream's terminal event; only the rule `terminal` reports a missing one."""
     with presumed("terminal"):
         return response_of(reply.events)
 

@@ -1,8 +1,8 @@
-"""What is wrong with one stream: all rules on frames, events and chunks, asked of it.
+"""The faults of one stream: all rules on frames, events and chunks judge it.
 
     Capture --violations()--> [Violation, ...]
 
-Importing this enters those rules, so whoever has the function has all of them.
+Importing this module registers those rules, so a caller of the function always has all rules.
 
 Authority: that of each rule.
 

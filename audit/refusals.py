@@ -1,13 +1,13 @@
-"""Rules on refusals: what must be refused, with which status, in which shape.
+"""Rules on refusals: bad requests, the status that they must get, the shape of the error.
 
-    requests of a rule --replies()--> what the server says to them, plain and with stream
+    requests of a rule --replies()--> the server's replies, plain and with stream
 
-A rule on what must be refused is its requests: an API, and a change to a good body. null leaves a member out;
+A rule on refusals is a list of requests: an API, and a change to a good body. null leaves a member out;
 a change that is not JSON is the body itself.
 
-Authority: https://platform.openai.com/docs/guides/error-codes, and what the SDKs make of a status.
+Authority: https://platform.openai.com/docs/guides/error-codes, and the SDKs' reading of a status.
 
-Not here: what is refused because it does not exist (stored.py).
+Not here: requests for things that do not exist (stored.py).
 """
 
 import itertools
@@ -273,11 +273,11 @@ for _strength, _profiles, _after, _text in re.findall(
     enter_rule(_text, "refusals", _profiles, _strength, _after, expect_refused)
 
 
-# --- how it is told -----------------------------------------------------------------------------------------
+# --- the form of a refusal ----------------------------------------------------------------------------------
 
 
 def told(peer: Peer) -> Iterator[Reply]:
-    """Yield the refusals of what no server may take."""
+    """Yield the refusals of requests that no server may accept."""
     for rule in RULES.values():
         if "chat" in rule.profiles:
             yield from (reply for _, reply in replies(peer, *rule.requests) if reply.is_refusal)
@@ -290,7 +290,7 @@ def refused_by_status(peer: Peer) -> None:
     SDKs raise by the status; retries and proxies look at nothing else
     B13 https://platform.openai.com/docs/guides/error-codes
     """
-    # A refusal that comes as the first frame of a stream is a success for all of them.
+    # SDKs, retries and proxies take a refusal in the first frame of a stream for a success.
     for name in ("out-of-range", "wrong-type", "bad-input", "too-long"):
         for _, reply in replies(peer, *RULES[name].requests):
             assert not begins_with_error(reply)

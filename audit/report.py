@@ -4,16 +4,15 @@
     report, {"about": {...}, "results": [row, ...]} --junit()--> XML
     {"servers": {name: report, ...}}, or the findings on a stream --page()--> HTML
 
-Everything is made of the report, which is plain JSON, and not of the results: so a report that was kept has
-its page at any time, and two that were made on different days and machines stand side by side.
+We make every output from the report, which is plain JSON, and not from the results: so we can make the page
+of a kept report at any time, and show reports of different days and machines side by side.
 
 Authority: https://github.com/testmoapp/junitxml for what CI servers read of JUnit's XML.
 
 Rules of this file:
 1. Nothing that a terminal, XML or a browser would obey is passed on from a server.
 
-Not here: the verdicts (session.py), what draws the page (page.html), where reports are
-written to (__main__.py).
+Not here: the verdicts (session.py), drawing the page (page.html), the files of reports (__main__.py).
 """
 
 import json

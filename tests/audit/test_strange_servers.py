@@ -24,7 +24,7 @@ def moody(exchange: Exchange) -> None:
     exchange.send(head() + frames if exchange.body["stream"] else json_answer(answer))
 
 
-ELSE = "something else each time"
+ELSE = "answers differently each time"
 MOODS: list[tuple[str, Answer, str, str]] = [
     ("background-completes", says(json_answer(NEVER_DONE)), "error", "NoReply: "),
     ("background", says(head(status="503 Busy")), "error", "the server is busy"),
