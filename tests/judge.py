@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
-from mutants import LEFT_OUT, ROOT, Mutant, copied, mutants
+from mutants import LEFT_OUT, REPLAY, ROOT, Mutant, copied, mutants
 from oracle import ORACLES
 
 MAX_CPU_S = 60  # of a process: what takes longer does not end
@@ -49,11 +49,14 @@ def judge(exercise: Mutant, work: Path) -> str:
                 if (work / place).is_file():
                     shutil.copy(work / place, path)
         others = [mutant.test for mutant in mutants() if mutant.module == exercise.module]
-        laws = LAWS.get(exercise.module, others)
-        left_out = [law for law in laws if law.startswith("--")]
-        return (
-            tested([exercise.test, *left_out], copy) or compared(exercise.module, copy) or tested(laws, copy)
-        )
+        replays = [test for test in others if test.startswith(REPLAY)]
+        laws = [*LAWS[exercise.module], *replays] if exercise.module in LAWS else others
+        options = [law for law in laws if law.startswith("--")]
+        own = [exercise.test, *options] if exercise.test not in LAWS.get(exercise.module, []) else []
+        for tests in filter(None, (own, laws)):
+            if why := tested(tests, copy) or compared(exercise.module, copy):
+                return why
+        return ""
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -95,10 +98,14 @@ def compared(module: str, copy: Path) -> str:
         return ""
     case = min(differing, key=len)
     got = found.get(case, "nothing: the module has raised, or ended")
-    return "\n".join([f"input     {case}", f"expected  {right[case]}", f"got       {got}"])
+    pairs = enumerate(zip(right[case], got, strict=False))
+    n_alike = max(0, next((i for i, (a, b) in pairs if a != b), 0) - MAX_WIDTH // 3)
+    expected, came = (text[n_alike : n_alike + MAX_WIDTH] for text in (right[case], got))
+    after = f", after {n_alike} characters that are alike" if n_alike else ""
+    return "\n".join([f"input     {case}", f"expected  {expected}", f"got       {came}{after}"])
 
 
-@functools.cache
+@functools.cache  # of the original; a copy has a name of its own, and a second look costs nothing
 def outcomes(module: str, folder: Path) -> dict[str, str]:
     lines = run(["tests/oracle.py", module], folder).stdout.splitlines()
     return dict(json.loads(line) for line in lines if line.startswith('["'))

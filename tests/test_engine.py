@@ -52,7 +52,8 @@ def test_nothing_stays_of_a_sequence_whose_reader_leaves(engine: WatchedEngine) 
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_reader_that_wants_no_more_or_fails_ends_its_sequence(engine: Engine, fails: bool) -> None:
+def test_a_reader_that_wants_no_more_or_fails_ends_its_sequence(engine: WatchedEngine, fails: bool) -> None:
+    """Another one, which is fed after it, misses nothing."""
     fed: list[StepOutput] = []
 
     def feed(step: StepOutput) -> bool:
@@ -61,8 +62,16 @@ def test_a_reader_that_wants_no_more_or_fails_ends_its_sequence(engine: Engine, 
             raise LookupError("a fault made on purpose")
         return len(fed) < 3
 
-    with pytest.raises(LookupError) if fails else nullcontext():
-        play(engine.generate(endless(1, 700), feed))
+    async def both() -> Answer:
+        async with engine.paused():
+            first = asyncio.create_task(engine.generate(endless(1, 700), feed))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(steps_of(engine, endless(1, 30)))
+        with pytest.raises(LookupError) if fails else nullcontext():
+            await first
+        return answer(await second)
+
+    assert len(play(both()).ids) == 30
     alone(engine, endless(1, 1))
     assert len(fed) == 3
     assert engine.counts()["steps"] < 100  # a few may have begun before it was aborted

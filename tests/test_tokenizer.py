@@ -155,11 +155,14 @@ def test_a_normalizer_makes_no_added_token_of_other_text(tmp_path: Path) -> None
     library = tokenizers.Tokenizer.from_file(str(FILE))
     prepend = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     library.add_special_tokens([AddedToken("<|end|>", normalized=True)])
+    library.add_tokens([AddedToken("<call>", normalized=True)])
     for normalizer in (normalizers.NFKC(), prepend):
         library.normalizer = normalizer
         ours = saved(library, tmp_path)
-        assert ours.added["<|end|>"] in ours.encode("a<|end|>b")
-        assert ours.added["<|end|>"] not in ours.encode("a＜|end|＞b")
+        for token in ("<|end|>", "<call>"):
+            wide = token.replace("<", "＜").replace(">", "＞")
+            assert ours.added[token] in ours.encode(f"a{token}b")
+            assert ours.added[token] not in ours.encode(f"a{wide}b")
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
