@@ -83,7 +83,7 @@ class Api:
         self._told = set[Hashable]()  # is_news() of service/logs.py
         self._done = sse.DONE if self.done_line else b""
         self.metrics = Metrics(
-            self.workers.main_model(), lambda: self.workers.counts() | self.registry.counts()
+            self.workers.spoken_name(params.ALIAS), lambda: self.workers.counts() | self.registry.counts()
         )
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:

@@ -64,14 +64,12 @@ class TokenLogprob(NamedTuple):
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
-    def entry(self, with_bytes: bool = True) -> dict[str, Any]:
+    def entry(self) -> dict[str, Any]:
         """Return it in the spelling of both APIs, with the likeliest tokens. JSON encodes NaN as null."""
-        spelled: list[dict[str, Any]] = []
-        for token in (self, *self.top):
-            members: dict[str, Any] = {"token": token.token, "logprob": max(token.logprob, UNLIKELY)}
-            if with_bytes:
-                members["bytes"] = list(token.bytes)
-            spelled.append(members)
+        spelled: list[dict[str, Any]] = [
+            {"token": each.token, "logprob": max(each.logprob, UNLIKELY), "bytes": list(each.bytes)}
+            for each in (self, *self.top)
+        ]
         return spelled[0] | {"top_logprobs": spelled[1:]}
 
 

@@ -32,11 +32,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import sse
-from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
+from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, Usage
 
 Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
-
-EncodedLogprob = tuple[sse.Encoded, sse.Encoded]  # as events have it, and as content parts have it
 
 # --- theory of operation ------------------------------------------------------------------------------------
 
@@ -187,7 +185,7 @@ class _Item:
     announced: dict[str, Any]  # the item in its first event: empty, and in progress
     output_index: int
     texts: list[str] = field(default_factory=list)
-    logprobs: list[EncodedLogprob] = field(default_factory=list)  # one a token
+    logprobs: list[sse.Encoded] = field(default_factory=list)  # one a token
 
     def __post_init__(self) -> None:
         # The members that locate an event in the output.
@@ -200,17 +198,17 @@ class _Item:
         """Return the content part with the text so far."""
         part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
         if self.kind.part == "output_text":
-            part |= {"annotations": [], "logprobs": [of_part for _, of_part in self.logprobs]}
+            part |= {"annotations": [], "logprobs": [*self.logprobs]}
         return part
 
     def text(self) -> str:
         return "".join(self.texts)
 
-    def grow(self, text: str, logprobs: Sequence[EncodedLogprob]) -> dict[str, Any]:
+    def grow(self, text: str, logprobs: Sequence[sse.Encoded]) -> dict[str, Any]:
         """Add to the text; return the members of its delta event."""
         delta = {**self.place, "delta": text}
         if self.kind.part == "output_text":
-            delta["logprobs"] = [of_event for of_event, _ in logprobs]
+            delta["logprobs"] = logprobs
             self.logprobs += logprobs
         self.texts.append(text)
         return delta
@@ -219,7 +217,7 @@ class _Item:
         """Return the members of the event with the whole text."""
         whole = {**self.place, self.kind.field: self.text()}
         if self.kind.part == "output_text":  # it must have `logprobs`, even if empty; no other .done has them
-            whole["logprobs"] = [of_event for of_event, _ in self.logprobs]
+            whole["logprobs"] = [*self.logprobs]
         if self.kind.item == "function_call":
             whole["name"] = self.announced["name"]  # required by openai-openapi, absent from the SDK's type
         return whole
@@ -267,7 +265,8 @@ class Builder:
         """Return the events of one output of the worker: none, one or several."""
         match output:
             case Delta(channel, text, logprobs):
-                encoded = [*map(_logprob, logprobs)]  # raises before anything has changed
+                # What cannot be encoded raises before anything has changed.
+                encoded = [sse.encoded(token.entry()) for token in logprobs]
                 if self._item and self._item.kind is self._kinds[channel]:
                     return self._grow(text, encoded)
                 return [*self._open(channel, {}), *self._grow(text, encoded)]
@@ -349,7 +348,7 @@ class Builder:
         self._item = None
         return events
 
-    def _grow(self, text: str, logprobs: Sequence[EncodedLogprob] = ()) -> list[Event]:
+    def _grow(self, text: str, logprobs: Sequence[sse.Encoded] = ()) -> list[Event]:
         """Add text to the open item."""
         item = self._item
         if item is None or not (text or logprobs):
@@ -393,8 +392,7 @@ class Builder:
                 added, *deltas = newest
                 self._item = _Item(kind, added["item"], added["output_index"])
                 for delta in deltas:
-                    logprobs = map(_read_logprob, delta.get("logprobs", ()))
-                    self._item.grow(delta["delta"], [*map(_logprob, logprobs)])
+                    self._item.grow(delta["delta"], [*map(sse.encoded, delta.get("logprobs", ()))])
 
     def _compaction(self, encrypted_content: str) -> list[Event]:
         """Announce and close an item that does not grow; it has no status."""
@@ -422,18 +420,3 @@ def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the response object of a stream: that of the newest event with one."""
     snapshots = [event["response"] for event in events if "response" in event]
     return dict(snapshots[-1])
-
-
-# --- the builder --------------------------------------------------------------------------------------------
-
-
-def _logprob(token: TokenLogprob) -> EncodedLogprob:
-    """Encode a logprob for its event, and with its bytes for its part, as in openai.types.responses."""
-    return sse.encoded(token.entry(with_bytes=False)), sse.encoded(token.entry())
-
-
-def _read_logprob(members: Mapping[str, Any]) -> TokenLogprob:
-    """Return a logprob from an event; the bytes of its token are those of its text."""
-    token = members["token"]
-    top = tuple(map(_read_logprob, members.get("top_logprobs", ())))
-    return TokenLogprob(token, members["logprob"], token.encode(), top)

@@ -437,12 +437,6 @@ class Workers:
                 models.setdefault(name, {"id": name} | common | members)
         return models
 
-    def main_model(self) -> str:
-        """Return the name of the model on this machine, "upstream" without one."""
-        return next(
-            (name for name, model in self.models().items() if model["owned_by"] == "local"), "upstream"
-        )
-
     def counts(self) -> dict[str, Any]:
         """Return the gauges of all workers, summed."""
         counts = Counter[str]()

@@ -67,11 +67,10 @@ def test_a_logprob_is_encoded_once() -> None:
     logprob = TokenLogprob("a", -math.inf, b"a", (TokenLogprob("b", -1.5, b"b"),) * 20)
     events = [*b.start(), *b.feed(Delta("final", "aa", (logprob,) * 2)), *b.finish(Finish("stop"), 2)]
     *_, delta, done, part_done, item_done, completed = events
-    assert [*map(id, done["logprobs"])] == [*map(id, delta["logprobs"])]
     items = [item_done["item"], completed["response"]["output"][0]]
     parts = [part_done["part"], *(item["content"][0] for item in items)]
-    assert len({tuple(map(id, part["logprobs"])) for part in parts}) == 1
-    assert all(isinstance(logprob, sse.Encoded) for logprob in (*done["logprobs"], *parts[0]["logprobs"]))
+    assert len({tuple(map(id, each["logprobs"])) for each in (delta, done, *parts)}) == 1
+    assert all(isinstance(logprob, sse.Encoded) for logprob in done["logprobs"])
     assert len({id(event["response"]["instructions"]) for event in events if "response" in event}) == 1
     assert {json.loads(sse.dumps(part))["logprobs"][0]["logprob"] for part in parts} == {UNLIKELY}
 

@@ -95,7 +95,7 @@ def test_what_failed_is_said_in_a_line(ours: Server) -> None:
         f"{ours.url}/v1", "--model", "nobody"
     )
     assert "nothing" in refusal(f"{ours.url}/v1", "--rules", "nothing")
-    assert "it begins with a scheme: http://localhost:1/v1" in refusal("localhost:1/v1")
+    assert "an address begins with a scheme: http://localhost:1/v1" in refusal("localhost:1/v1")
     assert "nowhere/a.xml" in refusal(f"{ours.url}/v1", "--junit", "nowhere/a.xml"), "before any verdict"
     assert "expected a rule of --list" in refusal(f"{ours.url}/v1", "--expect", "README.md")
 
