@@ -127,12 +127,6 @@ CHANNEL_STATES = ("analysis", "commentary", "final")  # of a model's text
 Schemas = Mapping[str, Mapping[str, Any]]  # name of a function on offer -> JSON schema of its arguments
 
 
-class Compaction(NamedTuple):
-    """The conversation as one item, which the server makes from the model's summary."""
-
-    summary: str
-
-
 class Piece(NamedTuple):
     """The text that one token adds."""
 
@@ -143,35 +137,6 @@ class Piece(NamedTuple):
     def cut(self, n: int) -> tuple["Piece", "Piece"]:
         """Split after `n` characters; the logprobs go with the first half."""
         return Piece(self.text[:n], "", self.logprobs), Piece(self.text[n:])
-
-
-# --- dialects -----------------------------------------------------------------------------------------------
-
-
-class CallReader(Protocol):
-    """Reads the text between the markers of a call; dialects/calls.py has a reader for each notation."""
-
-    called: bool  # the name has been passed on: it is a call now, whatever follows
-    malformed: bool  # it can never become a call
-    in_string: bool  # a string of the arguments is open: a marker is text in it
-
-    def feed(self, piece: Piece) -> list[Output]:
-        """Read more of the call, including markers without a row in the dialect's table."""
-
-    def end(self) -> list[Output]:
-        """Return the rest: the model has ended the call."""
-
-
-class Forms(NamedTuple):
-    """How to write the dialect, for grammars: TEXT, NAME and ARGUMENTS are placeholders."""
-
-    thought: tuple[str, str]  # markers around the reasoning; not all models of a family know them
-    call: str
-    separator: str | None  # between two calls; None: an answer has only one call
-    text: str = "TEXT"  # an answer without calls
-    before: str | None = "TEXT"  # text before calls; None: not allowed
-    calls: tuple[str, str] = ("", "")  # around all calls
-    arguments: Literal["json", "xml"] = "json"
 
 
 # --- theory of operation ------------------------------------------------------------------------------------
@@ -214,14 +179,9 @@ class Forms(NamedTuple):
 #     </tool_call>                 final                                Close()
 #     '\nThe EN'                   final     stop strings: 'EN'         Delta('final', 'The ')
 #     'D of it'                    stopped
-@dataclass
-class CallBody:
-    """The text of one call, held back while it may turn out not to be a call."""
 
-    reader: CallReader
-    opened_by: str = ""  # the marker before it; "" if a call may stand without one
-    interrupted: State = "final"  # the state of its text if it is not a call
-    held_pieces: list[Piece] = field(default_factory=list)
+
+# --- dialects -----------------------------------------------------------------------------------------------
 
 
 class Dialect(NamedTuple):
@@ -229,11 +189,11 @@ class Dialect(NamedTuple):
 
     known_by: tuple[str, ...]  # substrings that its chat templates all have
     transitions: Transitions
-    call_reader: Callable[[Schemas], CallReader]
-    forms: Forms
+    call_reader: Callable[[Schemas], "CallReader"]
+    forms: "Forms"
     # Takes the words of a message's header, which precede its content; returns the state that follows, and
     # the reader of the call if the message is one. None: messages have no headers.
-    header: Callable[[str], tuple[State, CallReader | None]] | None = None
+    header: Callable[[str], tuple[State, "CallReader | None"]] | None = None
     start: State = "final"  # the state of an answer's beginning, unless the prompt ends with a marker
     call_markers: tuple[str, ...] = ()  # plain text unless the request offers tools
     trims: bool = True  # newlines beside markers are the template's
@@ -594,6 +554,51 @@ class Finder:
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
 UNLIKELY = -9999.0  # OpenAI's logprob of a token that is too unlikely to have one: JSON has no infinity
+
+
+class Compaction(NamedTuple):
+    """The conversation as one item, which the server makes from the model's summary."""
+
+    summary: str
+
+
+# --- dialects -----------------------------------------------------------------------------------------------
+
+
+class CallReader(Protocol):
+    """Reads the text between the markers of a call; dialects/calls.py has a reader for each notation."""
+
+    called: bool  # the name has been passed on: it is a call now, whatever follows
+    malformed: bool  # it can never become a call
+    in_string: bool  # a string of the arguments is open: a marker is text in it
+
+    def feed(self, piece: Piece) -> list[Output]:
+        """Read more of the call, including markers without a row in the dialect's table."""
+
+    def end(self) -> list[Output]:
+        """Return the rest: the model has ended the call."""
+
+
+@dataclass
+class CallBody:
+    """The text of one call, held back while it may turn out not to be a call."""
+
+    reader: CallReader
+    opened_by: str = ""  # the marker before it; "" if a call may stand without one
+    interrupted: State = "final"  # the state of its text if it is not a call
+    held_pieces: list[Piece] = field(default_factory=list)
+
+
+class Forms(NamedTuple):
+    """How to write the dialect, for grammars: TEXT, NAME and ARGUMENTS are placeholders."""
+
+    thought: tuple[str, str]  # markers around the reasoning; not all models of a family know them
+    call: str
+    separator: str | None  # between two calls; None: an answer has only one call
+    text: str = "TEXT"  # an answer without calls
+    before: str | None = "TEXT"  # text before calls; None: not allowed
+    calls: tuple[str, str] = ("", "")  # around all calls
+    arguments: Literal["json", "xml"] = "json"
 
 
 def is_object(arguments: str) -> bool:

@@ -67,9 +67,6 @@ Feed = Callable[[StepOutput], bool]
 # A step that has been read: its batch, the choices that the runner returned, and its duration in seconds.
 Read = tuple[list[Scheduled], list[list[Choice]], float]
 
-# Called in the engine's thread after each step, with the scheduler and the step that was read, if one was.
-Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
-
 
 class ModelRunner(Protocol):
     """Computes the steps, and owns the memory of the KV cache; model.NumpyOps is the spec."""
@@ -345,6 +342,9 @@ class Engine:
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+# Called in the engine's thread after each step, with the scheduler and the step that was read, if one was.
+Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
 
 MASK_WAIT_S = 0.005  # a step waits for masks for so long; most come within 1 ms
 MAX_STEP_S = 30  # the longest that close() waits for the step that runs

@@ -40,9 +40,7 @@ log = logging.getLogger("jobs")
 
 Said = Accepted | Output | Compaction | Finish  # what the client is shown of a run
 
-CANCELLED = Finish("cancelled")
 UNFINISHED = Finish("failed", message="The run broke off; the server's log has the details.")
-STEERED = Finish("steered")
 
 
 # --- the way of a token -------------------------------------------------------------------------------------
@@ -209,6 +207,8 @@ class Job:
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
+CANCELLED = Finish("cancelled")
+STEERED = Finish("steered")
 SHUT_DOWN = Finish("failed", message="The server is shutting down.")
 INTERRUPTED = Finish("failed", message="interrupted by a restart")
 

@@ -136,12 +136,6 @@ KINDS = {
                            "input",     {"input": ""}),
 }
 
-#   --reasoning-events   two authorities, two names: github.com/openresponses/openresponses/pull/42
-REASONING_EVENTS = {
-    "openai":            "response.reasoning_text",
-    "open-responses":    "response.reasoning",
-}
-
 class Ending(NamedTuple):
     """How a finish reason ends a response."""
 
@@ -414,6 +408,14 @@ class IllegalEvent(RuntimeError):
 
 
 # --- the tables ---------------------------------------------------------------------------------------------
+
+# fmt: off
+#   --reasoning-events   two authorities, two names: github.com/openresponses/openresponses/pull/42
+REASONING_EVENTS = {
+    "openai":            "response.reasoning_text",
+    "open-responses":    "response.reasoning",
+}
+# fmt: on
 
 
 def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

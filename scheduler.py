@@ -105,23 +105,6 @@ Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that are allowed next
 PreemptedFor = Literal["pages", "turn", ""]  # no page was free; an owner ran nothing; "": never preempted
 
 
-class Constraint(Protocol):
-    """Makes the masks of one answer (structured output, constrained decoding), in the engine's thread."""
-
-    def mask(self, output: list[int]) -> Mask | None:
-        """Return the tokens that are allowed after this output, the same for the same output.
-
-        Return None while the mask is computed, without waiting. Raises if the constraint cannot be followed
-        further.
-        """
-
-    def fileno(self) -> int:
-        """Return a file descriptor that becomes readable when the mask has come."""
-
-    def close(self) -> None:
-        """Release its resources. The next call of mask() begins again."""
-
-
 @dataclass(eq=False)
 class Sequence:
     """One choice of a request, while it waits and runs."""
@@ -130,7 +113,7 @@ class Sequence:
     max_tokens: int
     stop_token_ids: frozenset[int]
     sampling: Sampling
-    constraint: Constraint | None = None
+    constraint: "Constraint | None" = None
     owner: str = ""  # whose turn it takes, and in whose prefix cache its pages are
     request_id: str = ""  # its name in the log, and for the observer of the steps
 
@@ -519,6 +502,23 @@ class Scheduler:
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+
+class Constraint(Protocol):
+    """Makes the masks of one answer (structured output, constrained decoding), in the engine's thread."""
+
+    def mask(self, output: list[int]) -> Mask | None:
+        """Return the tokens that are allowed after this output, the same for the same output.
+
+        Return None while the mask is computed, without waiting. Raises if the constraint cannot be followed
+        further.
+        """
+
+    def fileno(self) -> int:
+        """Return a file descriptor that becomes readable when the mask has come."""
+
+    def close(self) -> None:
+        """Release its resources. The next call of mask() begins again."""
 
 
 def prompt_lookup(text: NDArray[np.int64], n: int) -> list[int]:

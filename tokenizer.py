@@ -162,6 +162,18 @@ class Decoder:
 class Spelling:
     """How the tokens of a vocabulary spell bytes: the `decoder` section of its tokenizer.json."""
 
+    def to_bytes(self, token: str) -> bytes:
+        """Return the bytes that `token` stands for."""
+        if self.byte_level and BYTE_OF.keys() >= set(token):
+            return bytes(BYTE_OF[character] for character in token)
+        if self.byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        if self.marks_spaces:
+            token = token.replace("▁", " ")
+        return token.encode()
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
     def __init__(self, decoder: Any) -> None:
         self.byte_level = False
         self.byte_tokens = False  # <0xNN> is a byte
@@ -187,16 +199,6 @@ class Spelling:
                     pass
                 case _:
                     raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED_DECODERS}")
-
-    def to_bytes(self, token: str) -> bytes:
-        """Return the bytes that `token` stands for."""
-        if self.byte_level and BYTE_OF.keys() >= set(token):
-            return bytes(BYTE_OF[character] for character in token)
-        if self.byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(match[1])
-        if self.marks_spaces:
-            token = token.replace("▁", " ")
-        return token.encode()
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
