@@ -7,9 +7,11 @@ from typing import Any
 import anthropic
 import pytest
 
+import blocks
 import sse
-from helpers.serving import Server, serve, until
-from helpers.upstream import STREAM, head, says, says_and_hangs, upstream
+import streaming
+from helpers.serving import Server, http_bytes, http_frames, serve, until
+from helpers.upstream import STREAM, head, json_answer, says, says_and_hangs, upstream
 from request import params
 
 Json = dict[str, Any]
@@ -82,7 +84,7 @@ def test_the_stream_is_the_answer(server: Server, front: Server, body: Json) -> 
     assert answers[0] == answers[1]
 
 
-@pytest.mark.bug("S13")
+@pytest.mark.bug("S13", "S24")
 def test_an_agent_goes_on(server: Server) -> None:
     """A call, its result, an answer; thoughts come back with their signature."""
     client = client_of(server)
@@ -135,13 +137,13 @@ REFUSED: list[tuple[Json, int, str, str]] = [
 ]
 
 
-@pytest.mark.bug("S15", "S17")
+@pytest.mark.bug("S15", "S17", "S26")
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("body", "status", "kind", "words"), REFUSED, ids=lambda value: str(value)[:20])
 def test_a_refusal_has_its_status(
     server: Server, body: Json, status: int, kind: str, words: str, is_stream: bool
 ) -> None:
-    """And Anthropic's form, before the first event: aibridge#56, llmgateway#2532."""
+    """And Anthropic's form, before the first event."""
     reply = server.post("/v1/messages?beta=true", body | {"stream": is_stream}, x_api_key="key")
     assert (reply.status, reply.json["type"], reply.json["error"]["type"]) == (status, "error", kind)
     assert words in reply.json["error"]["message"]
@@ -238,15 +240,27 @@ def test_a_prompt_is_shown(server: Server, front: Server) -> None:
     assert "messages" in shown[0]["template"]
 
 
+# The server, but a stream is silent for a moment only.
+SOON = ("-c", "import sys, streaming, server; streaming.KEEP_ALIVE_S = 0.1; sys.exit(server.main())")
+
+
+@pytest.mark.bug("S20", "S22")
 def test_a_failure_after_the_first_event_is_the_last_event() -> None:
-    """And a client that leaves ends the run."""
+    """And one before it has its status. A ping comes in a silence; a client that leaves ends the run."""
+    assert 2 * streaming.KEEP_ALIVE_S < 20  # Claude Code's patience
     half = head() + STREAM[: len(STREAM) // 2]
-    with upstream(says(half)) as broken, serve("--upstream", broken.url, model=None) as server:
+    with upstream(says(half)) as broken, serve("--upstream", broken.url, model=None, script=SOON) as server:
         body = TWO | {"model": "m", "stream": True}
         *_, last = sse.Parser().feed(server.post("/v1/messages", body).body)
         assert json.loads(last.data)["error"]["type"] == "api_error"
         assert server.post("/v1/messages", body | {"stream": False}).status >= 500
+        broken.answer = says(json_answer({"error": {"message": "no"}}, "400 Bad Request"))
+        refused = server.post("/v1/messages", body)
+        assert (refused.status, refused.json["error"]["type"]) == (400, "invalid_request_error")
         broken.answer = says_and_hangs(half)
+        with server.connect(http_bytes("/v1/messages", body, Content_Type="application/json")) as client:
+            said = (b"event: message_start", b"event: content_block")
+            assert next(frame for frame in http_frames(client) if not frame.startswith(said)) == blocks.PING
         client = anthropic.Anthropic(base_url=server.url, api_key="any")
         with client, client.messages.stream(**(TWO | {"model": "m"})) as stream:
             next(iter(stream))
