@@ -1,7 +1,10 @@
 """POST /v1/messages over the wire: the `anthropic` SDK, by itself and through a front, refusals, counts."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -10,7 +13,8 @@ import pytest
 import blocks
 import sse
 import streaming
-from helpers.serving import Server, http_bytes, http_frames, serve, until
+from helpers.limits import PATIENCE_S
+from helpers.serving import ROOT, Server, http_bytes, http_frames, serve, until
 from helpers.upstream import STREAM, head, json_answer, says, says_and_hangs, upstream
 from request import params
 
@@ -101,6 +105,32 @@ def test_an_agent_goes_on(server: Server) -> None:
     counted = client.messages.count_tokens(**asked)
     usage = answer.usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.sweep
+def test_the_ai_sdk_reads_it(server: Server, tmp_path: Path) -> None:
+    """Vercel's, with its anthropic provider: npm fetches both."""
+    if not (shutil.which("npm") and shutil.which("node")):
+        pytest.skip("needs Node.js")
+    packages = ["ai@6.0.326", "@ai-sdk/anthropic@3.0.140"]
+    npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(tmp_path)]
+    subprocess.run([*npm, *packages], check=True, capture_output=True, timeout=PATIENCE_S)
+    script = shutil.copy(ROOT / "tests/helpers/ai_sdk.mjs", tmp_path)  # it finds the packages beside itself
+    asked = ["node", script, server.url]
+    done = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+    said = json.loads(done.stdout.splitlines()[-1])
+    for plain, streamed in (said["text"], said["call"]):
+        assert plain == streamed
+        assert plain["reasoning"]
+    assert (said["text"][0]["text"], said["text"][0]["finish"]) == ("4", "stop")
+    call, answer = said["agent"]
+    assert call == said["call"][0]
+    assert (call["finish"], call["calls"]) == (
+        "tool-calls",
+        [{"toolName": "get_weather", "input": {"city": "Tokyo"}}],
+    )
+    assert (answer["finish"], answer["calls"]) == ("stop", [])
+    assert said["refused"]["status"] == 404
 
 
 @pytest.mark.bug("S07")
@@ -258,9 +288,9 @@ def test_a_failure_after_the_first_event_is_the_last_event() -> None:
         refused = server.post("/v1/messages", body)
         assert (refused.status, refused.json["error"]["type"]) == (400, "invalid_request_error")
         broken.answer = says_and_hangs(half)
-        with server.connect(http_bytes("/v1/messages", body, Content_Type="application/json")) as client:
+        with server.connect(http_bytes("/v1/messages", body, Content_Type="application/json")) as silent:
             said = (b"event: message_start", b"event: content_block")
-            assert next(frame for frame in http_frames(client) if not frame.startswith(said)) == blocks.PING
+            assert next(frame for frame in http_frames(silent) if not frame.startswith(said)) == blocks.PING
         client = anthropic.Anthropic(base_url=server.url, api_key="any")
         with client, client.messages.stream(**(TWO | {"model": "m"})) as stream:
             next(iter(stream))
