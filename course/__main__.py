@@ -18,8 +18,8 @@ if sys.version_info < (3, 11) or None in map(find_spec, ("hypothesis", "pytest",
 import json
 import re
 import shutil
+import signal
 import time
-import tomllib
 from difflib import unified_diff
 from pathlib import Path
 from typing import Any
@@ -29,25 +29,12 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "tests")]
 
 from index import told  # noqa: E402
-from judge import judge  # noqa: E402
-from mutants import LEFT_OUT, ROOT, Mutant, mutants, mutated, taken_out  # noqa: E402
+from judge import exercises, judge  # noqa: E402
+from mutants import LEFT_OUT, ROOT, Mutant, mutated  # noqa: E402
 
 USAGE = __doc__.replace("python -m course", PROGRAM)
 WORK = Path("course-work")
 PROGRESS = WORK / "progress.json"  # {"current": a number, "begun": and "done": {a number: Unix time}}
-CHAPTERS = tomllib.loads((HERE / "exercises.toml").read_text(encoding="utf-8"))
-CHAPTERS.pop("laws")  # tests/judge.py reads them
-
-
-def exercises() -> dict[str, Mutant]:
-    """Return each exercise by its number: first the bugs to be found, then the functions to be written."""
-    rows = [*mutants()]
-    numbered: dict[str, Mutant] = {}
-    for chapter, fields in CHAPTERS.items():
-        found = [row for words in fields["find"] for row in rows if words in str(row)]
-        found += [taken_out(*words.split()) for words in fields["write"]]
-        numbered |= {f"{chapter}.{i}": exercise for i, exercise in enumerate(found, 1)}
-    return numbered
 
 
 def save(progress: dict[str, Any]) -> None:
@@ -75,20 +62,6 @@ def check(number: str, exercise: Mutant, progress: dict[str, Any]) -> None:
     progress["done"].setdefault(number, time.time())
     save(progress)
     print(f"Solved. Go on: {PROGRAM} next")
-
-
-def hint(exercise: Mutant) -> str:
-    """Return our rule, or the lines that use a function which is to be written."""
-    name, _, is_written = exercise.undoes.partition("() has been taken out")
-    if not is_written:
-        return told(exercise)[1]
-    test = ROOT / exercise.test.partition("::")[0]
-    uses = [f"It is judged by {exercise.test}. It is used here:"]
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"), test):
-        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if re.search(rf"\b{name}\(", line):
-                uses.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()}")
-    return "\n".join(uses[:12])
 
 
 def solution(exercise: Mutant) -> str:
@@ -141,7 +114,7 @@ def main() -> None:
         case ["check"]:
             check(number, known[number], progress)
         case ["hint"]:
-            print(hint(known[number]))
+            print(told(known[number])[1])
         case ["solution"]:
             print(solution(known[number]))
         case ["grade", *folders, "--json", report]:
@@ -153,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this program without a word
     main()

@@ -105,45 +105,46 @@ def attention(q: Row, keys: list[Row], values: list[Row]) -> Row:
     shares = softmax([dot(q, k) / sqrt(D) for k in keys])
     return [dot(shares, column) for column in zip(*values, strict=True)]
 
-def forward(token: int, position: int, cache: list[Any]) -> Row:
-    """Compute one token; add its keys and values to the cache, which has those of all tokens before it."""
-    x = WEIGHTS["model.embed_tokens.weight"][token]  # the residual stream
-    for i, key_heads in enumerate(cache):
-        layer = f"model.layers.{i}."
-        normed = norm(x, layer + "input_layernorm")
-        rows = (linear(normed, f"{layer}self_attn.{name}_proj") for name in "qkv")
-        q, k, v = ([row[h : h + D] for h in range(0, len(row), D)] for row in rows)  # cut into heads
-        mixed, n_shared = [], len(q) // len(k)  # so many query heads share a key head
-        for h, (keys, values) in enumerate(key_heads):
-            keys.append(rotate(norm(k[h], layer + "self_attn.k_norm"), position))
-            values.append(v[h])
-            for query in q[h * n_shared : (h + 1) * n_shared]:
-                mixed += attention(rotate(norm(query, layer + "self_attn.q_norm"), position), keys, values)
-        x = [*map(add, x, linear(mixed, layer + "self_attn.o_proj"))]
-        normed = norm(x, layer + "post_attention_layernorm")
-        gate, up = (linear(normed, f"{layer}mlp.{name}_proj") for name in ("gate", "up"))
-        swiglu = [g / (1 + exp(-g)) * u for g, u in zip(gate, up, strict=True)]  # arxiv.org/abs/2002.05202
-        x = [*map(add, x, linear(swiglu, layer + "mlp.down_proj"))]
-    return norm(x, "model.norm")
+def new_cache(n_tokens: int) -> list[Any]:
+    return [[([], []) for _ in range(N_KV_HEADS)] for _ in range(N_LAYERS)]  # keys and values: both will grow
+
+def forward(tokens: list[int], start: int, cache: list[Any]) -> Row:
+    """Return the logits after these tokens, the first of them at `start`, and add to the cache."""
+    for position, token in enumerate(tokens, start):
+        x = WEIGHTS["model.embed_tokens.weight"][token]  # the residual stream
+        for i, key_heads in enumerate(cache):
+            layer = f"model.layers.{i}."
+            normed = norm(x, layer + "input_layernorm")
+            qkv = (linear(normed, f"{layer}self_attn.{name}_proj") for name in "qkv")
+            q, k, v = ([row[h : h + D] for h in range(0, len(row), D)] for row in qkv)  # cut into heads
+            mixed, n_shared = [], len(q) // len(k)  # so many query heads share a key head
+            for n, (keys, values) in enumerate(key_heads):
+                keys.append(rotate(norm(k[n], layer + "self_attn.k_norm"), position))
+                values.append(v[n])
+                for row in q[n * n_shared : (n + 1) * n_shared]:
+                    mixed += attention(rotate(norm(row, layer + "self_attn.q_norm"), position), keys, values)
+            x = [*map(add, x, linear(mixed, layer + "self_attn.o_proj"))]
+            normed = norm(x, layer + "post_attention_layernorm")
+            gate, up = (linear(normed, f"{layer}mlp.{name}_proj") for name in ("gate", "up"))
+            h = [g / (1 + exp(-g)) * u for g, u in zip(gate, up, strict=True)]  # arxiv.org/abs/2002.05202
+            x = [*map(add, x, linear(h, layer + "mlp.down_proj"))]
+    return linear(norm(x, "model.norm"), HEAD)  # a logit a token: the higher, the likelier it is the next
 
 # --- 3. Sampling --------------------------------------------------------------------------------------------
 def generate(prompt: list[int], limit: int, temperature: float, seed: int | None) -> Iterator[int]:
     """Yield one new token after another; the last one ends the turn, unless the limit cuts it."""
-    tokens, dice = [*prompt], random.Random(seed)
-    cache: list[Any] = [[([], []) for _ in range(N_KV_HEADS)] for _ in range(N_LAYERS)]  # keys and values
-    for position in range(len(prompt) + limit - 1) if limit > 0 else []:
-        x = forward(tokens[position], position, cache)
-        if position < len(prompt) - 1:
-            continue  # we know the next token: it stands in the prompt
-        logits = linear(x, HEAD)  # one for each token: the higher, the likelier the token is the next
-        token = logits.index(max(logits))
+    tokens, position, dice = prompt, 0, random.Random(seed)
+    cache = new_cache(len(prompt) + max(limit, 0))
+    for _ in range(limit):
+        logits = forward(tokens, position, cache)
+        position += len(tokens)
+        token = max(range(len(logits)), key=logits.__getitem__)
         if temperature:
-            chances = softmax([logit / temperature for logit in logits])
-            [token] = dice.choices(range(len(logits)), chances)
-        tokens.append(token)
+            [token] = dice.choices(range(len(logits)), softmax([logit / temperature for logit in logits]))
         yield token
         if token in ENDS:
             return
+        tokens = [token]
 
 # --- 4. Tokens to text --------------------------------------------------------------------------------------
 CHANNEL_AFTER = {MARKERS["<think>"]: "reasoning", MARKERS["</think>"]: "message"}
@@ -234,7 +235,6 @@ def respond(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 class Handler(BaseHTTPRequestHandler):
     """POST /v1/responses: server-sent events, or the response of the last of them."""
     protocol_version = "HTTP/1.1"
-
     def write(self, data: bytes) -> None:
         """Write one chunk of the body; b"" is the last. Without it a client knows that the body was cut."""
         self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))

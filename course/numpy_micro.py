@@ -1,24 +1,23 @@
-"""Sections 2 and 3 of micro.py over NumPy: matrices in place of loops, and the whole prompt in one piece.
+"""Section 2 of micro.py over NumPy: matrices in place of loops, and the whole prompt in one piece.
 
 python course/numpy_micro.py tests/models/tiny
 """
 
 import sys
-from collections.abc import Iterator
 from http.server import HTTPServer
 from typing import Any
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:
+    sys.exit("error: expected NumPy: pip install numpy (micro.py needs nothing)")
 
 from course import micro
-from course.micro import CONFIG, ENDS, HEAD, N_KV_HEADS, N_LAYERS, D
+from course.micro import CONFIG, HEAD, N_KV_HEADS, N_LAYERS, D
 
 Array = np.ndarray[Any, np.dtype[Any]]  # of float32
 
 WEIGHTS = {name: np.array(rows, np.float32) for name, rows in micro.WEIGHTS.items()}
-SPEEDS = np.array(micro.SPEEDS)
-ANGLES = np.outer(np.arange(CONFIG["max_position_embeddings"]), SPEEDS)[:, None]  # (max_len, 1, D/2)
-COS, SIN = np.cos(ANGLES, dtype=np.float32), np.sin(ANGLES, dtype=np.float32)
 
 
 def linear(x: Array, name: str) -> Array:
@@ -40,10 +39,10 @@ def softmax(x: Array) -> Array:
 
 
 def rotate(x: Array, start: int) -> Array:
-    """RoPE: turn the pair (x[i], x[i + D/2]) of each row by its position * SPEEDS[i]."""
-    a, b = np.split(x, 2, -1)
-    cos, sin = COS[start : start + len(x)], SIN[start : start + len(x)]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    """RoPE: turn the pair x[i] + j x[i + D/2] of each row by its position * SPEEDS[i]."""
+    angles = np.outer(np.arange(start, start + len(x)), micro.SPEEDS)[:, None]  # (n, 1, D/2)
+    turned = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], -1, dtype=np.float32, casting="same_kind")
 
 
 def attention(x: Array, layer: str, start: int, cache: Array) -> Array:
@@ -52,14 +51,15 @@ def attention(x: Array, layer: str, start: int, cache: Array) -> Array:
     q, k, v = (linear(x, f"{layer}{name}_proj").reshape(len(x), -1, D) for name in "qkv")
     cache[0, start:end] = rotate(norm(k, layer + "k_norm"), start)
     cache[1, start:end] = v
-    keys, values = cache[:, :end]
-    # Axes: n token, g key head, h query head of that key head, d number of a head, k key.
-    queries = rotate(norm(q, layer + "q_norm"), start).reshape(len(x), N_KV_HEADS, -1, D)
-    scores = np.einsum("nghd,kgd->ghnk", queries, keys) / np.sqrt(np.float32(D))
-    is_later = np.arange(end) > np.arange(start, end)[:, None]  # (n, k): the causal mask
-    scores[:, :, is_later] = -np.inf
-    mixed = np.einsum("ghnk,kgd->nghd", softmax(scores), values)
-    return linear(mixed.reshape(len(x), -1), layer + "o_proj")
+    queries = rotate(norm(q, layer + "q_norm"), start)
+    is_later = np.arange(end) > np.arange(start, end)[:, None]  # (n, end): the causal mask
+    mixed = []
+    for h in range(q.shape[1]):
+        keys, values = cache[:, :end, h * N_KV_HEADS // q.shape[1]]  # query heads share a key head
+        scores = queries[:, h] @ keys.T / np.sqrt(np.float32(D))
+        scores[is_later] = -np.inf
+        mixed.append(softmax(scores) @ values)
+    return linear(np.concatenate(mixed, -1), layer + "o_proj")
 
 
 def forward(token_ids: list[int], start: int, cache: Array) -> Array:
@@ -74,27 +74,16 @@ def forward(token_ids: list[int], start: int, cache: Array) -> Array:
     return linear(norm(x[-1], "model.norm"), HEAD)
 
 
-def generate(prompt: list[int], limit: int, temperature: float, seed: int | None) -> Iterator[int]:
-    """Yield one new token after another; the last one ends the turn, unless the limit cuts it."""
-    dice, token_ids, position = np.random.default_rng(seed), prompt, 0
-    cache = new_cache(len(prompt) + max(limit, 0))
-    for _ in range(limit):
-        logits = forward(token_ids, position, cache)
-        position += len(token_ids)
-        token = int(logits.argmax())
-        if temperature:
-            token = int(dice.choice(len(logits), p=softmax(logits.astype(np.float64) / temperature)))
-        yield token
-        if token in ENDS:
-            return
-        token_ids = [token]
-
-
 def new_cache(n_tokens: int) -> Array:
     """Return room for the keys and values of so many tokens: the longest that the answer may become."""
     return np.zeros((N_LAYERS, 2, n_tokens, N_KV_HEADS, D), np.float32)
 
 
+def take_over() -> None:
+    """Let micro.py compute with these functions in place of its own."""
+    vars(micro).update(forward=forward, new_cache=new_cache)
+
+
 if __name__ == "__main__":
-    micro.generate = generate
+    take_over()
     HTTPServer(("127.0.0.1", int(sys.argv[2]) if sys.argv[2:] else 8001), micro.Handler).serve_forever()

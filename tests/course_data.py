@@ -365,10 +365,10 @@ def written(chapter: str) -> str:
     """Return the page of a chapter with its block and what its sessions answer."""
     text = in_page(block(chapter), "course_data", page(chapter))
     before, *sessions = text.split("```python\n>>> ")
-    generate = micro.generate
+    own = {name: getattr(micro, name) for name in ("generate", "forward", "new_cache")}
     ends = [session.partition("```\n") for session in sessions]
     whole = answered("".join(f">>> {code}>>> {END!r}\n" for code, _, _ in ends))  # one after the other
-    micro.generate = generate
+    vars(micro).update(own)
     answers = whole.split(f">>> {END!r}\n{END!r}\n")
     return before + "".join(
         f"```python\n{answer}```\n{after}" for answer, (_, _, after) in zip(answers, ends, strict=False)

@@ -4,12 +4,13 @@ bugs.toml, replays/*.toml, @pytest.mark.bug("F03"), the rules' `bugs` --index()-
 """
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mutants import Mutant
+from mutants import ROOT, Mutant
 
 TESTS = Path(__file__).parent
 GITHUB = "https://github.com/"
@@ -41,8 +42,16 @@ def files() -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def told(mutant: Mutant) -> tuple[str, str]:
-    """Return what the reporter of a mutant's bug saw and where, and a hint: our rule, or the test to read."""
+    """Return what the reporter of a mutant's bug saw and where, and a hint: our rule, or where to read."""
     hint = f"Read {mutant.test}."
+    name, _, is_written = mutant.undoes.partition("() has been taken out")
+    if is_written:
+        uses = [f"It is judged by {mutant.test}. It is used here:"]
+        for path in (*ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"), ROOT / mutant.test.partition("::")[0]):
+            for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if re.search(rf"\b{name}\(", line):
+                    uses.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()}")
+        return mutant.undoes, "\n".join(uses[:12])
     for path, fields in files():
         if mutant.test.endswith(f"[{path.stem}]"):
             return f"{fields['went_wrong'].strip()}\n{fields['source']}", fields["title"]

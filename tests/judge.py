@@ -29,13 +29,24 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
-from mutants import LEFT_OUT, REPLAY, ROOT, Mutant, copied, mutants
+from mutants import LEFT_OUT, REPLAY, ROOT, Mutant, copied, mutants, taken_out
 from oracle import ORACLES
 
 MAX_CPU_S = 60  # of a process: what takes longer does not end
 MAX_LINES, MAX_WIDTH = 12, 160  # of what a test says
-LAWS: dict[str, list[str]] = tomllib.loads((ROOT / "course" / "exercises.toml").read_text("utf-8"))["laws"]
+CHAPTERS = tomllib.loads((ROOT / "course" / "exercises.toml").read_text("utf-8"))
+LAWS: dict[str, list[str]] = CHAPTERS.pop("laws")
 FIXES: dict[str, dict[str, list[Any]]] = tomllib.loads((ROOT / "course" / "fixes.toml").read_text("utf-8"))
+
+
+def exercises() -> dict[str, Mutant]:
+    """Return each exercise by its number: first the bugs to be found, then the functions to be written."""
+    numbered, rows = dict[str, Mutant](), [*mutants()]
+    for chapter, fields in CHAPTERS.items():
+        found = [row for words in fields["find"] for row in rows if words in str(row)]
+        found += [taken_out(*words.split()) for words in fields["write"]]
+        numbered |= {f"{chapter}.{i}": exercise for i, exercise in enumerate(found, 1)}
+    return numbered
 
 
 def judge(exercise: Mutant, work: Path) -> str:
@@ -204,7 +215,4 @@ def cpu_s() -> float:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from course.__main__ import exercises
-
     sys.exit(main(exercises()))

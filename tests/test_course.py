@@ -18,9 +18,9 @@ import pytest
 
 from course_data import BLOCKS, page, written  # isort: skip  (it says where micro.py finds its model)
 from course import micro, numpy_micro
-from course.__main__ import CHAPTERS, exercises
 from helpers.serving import ROOT, TINY, Server, environment, serve, without
 from index import told
+from judge import CHAPTERS, exercises
 from mutants import mutants, mutated
 from tokenizer import Tokenizer
 
@@ -91,7 +91,9 @@ def test_one_page_says_what_the_real_server_says(
 @pytest.mark.parametrize("prompt", few(PROMPTS, 3))
 def test_at_every_cut(server: Server, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
     """The tokens are computed once, and cut."""
-    tokens = [*numpy_micro.generate(micro.encode_chat([{"role": "user", "content": prompt}]), 25, 0, None)]
+    for name in ("forward", "new_cache"):
+        monkeypatch.setattr(micro, name, getattr(numpy_micro, name))
+    tokens = [*micro.generate(micro.encode_chat([{"role": "user", "content": prompt}]), 25, 0, None)]
     monkeypatch.setattr(micro, "generate", lambda prompt, limit, *_: iter(tokens[:limit]))
     with server.sdk() as client:
         for limit in range(1, 26):
