@@ -517,11 +517,11 @@ __device__ __forceinline__ void find_best(const float *y, u64 *best, int first_r
 // With one tile of rows two blocks a processor, or ptxas spills to make room for a third.
 extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
     logits(weight *head, weight *norm, const float *x, const bf16 *normed, const int *wanted, float *raw,
-           u64 *best, int n_wanted) {
+           u64 *best, int n_rows) {
   NormedRows input = {{normed}, x, norm, wanted};
-  linear<1, LOGITS_TILES>({head}, DIM, VOCAB_SIZE, n_wanted, input, nullptr, raw,
+  linear<1, LOGITS_TILES>({head}, DIM, VOCAB_SIZE, n_rows, input, nullptr, raw,
                           [](int column, float *v) { return v[0]; });
-  find_best(raw, best, blockIdx.x * BLOCK_ROWS, n_wanted, blockIdx.y * LOGITS_COLUMNS);
+  find_best(raw, best, blockIdx.x * BLOCK_ROWS, n_rows, blockIdx.y * LOGITS_COLUMNS);
 }
 
 #if ONE_TILE  // what follows is not a product, and is compiled for one shape alone

@@ -38,6 +38,7 @@ from devices.kernels import (
     GROUP_WIDTH,
     NORMED_ROWS,
     PENALISED,
+    PLAIN,
     QUERIES,
     DeviceArray,
     Kernels,
@@ -442,42 +443,45 @@ class CudaOps:
     # --- the ops --------------------------------------------------------------------------------------------
 
     def embed(self, batch: DeviceStep, weights: Weights) -> DeviceArray:
-        self._launch("embed", (batch.n_rows,), batch, embed=weights.embed)
+        self._launch("embed", "embed", (batch.n_rows,), batch, embed=weights.embed)
         return self._buffers["x"]
 
     def qkv(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        self._norm(batch, layer.attn_norm)
+        self._norm("qkv", batch, layer.attn_norm)
         self._product("qkv", len(layer.wqkv), batch, vars(layer))
         return self._buffers["qkv"]
 
     def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: DeviceStep) -> DeviceArray:
         """Norm and rotate q and k, write k and v to the KV cache, attend."""
         n_kv_heads, n_split, n_whole = self.config.n_kv_heads, batch.n_split_tiles, batch.n_whole_tiles
-        arguments = self._attention_arguments(layer, i)
-        if not batch.is_decode:
-            self._launch("write_kv", (batch.n_rows, n_kv_heads), batch, **arguments)
-        if n_split:
-            grid = batch.n_splits, n_kv_heads, n_split
-            self._launch("attend", grid, batch, **arguments, writes=batch.is_decode)
-        if n_whole:
-            tiles = batch.views["tiles"][n_split:]
-            self._launch("attend_prompt", (n_whole, n_kv_heads), batch, **arguments, tiles=tiles)
-        return self._buffers["y"]
-
-    def _attention_arguments(self, layer: Layer, i: int) -> dict[str, Any]:
-        return vars(layer) | {
+        launch = partial(self._launch, "attend")
+        rows = batch.n_rows, n_kv_heads
+        arguments = vars(layer) | {
             "keys": self._keys[i],
             "values": self._values[i],
             "max_pages": self._buffers["page_tables"].shape[1],
             "window": self.config.windows[i] or 0,
             "rotary": self.config.rotary[i],
         }
+        if "attend" in self._kernels.plain:
+            for name in ("rotate", "write_kv", "attend"):
+                launch(name, rows, batch, **arguments)
+            return self._buffers["y"]
+        if not batch.is_decode:
+            launch("write_kv", rows, batch, **arguments)
+        if n_split:
+            grid = batch.n_splits, n_kv_heads, n_split
+            launch("attend", grid, batch, **arguments, writes=batch.is_decode)
+        if n_whole:
+            tiles = batch.views["tiles"][n_split:]
+            launch("attend_prompt", (n_whole, n_kv_heads), batch, **arguments, tiles=tiles)
+        return self._buffers["y"]
 
     def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         self._product("out", self.config.dim, batch, vars(layer))
 
     def gate_up(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        self._norm(batch, layer.mlp_norm)
+        self._norm("gate_up", batch, layer.mlp_norm)
         self._product("gate_up", self.config.hidden_dim, batch, vars(layer), n_matrices=2)
         return self._buffers["h"]
 
@@ -496,28 +500,29 @@ class CudaOps:
         gate_up = -(-experts.hidden_dim // 8), n_groups
         down = -(-self.config.dim // 8), n_groups
         norm = layer.mlp_norm
-        self._launch("rms_norm", (n,), batch, w=norm, rows=None, y=b["normed"])
-        self._launch("router", router, batch, **of_layer, n_rows=n)
-        self._launch("route", (1,), batch, n_rows=n)
-        self._launch("rms_norm", (n_pairs,), batch, w=norm, rows=b["pair_rows"], y=b["expert_x"])
-        self._launch("expert_gate_up", gate_up, batch, **of_layer, **expert_matrices(layer.w_gate_up))
-        self._launch("expert_down", down, batch, **of_layer, **expert_matrices(layer.w_down))
-        self._launch("add_experts", (n,), batch)
+        launch = partial(self._launch, "experts")
+        launch("rms_norm", (n,), batch, w=norm, rows=None, y=b["normed"])
+        launch("router", router, batch, **of_layer)
+        launch("route", (1,), batch)
+        launch("rms_norm", (n_pairs,), batch, w=norm, rows=b["pair_rows"], y=b["expert_x"])
+        launch("expert_gate_up", gate_up, batch, **of_layer, **expert_matrices(layer.w_gate_up))
+        launch("expert_down", down, batch, **of_layer, **expert_matrices(layer.w_down))
+        launch("add_experts", (n,), batch)
 
     def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
         if batch.n_wanted:
             wanted = batch._replace(n_rows=batch.n_wanted)
-            self._norm(wanted, weights.norm, batch.views["wanted"])
+            self._norm("logits", wanted, weights.norm, batch.views["wanted"])
             self._product("logits", len(weights.head), wanted, vars(weights))
         return self._buffers["raw"]
 
     def pick(self, logits: DeviceArray, batch: DeviceStep) -> None:
-        self._launch("pick", (batch.n_wanted,), batch)
+        self._launch("pick", "pick", (batch.n_wanted,), batch)
 
-    def _norm(self, batch: DeviceStep, w: DeviceArray, rows: DeviceArray | None = None) -> None:
+    def _norm(self, op: str, batch: DeviceStep, w: DeviceArray, rows: DeviceArray | None = None) -> None:
         """What products of more than NORMED_ROWS begin with; the others norm x themselves."""
         if batch.n_rows > NORMED_ROWS:
-            self._launch("rms_norm", (batch.n_rows,), batch, w=w, rows=rows, y=self._buffers["normed"])
+            self._launch(op, "rms_norm", (batch.n_rows,), batch, w=w, rows=rows, y=self._buffers["normed"])
 
     def _product(
         self, name: str, n_columns: int, batch: DeviceStep, weights: dict[str, Any], n_matrices: int = 1
@@ -526,9 +531,19 @@ class CudaOps:
         n = batch.n_rows
         shape = shape_for(n, n_columns * n_matrices, self.enough_blocks)
         grid = -(-n // shape.rows), -(-n_columns // shape.columns_of(name))
-        self._launch(name, grid, batch, shape, **weights, n_rows=n, n_wanted=n)
+        self._launch(name, name, grid, batch, shape, **weights)
 
     def _launch(
-        self, name: str, grid: tuple[int, ...], batch: DeviceStep, shape: Shape = ANY_SHAPE, **others: Any
+        self,
+        op: str,
+        name: str,
+        grid: tuple[int, ...],
+        batch: DeviceStep,
+        shape: Shape = ANY_SHAPE,
+        **others: Any,
     ) -> None:
-        self._kernels.launch(name, grid, self._buffers | batch.views | others, shape)
+        """Launch a kernel of an op, fast or plain; plain kernels norm their rows themselves."""
+        arguments = self._buffers | batch.views | {"n_rows": batch.n_rows} | others
+        is_plain = op in self._kernels.plain
+        if not is_plain or name in self._kernels.plain_signatures:
+            self._kernels.launch(name, grid, arguments, PLAIN if is_plain else shape)

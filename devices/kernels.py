@@ -22,7 +22,7 @@ import ctypes
 import importlib
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,7 @@ SOME_WIDE = Shape(  64,   128,       64,       128,       17)
 MANY_ROWS = Shape( 128,   128,       64,       128,       65)
 # fmt: on
 SHAPES = ONE_TILE, FEW_ROWS, SOME_ROWS, SOME_WIDE, MANY_ROWS  # the largest last
+PLAIN = Shape(1, 1, 1, 1, 1)  # of the kernels of plain.cu: a thread computes a number
 ANY_SHAPE = ONE_TILE  # the kernels that are not products are compiled with it alone
 
 # ONE_TILE alone norms rows by itself (kernels.cu, NormedRows): of so few rows, no other shape is taken.
@@ -235,30 +236,27 @@ LAUNCH_CONFIG = (
 
 
 class Kernels:
-    """The kernels of a .cu file, compiled for one model, once for each shape."""
+    """The kernels of both .cu files, compiled for one model: the fast ones once for each shape."""
 
-    def __init__(
-        self,
-        cp: Any,
-        config: Config,
-        driver: Any = None,
-        path: Path = FAST_CODE,
-        shapes: Sequence[Shape] = SHAPES,
-    ) -> None:
+    def __init__(self, cp: Any, config: Config, driver: Any = None) -> None:
         """driver: libcuda, for programmatic dependent launches; None: every launch is a plain one."""
         self.overlap = False  # may a kernel start before its predecessor has ended?
+        self.plain: set[str] = set()  # the ops that run by plain.cu
         self._cp = cp
         self._driver = driver
-        code = read_code(path)
-        self._modules = {shape: cp.RawModule(code=code, options=options(config, shape)) for shape in shapes}
+        code = {shape: read_code(PLAIN_CODE if shape is PLAIN else FAST_CODE) for shape in (*SHAPES, PLAIN)}
+        self._modules = {
+            shape: cp.RawModule(code=text, options=options(config, shape)) for shape, text in code.items()
+        }
         self._functions: dict[tuple[str, Shape], Any] = {}
         self._constants = constants(config, ANY_SHAPE)
-        self._signatures = signatures(code)
+        self._signatures = {shape: signatures(text) for shape, text in code.items()}
+        self.plain_signatures = self._signatures[PLAIN]
 
     def load(self) -> None:
         """Compile what is not compiled yet, all shapes: no step has to wait for that."""
-        for module in self._modules.values():  # CuPy compiles when a function is asked for
-            module.get_function("logits")
+        for shape in SHAPES:  # CuPy compiles when a function is asked for
+            self._modules[shape].get_function("logits")
 
     def launch(
         self, name: str, grid: tuple[int, ...], arguments: Mapping[str, Any], shape: Shape = ANY_SHAPE
@@ -271,7 +269,7 @@ class Kernels:
         if key not in self._functions:
             self._functions[key] = self._modules[shape].get_function(name)
         function = self._functions[key]
-        threads, parameters = self._signatures[name]
+        threads, parameters = self._signatures[shape][name]
         grid = (*grid, 1, 1)[:3]
         block = int(self._constants.get(threads, threads)), 1, 1
         values: list[Any] = []
@@ -280,7 +278,7 @@ class Kernels:
             if not parameter.is_array:
                 argument = NUMBERS[parameter.kind](argument)
             values.append(NULL if argument is None else argument)
-        if self._driver is None or not self.overlap:
+        if self._driver is None or not self.overlap or shape is PLAIN:
             function(grid, block, tuple(values))
         else:
             self._launch_early(name, function.kernel.ptr, grid, block, values)

@@ -1,10 +1,10 @@
 // The ops of model.py as plain CUDA C++, to be read before kernels.cu and to hold its fast kernels against.
 //
-//     embed --> [rms_norm, linear --> rotate, write_kv, attend --> linear --> rms_norm, linear, silu_mul
-//           --> linear] x n_layers --> rms_norm, linear --> pick
+//     embed --> [qkv --> rotate, write_kv, attend --> out --> gate_up --> down] x n_layers --> logits --> pick
 //
 // A thread computes one number by one loop, from the first term to the last: no shared memory, no barriers,
-// no tensor cores, nothing fused. tests/helpers/plain_ops.py launches these kernels for the ops of model.py.
+// no tensor cores. An op whose kernel of kernels.cu fails its check at the start runs by these (check.py): they
+// have the same names, and take the same arrays.
 //
 // Authority: the function of model.py or sampling.py that each kernel names; CUDA C++ Programming Guide.
 //
@@ -12,9 +12,8 @@
 // 1. It shares no code with kernels.cu: a reference that shares code with what it checks shares its mistakes.
 // 2. Weights, activations, keys and values are bfloat16; the residual stream and every sum are float32.
 //    Numbers are rounded to bfloat16 at the same places as in kernels.cu, without contraction (--fmad=false).
-// 3. The last argument of every kernel is n, how many numbers it computes, a thread each.
-//    grid: n / THREADS, rounded up; block: THREADS. A thread whose index is n or more has nothing to do. Any
-//    thread may leave at any time, for no thread waits for another.
+// 3. Threads share out the numbers of a kernel, whatever its grid: EACH(i, n). block: THREADS. Any thread may
+//    leave at any time, for no thread waits for another.
 // 4. A kernel begins when its predecessor has ended: we launch no kernel early (no programmatic dependent
 //    launch).
 //
@@ -41,7 +40,15 @@ typedef unsigned long long u64;
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
 #define MAX_FLOAT 3.4028235e38f
 
-__device__ int thread_index() { return blockIdx.x * THREADS + threadIdx.x; }
+// For each i below n that is this thread's: with a grid of any size and shape
+#define EACH(i, n)                                                                             \
+  for (size_t block = blockIdx.x + gridDim.x * (blockIdx.y + (size_t)gridDim.y * blockIdx.z),  \
+              n_blocks = (size_t)gridDim.x * gridDim.y * gridDim.z,                            \
+              i = block * THREADS + threadIdx.x;                                               \
+       i < (size_t)(n); i += n_blocks * THREADS)
+
+__device__ float rounded(float v) { return __bfloat162float(__float2bfloat16(v)); }
+__device__ float bias(weight *b, size_t i) { return b ? __bfloat162float(b[i]) : 0; }
 
 // ---- Rows -------------------------------------------------------------------------------------------------
 
@@ -51,65 +58,119 @@ __device__ int thread_index() { return blockIdx.x * THREADS + threadIdx.x; }
 //   tokens  (n_rows,) int32           -1: chosen[slot]
 //   slots   (n_rows,) int32
 //   chosen  (max_batch,) int32
-//   x       (n_rows, DIM) float32     written; n = n_rows * DIM
+//   x       (n_rows, DIM) float32     written
 extern "C" __global__ void __launch_bounds__(THREADS)
-    embed(weight *embed, const int *tokens, const int *slots, const int *chosen, float *x, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  int row = i / DIM, column = i % DIM;
-  int token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
-  x[i] = __bfloat162float(embed[(size_t)token * DIM + column]);
+    embed(weight *embed, const int *tokens, const int *slots, const int *chosen, float *x, int n_rows) {
+  EACH(i, (size_t)n_rows * DIM) {
+    int row = i / DIM, column = i % DIM;
+    int token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
+    x[i] = __bfloat162float(embed[(size_t)token * DIM + column]);
+  }
 }
 
-// y = x / sqrt(mean(x^2) + eps) * w                                                       NumpyOps._rms_norm
-//   w     (DIM,) bfloat16
-//   x     (any, DIM) float32
-//   rows  (n / DIM,) int32            which rows of x; null: all, in their order
-//   y     (n / DIM, DIM) bfloat16     written
-extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_norm(weight *w, const float *x, const int *rows, bf16 *y, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  int row = i / DIM, column = i % DIM;
-  if (rows) row = rows[row];
-  x += (size_t)row * DIM;
-  float sum = 0;
-  for (int k = 0; k < DIM; k++) sum += x[k] * x[k];
-  float scale = rsqrtf(sum / DIM + NORM_EPS);
-  y[i] = __float2bfloat16(x[column] * scale * __bfloat162float(w[column]));
-}
-
-// y = x w^T + b, or y += x w^T + b                                                        NumpyOps._linear
-// Every product of a layer, and the logits.
-//   w     (n_columns, size) bfloat16
-//   b     (n_columns,) bfloat16       null: no bias
-//   x     (n / n_columns, size) bfloat16
-//   y     (n / n_columns, n_columns) float32, written
-//   adds  1: y is added to, as the residual stream is
-extern "C" __global__ void __launch_bounds__(THREADS)
-    linear(weight *w, weight *b, const bf16 *x, float *y, int size, int n_columns, int adds, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  int row = i / n_columns, column = i % n_columns;
-  x += (size_t)row * size;
-  w += (size_t)column * size;
+// sum of x[k] w[k]: x (size,) bfloat16, w a row of a matrix                               NumpyOps._linear
+__device__ float product(const bf16 *x, weight *w, int size) {
   float sum = 0;
   for (int k = 0; k < size; k++) sum += __bfloat162float(x[k]) * __bfloat162float(w[k]);
-  if (b) sum += __bfloat162float(b[column]);
-  if (adds) sum = y[i] + sum;
-  y[i] = sum;
+  return sum;
+}
+
+// 1 / sqrt(mean(x^2) + eps): x (DIM,) float32                                             NumpyOps._rms_norm
+__device__ float rms_scale(const float *x) {
+  float sum = 0;
+  for (int k = 0; k < DIM; k++) sum += x[k] * x[k];
+  return rsqrtf(sum / DIM + NORM_EPS);
+}
+
+// The same product, of x normed: each number rounded as kernels.cu rounds it. norm (DIM,) bfloat16
+__device__ float normed_product(const float *x, weight *norm, weight *w) {
+  float scale = rms_scale(x), sum = 0;
+  for (int k = 0; k < DIM; k++)
+    sum += rounded(x[k] * scale * __bfloat162float(norm[k])) * __bfloat162float(w[k]);
+  return sum;
+}
+
+// qkv = rms_norm(x) wqkv^T + b                                                            NumpyOps.qkv
+//   wqkv       (QKV_DIM, DIM) bfloat16
+//   bqkv       (QKV_DIM,) bfloat16        null: no bias
+//   attn_norm  (DIM,) bfloat16
+//   x          (n_rows, DIM) float32
+//   qkv        (n_rows, QKV_DIM) float32  written
+extern "C" __global__ void __launch_bounds__(THREADS)
+    qkv(weight *wqkv, weight *bqkv, weight *attn_norm, const float *x, float *qkv, int n_rows) {
+  EACH(i, (size_t)n_rows * QKV_DIM) {
+    size_t row = i / QKV_DIM, column = i % QKV_DIM;
+    qkv[i] = normed_product(x + row * DIM, attn_norm, wqkv + column * DIM) + bias(bqkv, column);
+  }
+}
+
+// x += y wo^T + b                                                                         NumpyOps.out
+//   wo  (DIM, N_HEADS * HEAD_DIM) bfloat16
+//   bo  (DIM,) bfloat16               null: no bias
+//   y   (n_rows, N_HEADS * HEAD_DIM) bfloat16
+//   x   (n_rows, DIM) float32         added to
+extern "C" __global__ void __launch_bounds__(THREADS)
+    out(weight *wo, weight *bo, const bf16 *y, float *x, int n_rows) {
+  const int SIZE = N_HEADS * HEAD_DIM;
+  EACH(i, (size_t)n_rows * DIM) {
+    size_t row = i / DIM, column = i % DIM;
+    x[i] += product(y + row * SIZE, wo + column * SIZE, SIZE) + bias(bo, column);
+  }
 }
 
 // h = silu(gate) * up, silu(g) = g / (1 + exp(-g))                                        NumpyOps.gate_up
-//   gate_up  (n_rows, 2 * HIDDEN_DIM) float32: the gates of a row, then its ups
-//   h        (n_rows, HIDDEN_DIM) bfloat16, written; n = n_rows * HIDDEN_DIM
-extern "C" __global__ void __launch_bounds__(THREADS) silu_mul(const float *gate_up, bf16 *h, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  int row = i / HIDDEN_DIM, column = i % HIDDEN_DIM;
-  gate_up += (size_t)row * 2 * HIDDEN_DIM;
-  float gate = gate_up[column], up = gate_up[HIDDEN_DIM + column];
-  h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+//   w_gate_up  (2 * HIDDEN_DIM, DIM) bfloat16: the rows of the gates, then those of the ups
+//   b_gate_up  (2 * HIDDEN_DIM,) bfloat16      null: no bias
+//   mlp_norm   (DIM,) bfloat16
+//   x          (n_rows, DIM) float32
+//   h          (n_rows, HIDDEN_DIM) bfloat16   written
+extern "C" __global__ void __launch_bounds__(THREADS)
+    gate_up(weight *w_gate_up, weight *b_gate_up, weight *mlp_norm, const float *x, bf16 *h, int n_rows) {
+  EACH(i, (size_t)n_rows * HIDDEN_DIM) {
+    const float *of_row = x + i / HIDDEN_DIM * DIM;
+    size_t g = i % HIDDEN_DIM, u = HIDDEN_DIM + g;
+    float gate = normed_product(of_row, mlp_norm, w_gate_up + g * DIM) + bias(b_gate_up, g);
+    float up = normed_product(of_row, mlp_norm, w_gate_up + u * DIM) + bias(b_gate_up, u);
+    h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+  }
+}
+
+// x += h w_down^T + b                                                                     NumpyOps.down
+//   w_down  (DIM, HIDDEN_DIM) bfloat16
+//   b_down  (DIM,) bfloat16           null: no bias
+//   h       (n_rows, HIDDEN_DIM) bfloat16
+//   x       (n_rows, DIM) float32     added to
+extern "C" __global__ void __launch_bounds__(THREADS)
+    down(weight *w_down, weight *b_down, const bf16 *h, float *x, int n_rows) {
+  EACH(i, (size_t)n_rows * DIM) {
+    size_t row = i / DIM, column = i % DIM;
+    x[i] += product(h + row * HIDDEN_DIM, w_down + column * HIDDEN_DIM, HIDDEN_DIM) + bias(b_down, column);
+  }
+}
+
+// What orders the tokens of a row: a larger logit is a larger number; of equals the first token has the larger
+// one. A logit that is NaN or infinite has the largest of all: `pick` of kernels.cu looks for it.
+__device__ u64 rank_of(float logit, int token) {
+  if (!(logit <= MAX_FLOAT)) return ~0ull;
+  unsigned bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
+  bits = bits >> 31 ? ~bits : bits | 1u << 31;
+  return (u64)bits << 32 | (~0u - token);
+}
+
+// raw = rms_norm(x) head^T for the wanted rows                                            NumpyOps.logits
+//   head    (VOCAB_SIZE, DIM) bfloat16
+//   norm    (DIM,) bfloat16
+//   x       (any, DIM) float32
+//   wanted  (n_rows,) int32                   which rows of x
+//   raw     (n_rows, VOCAB_SIZE) float32      written
+//   best    (n_rows,) uint64                  becomes the greatest rank_of() of the row; 0 before
+extern "C" __global__ void __launch_bounds__(THREADS)
+    logits(weight *head, weight *norm, const float *x, const int *wanted, float *raw, u64 *best, int n_rows) {
+  EACH(i, (size_t)n_rows * VOCAB_SIZE) {
+    size_t row = i / VOCAB_SIZE, token = i % VOCAB_SIZE;
+    raw[i] = normed_product(x + (size_t)wanted[row] * DIM, norm, head + token * DIM);
+    atomicMax(&best[row], rank_of(raw[i], token));
+  }
 }
 
 // ---- Attention over a paged KV cache ----------------------------------------------------------------------
@@ -136,48 +197,48 @@ __device__ size_t value_at(const int *page_table, int kv_head, int position, int
 // For each head of q and k, in place; then it is rounded.
 //   q_norm, k_norm  (HEAD_DIM,) bfloat16         null: the model has none
 //   rotary          0: this layer does not rotate
-//   n = n_rows * (N_HEADS + N_KV_HEADS): a thread has a whole head, over which the norm goes
+//   A thread has a whole head, over which the norm goes: n_rows * (N_HEADS + N_KV_HEADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     rotate(float *qkv, weight *q_norm, weight *k_norm, const float2 *rope, const int *positions, int rotary,
-           int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  int row = i / (N_HEADS + N_KV_HEADS), head = i % (N_HEADS + N_KV_HEADS), position = positions[row];
-  if (position < 0) return;
-  float *v = qkv + (size_t)row * QKV_DIM + head * HEAD_DIM;
-  weight *norm = head < N_HEADS ? q_norm : k_norm;
-  if (norm) {
-    float sum = 0;
-    for (int k = 0; k < HEAD_DIM; k++) sum += v[k] * v[k];
-    float scale = rsqrtf(sum / HEAD_DIM + NORM_EPS);
-    for (int k = 0; k < HEAD_DIM; k++) v[k] = v[k] * scale * __bfloat162float(norm[k]);
+           int n_rows) {
+  EACH(i, n_rows * (N_HEADS + N_KV_HEADS)) {
+    int row = i / (N_HEADS + N_KV_HEADS), head = i % (N_HEADS + N_KV_HEADS), position = positions[row];
+    if (position < 0) continue;
+    float *v = qkv + (size_t)row * QKV_DIM + head * HEAD_DIM;
+    weight *norm = head < N_HEADS ? q_norm : k_norm;
+    if (norm) {
+      float sum = 0;
+      for (int k = 0; k < HEAD_DIM; k++) sum += v[k] * v[k];
+      float scale = rsqrtf(sum / HEAD_DIM + NORM_EPS);
+      for (int k = 0; k < HEAD_DIM; k++) v[k] = v[k] * scale * __bfloat162float(norm[k]);
+    }
+    for (int k = 0; rotary && k < HEAD_DIM; k += 2) {
+      float2 turn = rope[(size_t)position * (HEAD_DIM / 2) + k / 2];
+      float a = v[k], b = v[k + 1];
+      v[k] = a * turn.x - b * turn.y;
+      v[k + 1] = a * turn.y + b * turn.x;
+    }
+    for (int k = 0; k < HEAD_DIM; k++) v[k] = __bfloat162float(__float2bfloat16(v[k]));
   }
-  for (int k = 0; rotary && k < HEAD_DIM; k += 2) {
-    float2 turn = rope[(size_t)position * (HEAD_DIM / 2) + k / 2];
-    float a = v[k], b = v[k + 1];
-    v[k] = a * turn.x - b * turn.y;
-    v[k + 1] = a * turn.y + b * turn.x;
-  }
-  for (int k = 0; k < HEAD_DIM; k++) v[k] = __bfloat162float(__float2bfloat16(v[k]));
 }
 
 // keys[page, kv_head, place] = k; values[page, kv_head, :, place] = v              NumpyOps._write_cache
 // Writes the keys and values of the step's tokens to their pages.
 //   qkv as `rotate` leaves it
-//   n = n_rows * N_KV_HEADS * HEAD_DIM: a thread has a number of a key, and the same number of its value
+//   A thread has a number of a key, and the same number of its value
 extern "C" __global__ void __launch_bounds__(THREADS)
     write_kv(const float *qkv, bf16 *keys, bf16 *values, const int *positions, const int *slots,
-             const int *page_tables, int max_pages, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  int row = i / (N_KV_HEADS * HEAD_DIM), kv_head = i / HEAD_DIM % N_KV_HEADS, k = i % HEAD_DIM;
-  int position = positions[row];
-  if (position < 0) return;
-  const int *page_table = page_tables + (size_t)slots[row] * max_pages;
-  const float *key = qkv + (size_t)row * QKV_DIM + (N_HEADS + kv_head) * HEAD_DIM;
-  const float *value = key + N_KV_HEADS * HEAD_DIM;
-  keys[key_at(page_table, kv_head, position, k)] = __float2bfloat16(key[k]);
-  values[value_at(page_table, kv_head, position, k)] = __float2bfloat16(value[k]);
+             const int *page_tables, int max_pages, int n_rows) {
+  EACH(i, (size_t)n_rows * N_KV_HEADS * HEAD_DIM) {
+    int row = i / (N_KV_HEADS * HEAD_DIM), kv_head = i / HEAD_DIM % N_KV_HEADS, k = i % HEAD_DIM;
+    int position = positions[row];
+    if (position < 0) continue;
+    const int *page_table = page_tables + (size_t)slots[row] * max_pages;
+    const float *key = qkv + (size_t)row * QKV_DIM + (N_HEADS + kv_head) * HEAD_DIM;
+    const float *value = key + N_KV_HEADS * HEAD_DIM;
+    keys[key_at(page_table, kv_head, position, k)] = __float2bfloat16(key[k]);
+    values[value_at(page_table, kv_head, position, k)] = __float2bfloat16(value[k]);
+  }
 }
 
 // q k / sqrt(HEAD_DIM) of one head: q (HEAD_DIM,) float32, k (HEAD_DIM,) bfloat16
@@ -191,34 +252,34 @@ __device__ float score(const float *q, const bf16 *k) {
 // A thread goes through all keys twice: for the greatest score, then for the sums. (kernels.cu rounds a key's
 // weight relative to another greatest score, that of the 32 keys around it.)
 //   qkv as `rotate` leaves it, its keys and values in their pages
-//   y       (n_rows, N_HEADS * HEAD_DIM) bfloat16, written; n = n_rows * N_HEADS * HEAD_DIM
+//   y       (n_rows, N_HEADS * HEAD_DIM) bfloat16, written
 //   sinks   (N_HEADS,) bfloat16      a score of each head that no key has; null: none
 //   window  of the layer: a token sees so many positions, itself included; 0: all
 extern "C" __global__ void __launch_bounds__(THREADS)
     attend(const float *qkv, const bf16 *keys, const bf16 *values, const int *positions, const int *slots,
-           const int *page_tables, weight *sinks, bf16 *y, int max_pages, int window, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  int row = i / (N_HEADS * HEAD_DIM), head = i / HEAD_DIM % N_HEADS, k = i % HEAD_DIM;
-  int kv_head = head / GROUP, last = positions[row];
-  if (last < 0) return;
-  int first = window ? max(0, last - window + 1) : 0;
-  const float *q = qkv + (size_t)row * QKV_DIM + head * HEAD_DIM;
-  const int *page_table = page_tables + (size_t)slots[row] * max_pages;
+           const int *page_tables, weight *sinks, bf16 *y, int max_pages, int window, int n_rows) {
+  EACH(i, (size_t)n_rows * N_HEADS * HEAD_DIM) {
+    int row = i / (N_HEADS * HEAD_DIM), head = i / HEAD_DIM % N_HEADS, k = i % HEAD_DIM;
+    int kv_head = head / GROUP, last = positions[row];
+    if (last < 0) continue;
+    int first = window ? max(0, last - window + 1) : 0;
+    const float *q = qkv + (size_t)row * QKV_DIM + head * HEAD_DIM;
+    const int *page_table = page_tables + (size_t)slots[row] * max_pages;
 
-  float greatest = MINUS_INFINITY;
-  for (int p = first; p <= last; p++)
-    greatest = fmaxf(greatest, score(q, keys + key_at(page_table, kv_head, p, 0)));
+    float greatest = MINUS_INFINITY;
+    for (int p = first; p <= last; p++)
+      greatest = fmaxf(greatest, score(q, keys + key_at(page_table, kv_head, p, 0)));
 
-  float sum = 0, out = 0;
-  for (int p = first; p <= last; p++) {
-    float e = expf(score(q, keys + key_at(page_table, kv_head, p, 0)) - greatest);
-    float share = __bfloat162float(__float2bfloat16(e));
-    sum += share;
-    out += share * __bfloat162float(values[value_at(page_table, kv_head, p, k)]);
+    float sum = 0, out = 0;
+    for (int p = first; p <= last; p++) {
+      float e = expf(score(q, keys + key_at(page_table, kv_head, p, 0)) - greatest);
+      float share = __bfloat162float(__float2bfloat16(e));
+      sum += share;
+      out += share * __bfloat162float(values[value_at(page_table, kv_head, p, k)]);
+    }
+    if (sinks) sum += expf(__bfloat162float(sinks[head]) - greatest);
+    y[i] = __float2bfloat16(out / sum);
   }
-  if (sinks) sum += expf(__bfloat162float(sinks[head]) - greatest);
-  y[i] = __float2bfloat16(out / sum);
 }
 
 // ---- Sampling ---------------------------------------------------------------------------------------------
@@ -295,13 +356,15 @@ __device__ float lowest_logit(const float *logits, u64 needed, Weight weight) {
 //   chosen     (max_batch,) int32, written       the token that `embed` takes in the next step
 //   choices    (n, CHOICE_WIDTH) int32, written  token, -1: the logits are not finite; its logprob;
 //                                                the MAX_TOP likeliest tokens; their logprobs, as float32
-//   n: rows, a thread each
+//   best       (n,) uint64                       of `logits`; 0 after it
+// grid: n rows; the first thread of a block has the row, the others nothing to do
 extern "C" __global__ void __launch_bounds__(THREADS)
-    pick(const float *raw, float *logits, const int *pick_rows, const float *settings, u64 *seeds,
+    pick(const float *raw, u64 *best, float *logits, const int *pick_rows, const float *settings, u64 *seeds,
          const unsigned *masks, unsigned *counts, const float *biases, int *chosen, int *choices, int *tokens,
-         int *positions, int *tiles, int n) {
-  int row = thread_index();
-  if (row >= n) return;
+         int *positions, int *tiles) {
+  int row = blockIdx.x;
+  if (threadIdx.x) return;
+  best[row] = 0;
   const int *of_row = pick_rows + row * PICK_ROW_WIDTH;
   int slot = of_row[0], first_row = of_row[1], n_before = of_row[2];
   int top_k = of_row[3], flags = of_row[4], n_top = of_row[5];
@@ -395,31 +458,42 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   experts  (n_pairs,) int32
 //   shares   (n_pairs,) float32
 
+// scores = rms_norm(x) router^T + b
+//   router    (N_EXPERTS, DIM) bfloat16
+//   b_router  (N_EXPERTS,) bfloat16            null: no bias
+//   scores    (n_rows, N_EXPERTS) float32      written
+extern "C" __global__ void __launch_bounds__(THREADS)
+    router(weight *router, weight *b_router, weight *mlp_norm, const float *x, float *scores, int n_rows) {
+  EACH(i, n_rows * N_EXPERTS) {
+    size_t row = i / N_EXPERTS, expert = i % N_EXPERTS;
+    scores[i] = normed_product(x + row * DIM, mlp_norm, router + expert * DIM) + bias(b_router, expert);
+  }
+}
+
 // The experts with the highest scores, of equals the first; a share is the softmax of a score, over those of
 // the row or over all experts                                                                NumpyOps._route
-//   scores  (n_rows, N_EXPERTS) float32       experts, shares  written; n = n_rows
+//   scores  (n_rows, N_EXPERTS) float32       experts, shares  written
 extern "C" __global__ void __launch_bounds__(THREADS)
-    route(const float *scores, int *experts, float *shares, int n) {
-  int row = thread_index();
-  if (row >= n) return;
-  scores += (size_t)row * N_EXPERTS;
-  experts += row * N_CHOSEN;
-  shares += row * N_CHOSEN;
-  for (int i = 0; i < N_CHOSEN; i++) {
-    int best = -1;
-    for (int e = 0; e < N_EXPERTS; e++) {
-      bool is_chosen = false;
-      for (int j = 0; j < i; j++) is_chosen = is_chosen || experts[j] == e;
-      if (!is_chosen && (best < 0 || scores[e] > scores[best])) best = e;
+    route(const float *scores, int *experts, float *shares, int n_rows) {
+  EACH(row, n_rows) {
+    const float *of_row = scores + row * N_EXPERTS;
+    int *chosen = experts + row * N_CHOSEN;
+    for (int i = 0; i < N_CHOSEN; i++) {
+      int best = -1;
+      for (int e = 0; e < N_EXPERTS; e++) {
+        bool is_chosen = false;
+        for (int j = 0; j < i; j++) is_chosen = is_chosen || chosen[j] == e;
+        if (!is_chosen && (best < 0 || of_row[e] > of_row[best])) best = e;
+      }
+      chosen[i] = best;
     }
-    experts[i] = best;
+    float top = of_row[chosen[0]], total = 0;
+    if (NORMALISED)
+      for (int i = 0; i < N_CHOSEN; i++) total += expf(of_row[chosen[i]] - top);
+    else
+      for (int e = 0; e < N_EXPERTS; e++) total += expf(of_row[e] - top);
+    for (int i = 0; i < N_CHOSEN; i++) shares[row * N_CHOSEN + i] = expf(of_row[chosen[i]] - top) / total;
   }
-  float top = scores[experts[0]], total = 0;
-  if (NORMALISED)
-    for (int i = 0; i < N_CHOSEN; i++) total += expf(scores[experts[i]] - top);
-  else
-    for (int e = 0; e < N_EXPERTS; e++) total += expf(scores[e] - top);
-  for (int i = 0; i < N_CHOSEN; i++) shares[i] = expf(scores[experts[i]] - top) / total;
 }
 
 // Number k of a row of a matrix: bfloat16, or MXFP4, which has 4 bits (E2M1) and a scale for 32 numbers
@@ -435,47 +509,56 @@ __device__ float number(weight *w, packed *blocks, packed *scales, size_t row, i
   return half & 8 ? -value : value;
 }
 
-// y = x w^T + b for the expert of each pair
-//   w       (N_EXPERTS, n_columns, size) bfloat16, or MXFP4: blocks, scales
-//   b       (N_EXPERTS, n_columns) bfloat16, null: no bias
-//   x       (n_pairs / a_row, size) bfloat16   each row of x is that of a_row pairs
-//   y       (n_pairs, n_columns) float32, written; n = n_pairs * n_columns
+// expert_h = silu(gate) * up, or with both clamped gate / (1 + exp(-ALPHA * gate)) * (up + 1)
+//                                                                       NumpyOps._expert_linear, ._swiglu
+//   w          (N_EXPERTS, 2 * EXPERT_DIM, DIM) bfloat16, or MXFP4: blocks, scales
+//   b_gate_up  (N_EXPERTS, 2 * EXPERT_DIM) bfloat16   null: no bias
+//   expert_h   (n_pairs, EXPERT_DIM) bfloat16, written
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_linear(weight *w, packed *blocks, packed *scales, weight *b, const bf16 *x, const int *experts,
-                  float *y, int size, int n_columns, int a_row, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  int pair = i / n_columns, column = i % n_columns;
-  size_t row = (size_t)experts[pair] * n_columns + column;
-  x += (size_t)(pair / a_row) * size;
-  float sum = 0;
-  for (int k = 0; k < size; k++) sum += __bfloat162float(x[k]) * number(w, blocks, scales, row, size, k);
-  if (b) sum += __bfloat162float(b[row]);
-  y[i] = sum;
+    expert_gate_up(weight *w, packed *blocks, packed *scales, weight *b_gate_up, weight *mlp_norm, const float *x,
+                   const int *experts, bf16 *expert_h, int n_rows) {
+  EACH(i, (size_t)n_rows * N_CHOSEN * EXPERT_DIM) {
+    size_t pair = i / EXPERT_DIM, g = (size_t)experts[pair] * 2 * EXPERT_DIM + i % EXPERT_DIM, u = g + EXPERT_DIM;
+    const float *of_row = x + pair / N_CHOSEN * DIM;
+    float scale = rms_scale(of_row), gate = 0, up = 0;
+    for (int k = 0; k < DIM; k++) {
+      float normed = rounded(of_row[k] * scale * __bfloat162float(mlp_norm[k]));
+      gate += normed * number(w, blocks, scales, g, DIM, k);
+      up += normed * number(w, blocks, scales, u, DIM, k);
+    }
+    gate += bias(b_gate_up, g);
+    up += bias(b_gate_up, u);
+    if (CLAMPED) {
+      gate = fminf(gate, LIMIT);
+      up = fminf(fmaxf(up, -LIMIT), LIMIT);
+      expert_h[i] = __float2bfloat16(gate / (1 + expf(-ALPHA * gate)) * (up + 1));
+    } else expert_h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+  }
 }
 
-// h = silu(gate) * up, or with both clamped gate / (1 + exp(-ALPHA * gate)) * (up + 1)      NumpyOps._swiglu
-//   expert_gate_up  (n_pairs, 2 * EXPERT_DIM) float32   expert_h  (n_pairs, EXPERT_DIM) bfloat16, written
+// expert_y = expert_h w^T + b                                                        NumpyOps._expert_linear
+//   w         (N_EXPERTS, DIM, EXPERT_DIM) bfloat16, or MXFP4: blocks, scales
+//   b_down    (N_EXPERTS, DIM) bfloat16         null: no bias
+//   expert_y  (n_pairs, DIM) float32, written
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_swiglu(const float *expert_gate_up, bf16 *expert_h, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  expert_gate_up += (size_t)(i / EXPERT_DIM) * 2 * EXPERT_DIM;
-  float gate = expert_gate_up[i % EXPERT_DIM], up = expert_gate_up[EXPERT_DIM + i % EXPERT_DIM];
-  if (CLAMPED) {
-    gate = fminf(gate, LIMIT);
-    up = fminf(fmaxf(up, -LIMIT), LIMIT);
-    expert_h[i] = __float2bfloat16(gate / (1 + expf(-ALPHA * gate)) * (up + 1));
-  } else expert_h[i] = __float2bfloat16(gate / (1 + expf(-gate)) * up);
+    expert_down(weight *w, packed *blocks, packed *scales, weight *b_down, const bf16 *expert_h,
+                const int *experts, float *expert_y, int n_rows) {
+  EACH(i, (size_t)n_rows * N_CHOSEN * DIM) {
+    size_t pair = i / DIM, row = (size_t)experts[pair] * DIM + i % DIM;
+    const bf16 *h = expert_h + pair * EXPERT_DIM;
+    float sum = 0;
+    for (int k = 0; k < EXPERT_DIM; k++)
+      sum += __bfloat162float(h[k]) * number(w, blocks, scales, row, EXPERT_DIM, k);
+    expert_y[i] = sum + bias(b_down, row);
+  }
 }
 
 // x += sum of share * expert_y over the pairs of a row
-//   expert_y  (n_pairs, DIM) float32   x  (n_rows, DIM) float32, written; n = n_rows * DIM
+//   x  (n_rows, DIM) float32          added to
 extern "C" __global__ void __launch_bounds__(THREADS)
-    add_experts(const float *shares, const float *expert_y, float *x, int n) {
-  int i = thread_index();
-  if (i >= n) return;
-  for (int pair = i / DIM * N_CHOSEN; pair < (i / DIM + 1) * N_CHOSEN; pair++)
-    x[i] += shares[pair] * expert_y[(size_t)pair * DIM + i % DIM];
+    add_experts(const float *shares, const float *expert_y, float *x, int n_rows) {
+  EACH(i, (size_t)n_rows * DIM)
+    for (size_t pair = i / DIM * N_CHOSEN; pair < (i / DIM + 1) * N_CHOSEN; pair++)
+      x[i] += shares[pair] * expert_y[pair * DIM + i % DIM];
 }
 #endif  // N_EXPERTS
