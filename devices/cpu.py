@@ -112,7 +112,7 @@ class FastOps(NumpyOps):
         """
         batch = Batch([Span(0, [0], [0], 0, 1)])
         try:
-            with compiling(20 if self._n_threads == 1 else 30):
+            with compiling():
                 for small in (sys.maxsize, 0):
                     self._small = small
                     forward(self, self.weights, batch)

@@ -21,7 +21,6 @@ Not here: the ops (cpu.py), how weights become panels (panels.py), the loop of a
 import hashlib
 import logging
 import math
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -85,36 +84,23 @@ def can_cache() -> bool:
     return True
 
 
-PROGRESS_S = 5  # from one line of the log to the next
+class Announcer(event.Listener):
+    """Logs that compiling has begun. A start that finds every kernel in Numba's cache compiles nothing."""
 
-
-class Progress(event.Listener):
-    """Logs how far compiling is. A start that finds every kernel in Numba's cache compiles nothing."""
-
-    def __init__(self, n_expected: int) -> None:
-        self._n_expected = n_expected  # more or less: the formats of the weights make the difference
-        self._n_done = 0
-        self._began_at = self._logged_at = 0.0
+    has_begun = False
 
     def on_start(self, event: Any) -> None:
-        if not self._began_at:
-            self._began_at = self._logged_at = time.monotonic()
+        if not self.has_begun:
+            self.has_begun = True
             log.info("compiling the kernels, which takes most of a minute, or longer on a busy machine")
 
     def on_end(self, event: Any) -> None:
-        self._n_done += event.data["dispatcher"].py_func.__module__.startswith("devices.")  # else Numba's own
-        now = time.monotonic()
-        if self._n_done > 1 and now >= self._logged_at + PROGRESS_S:
-            self._logged_at = now
-            left = (now - self._began_at) * max(0, self._n_expected / self._n_done - 1)
-            log.info(
-                "compiled %d functions of about %d, about %d s to go", self._n_done, self._n_expected, left
-            )
+        pass
 
 
 @contextmanager
-def compiling(n_expected: int) -> Iterator[None]:
-    """Let one process compile and log its progress; processes that wait for it then read its cache."""
+def compiling() -> Iterator[None]:
+    """Let one process compile, and say so; processes that wait for it then read its cache."""
     with ExitStack() as stack:
         if OPTIONS["cache"]:
             lock = FileLock(Path(numba_config.CACHE_DIR) / "lock")
@@ -124,7 +110,7 @@ def compiling(n_expected: int) -> Iterator[None]:
                 log.info("waiting for another process, which gets the kernels ready")
                 lock.acquire()
             stack.callback(lock.release)
-        stack.enter_context(event.install_listener("numba:compile", Progress(n_expected)))
+        stack.enter_context(event.install_listener("numba:compile", Announcer()))
         yield
 
 

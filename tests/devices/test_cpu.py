@@ -352,12 +352,11 @@ def test_a_changed_module_compiles_all_kernels_anew(tmp_path: Path, monkeypatch:
 # --- a start ------------------------------------------------------------------------------------------------
 
 
-def test_one_process_compiles_and_says_how_far_it_is(
+def test_one_process_compiles_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bugs: nine starts at once compiled the same for minutes; a start that compiled nothing announced it."""
     monkeypatch.setattr(kernels.numba_config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels, "PROGRESS_S", 0)
     monkeypatch.setitem(kernels.OPTIONS, "cache", True)
     caplog.set_level(logging.INFO)
     waits, order = threading.Event(), list[str]()
@@ -367,7 +366,7 @@ def test_one_process_compiles_and_says_how_far_it_is(
         return True
 
     def other() -> None:
-        with kernels.compiling(30):
+        with kernels.compiling():
             order.append("the other")
 
     monkeypatch.setattr(kernels.log, "filter", heard)
@@ -379,14 +378,11 @@ def test_one_process_compiles_and_says_how_far_it_is(
     thread.join()
     assert order == ["this one", "the other"]
     assert caplog.messages == ["waiting for another process, which gets the kernels ready"]
-    with kernels.compiling(30):
+    with kernels.compiling():
         for n in (1, 2):
-            one = njit(lambda x: x + 1)
-            one.py_func.__module__ = "devices.tried"
-            assert one(n) == n + 1
+            assert njit(lambda x: x + 1)(n) == n + 1
     assert caplog.messages[1].startswith("compiling the kernels")
-    assert caplog.messages[2].startswith("compiled 2 functions of about 30")
-    assert len(caplog.messages) == 3
+    assert len(caplog.messages) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_told(
