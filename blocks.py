@@ -26,7 +26,7 @@ from responses import IllegalEvent
 
 Event = dict[str, Any]  # as on the wire
 
-PING = sse.encode(sse.dumps({"type": "ping"}), "ping")  # keeps a silent stream alive
+PING = sse.encode({"type": "ping"}, "ping")  # keeps a silent stream alive
 
 # What a model says, the events that are made of it, and the state after each:
 #

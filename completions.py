@@ -26,7 +26,7 @@ from typing import Any
 
 import sse
 from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
-from request.refusals import error_body
+from request.refusals import BadInput, error_body
 
 Chunk = dict[str, Any]  # as on the wire; the logprobs of a token are encoded already
 OBJECT = "chat.completion.chunk"
@@ -88,7 +88,7 @@ class Chunks:
                 delta = _called(calls, {type_: {member: text}})
             case Finish("failed"):
                 self._failed = True
-                return [error_body(500, said.message, code=said.code)]
+                return [error_body(BadInput(said.message, code=said.code))]
             case Finish(reason, usage):
                 self._usages.append(usage or Usage(0, 0))
                 members["finish_reason"] = reason

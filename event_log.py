@@ -58,7 +58,7 @@ def encode_event(number: int, event: Event) -> Entry:
         status = event["response"]["status"]
         response_json = sse.dumps(event["response"])
         numbered["response"] = sse.Encoded(response_json)
-    return Entry(sse.encode(sse.dumps(numbered), event.get("type")), status, response_json)
+    return Entry(sse.encode(numbered, event.get("type")), status, response_json)
 
 
 class EventLog:

@@ -8,7 +8,7 @@ https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7
 
 Rules of this file:
 1. Every reply has an x-request-id, all log records of its request too; errors of endpoints have one body.
-2. `Keys` holds only digests, and compares with all of them each time: the time taken reveals nothing.
+2. We hold only digests of the keys, and compare with all of them each time: the time taken reveals nothing.
 3. An endpoint gets a Visit, which counts the resources of its request: a stream, bytes. A poll or a cancel
    needs no stream, so it gets in while all streams are taken.
 4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
@@ -26,9 +26,9 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Callable, Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -44,7 +44,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api import Api
 from request.ids import REQUEST_ID, new_id
 from request.refusals import MAX_SHOWN, BadInput, error_body, messages_error, shown
-from request.room import Rooms
+from request.room import Rooms, Visit
 from service import webpage
 from service.metrics import Metrics
 from streaming import json_response
@@ -99,26 +99,29 @@ def logged(app: ASGIApp, metrics: Metrics, unanswered: set[str]) -> ASGIApp:
     return answer
 
 
-def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set[str]) -> ASGIApp:
+def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: Set[str]) -> ASGIApp:
     """Return the endpoints, with everything around them.
 
-    `origins`: sites whose pages may call. `hosts`: names of this server, in lower case; "*": any.
+    `keys`: digests of the API keys; without any, every client is let in. `origins`: sites whose pages may
+    call. `hosts`: names of this server, in lower case; "*": any.
     """
 
-    async def scrape(_: HttpRequest) -> Response:
+    async def scrape(_: HttpRequest, visit: Visit) -> Response:
+        await visit.until_next_part()  # each takes the event loop 5 ms
         return Response(api.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, unless it is refused; scope["visit"] counts its resources till the end."""
         headers = Headers(scope=scope)
-        with rooms.visit(keys.owner(headers)) as visit:
+        with rooms.visit(owner_of(headers, keys)) as visit:
             scope["visit"] = visit
-            app = turned_away(scope, headers, keys, origins, hosts) or inner
+            refusal = turned_away(scope, headers, keys, origins, hosts)
+            app = error_response(scope, refusal) if refusal else inner
             await app(scope, receive, send)
 
     routes = [
         Route("/", webpage.RESPONSE, methods=["GET"]),
-        Route("/metrics", scrape),
+        Route("/metrics", partial(visited, scrape)),
         WebSocketRoute("/v1/responses", partial(visited, api.open_websocket)),
         *(
             Route(path, partial(visited, handler), methods=[method])
@@ -141,46 +144,39 @@ def make_app(api: Api, keys: "Keys", rooms: Rooms, origins: Set[str], hosts: Set
 # --- who is let in ------------------------------------------------------------------------------------------
 
 
-class Keys:
-    """The API keys of this server; without any, every client is let in."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = {digest(key) for key in keys}
-        self.n_owners = len(self._digests)
-
-    def owner(self, headers: Headers) -> str | None:
-        """Return the digest of a request's key; "" if the server has none, None if it is wrong or absent."""
-        if not self._digests:
-            return ""
-        offered = OFFERED_KEY.search(headers.get("sec-websocket-protocol", ""))
-        bearer = BEARER.fullmatch(headers.get("authorization", "").strip()) or offered
-        key = bearer[1] if bearer else headers.get("x-api-key")  # Anthropic's
-        if not key:
-            return None
-        owner = digest(key)
-        matches = [hmac.compare_digest(owner, each) for each in self._digests]  # with all of them: rule 2
-        return owner if any(matches) else None
+def owner_of(headers: Headers, keys: Set[str]) -> str | None:
+    """Return the digest of a request's key; "" if the server has no keys, None if it is wrong or absent."""
+    if not keys:
+        return ""
+    offered = OFFERED_KEY.search(headers.get("sec-websocket-protocol", ""))
+    bearer = BEARER.fullmatch(headers.get("authorization", "").strip()) or offered
+    key = bearer[1] if bearer else headers.get("x-api-key")  # Anthropic's
+    if not key:
+        return None
+    owner = digest(key)
+    matches = [hmac.compare_digest(owner, each) for each in keys]  # with all of them: rule 2
+    return owner if any(matches) else None
 
 
 def turned_away(
-    scope: Scope, headers: Headers, keys: Keys, origins: Set[str], hosts: Set[str]
-) -> Response | None:
-    """Return the answer to a request that must not reach an endpoint; None lets it in."""
+    scope: Scope, headers: Headers, keys: Set[str], origins: Set[str], hosts: Set[str]
+) -> BadInput | None:
+    """Return why a request must not reach an endpoint; None lets it in."""
     host = headers.get("host")
-    if keys.n_owners == 0 and not is_ours(host, hosts):
-        return refused(scope, BAD_HOST, host)
+    if not keys and not is_ours(host, hosts):
+        return BadInput(BAD_HOST.format(shown(host)), code="host_not_allowed")
     if not scope["visit"].has_key and scope["path"] not in KEYLESS_PATHS:
-        return refused(scope, BAD_KEY)
+        return BadInput(BAD_KEY, code="invalid_api_key")
     is_socket = scope["type"] == "websocket" and scope["path"] == "/v1/responses"
     if headers.get("upgrade", "").lower() == "websocket" and not is_socket:
-        return refused(scope, NO_WEBSOCKET)
+        return BadInput(NO_WEBSOCKET, code="unsupported_protocol")
     origin = headers.get("origin", "")
     if not origin or origin.partition("://")[2] == host or origins & {origin, "*"}:
         return None
     # A browser has sent this for a page of another site.
     content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if is_socket or (scope["method"] == "POST" and content_type != "application/json"):
-        return refused(scope, BAD_ORIGIN, origin)
+        return BadInput(BAD_ORIGIN.format(shown(origin)), code="origin_not_allowed")
     return None
 
 
@@ -207,84 +203,58 @@ def digest(key: str) -> str:
     return hashlib.sha256(f"llmref api key {key}".encode()).hexdigest()
 
 
-class Refusal(NamedTuple):
-    """Why a request does not reach an endpoint."""
-
-    status: int
-    code: str
-    message: str  # {}: what came
-    headers: Mapping[str, str] = {}
-
-
-BAD_HOST = Refusal(
-    421,
-    "host_not_allowed",
+BAD_HOST = (
     "Host {} is not allowed: without API keys this server answers only to its address and the names that it "
-    "knows. Start it with --allowed-host NAME, or with --api-key-file FILE.",
+    "knows. Start it with --allowed-host NAME, or with --api-key-file FILE."
 )
-BAD_KEY = Refusal(
-    401,
-    "invalid_api_key",
-    "Incorrect or missing API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'.",
-    {"WWW-Authenticate": "Bearer"},  # "MUST send": RFC 9110, section 15.5.2
-)
-NO_WEBSOCKET = Refusal(  # Codex takes this status alone for "use HTTP": openai/codex#43353
-    426,
-    "unsupported_protocol",
+BAD_KEY = "Incorrect or missing API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY'."
+NO_WEBSOCKET = (
     "There is no WebSocket here: expected its handshake (RFC 6455, section 4.1) as GET "
-    "/v1/responses, or POST /v1/responses, with stream=true for events.",
-    {"Upgrade": "HTTP/1.1", "Connection": "Upgrade"},  # RFC 9110, section 15.5.22
+    "/v1/responses, or POST /v1/responses, with stream=true for events."
 )
-BAD_ORIGIN = Refusal(
-    403,
-    "origin_not_allowed",
-    "Expected 'Content-Type: application/json', or a site that --cors-origin names; got {}.",
-)
-
-
-def refused(scope: Scope, refusal: Refusal, got: str | None = None) -> Response:
-    response = error_response(scope, refusal.status, refusal.message.format(shown(got)), None, refusal.code)
-    response.headers.update(refusal.headers)
-    return response
-
+BAD_ORIGIN = "Expected 'Content-Type: application/json', or a site that --cors-origin names; got {}."
 
 # --- errors -------------------------------------------------------------------------------------------------
 
+HEADERS: dict[int, dict[str, str]] = {  # of an error, by its status
+    401: {"WWW-Authenticate": "Bearer"},  # "MUST send": RFC 9110, section 15.5.2
+    426: {"Upgrade": "HTTP/1.1", "Connection": "Upgrade"},  # RFC 9110, section 15.5.22
+    429: {"Retry-After": "10"},  # seconds
+    503: {"Retry-After": "10"},
+}
 
-def error_response(
-    scope: Scope, status: int, message: str, param: str | None = None, code: str | None = None
-) -> Response:
+
+def error_response(scope: Scope, error: BadInput) -> Response:
     """Return an error in the form of the API that was called."""
-    body = error_body(status, message, param, code)
+    body = error_body(error)
     if scope["path"].startswith("/v1/messages"):
-        body = messages_error(status, message, code, REQUEST_ID.get())
-    return json_response(status, body)
+        body = messages_error(error, REQUEST_ID.get())
+    response = json_response(error.status, body, HEADERS.get(error.status))
+    if error.retry_after:
+        response.headers["Retry-After"] = error.retry_after
+    return response
 
 
 async def on_error(http: HttpRequest, error: Exception) -> Response:
     """Answer any exception with an error object."""
+    path = http.url.path[:MAX_SHOWN]
+    routes = http.app.routes
     match error:
         case BadInput():
-            response = error_response(
-                http.scope, error.status, error.message, error.param, error.code or None
-            )
-            if error.retry_after:
-                response.headers["Retry-After"] = error.retry_after
-            return response
+            return error_response(http.scope, error)
+        case ClientDisconnect():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left
+        case HTTPException(status_code=404):
+            paths = ", ".join(dict.fromkeys(route.path for route in routes))
+            refusal = BadInput(f"Not Found: {http.method} {path}; there is {paths}", code="unknown_url")
+            return error_response(http.scope, refusal)
         case HTTPException():
-            message = f"{error.detail}: {http.method} {http.url.path[:MAX_SHOWN]}"
-            routes = http.app.routes
-            if error.status_code == 404:
-                paths = dict.fromkeys(route.path for route in routes)
-                message = f"{message}; there is {', '.join(paths)}"
-                return error_response(http.scope, 404, message, None, "unknown_url")
-            response = error_response(http.scope, error.status_code, message, None, "method_not_allowed")
+            refusal = BadInput(f"Method Not Allowed: {http.method} {path}", code="method_not_allowed")
+            response = error_response(http.scope, refusal)
             # Of all routes with this path, while Starlette names the first one's: RFC 9110, section 15.5.6.
             allowed = [route.methods for route in routes if route.matches(http.scope)[0] is Match.PARTIAL]
             response.headers["Allow"] = ", ".join(sorted(set().union(*allowed)))
             return response
-        case ClientDisconnect():
-            return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left
         case _:
             message = f"{type(error).__name__} in the server; its log has the details."
-            return error_response(http.scope, 500, message, None, "server_error")
+            return error_response(http.scope, BadInput(message, code="server_error"))

@@ -39,6 +39,7 @@ import secrets
 import socket
 import sqlite3
 from argparse import Namespace
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 
 import threadpoolctl
@@ -48,7 +49,7 @@ from background import Registry
 from checkpoint import hub
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Timeouts
-from middleware import Keys, make_app
+from middleware import digest, make_app
 from request.room import N_THREADS, Rooms
 from service import loading, logs, options
 from service.connections import EventLoop, HttpServer, bind, http_config, max_connections
@@ -75,7 +76,7 @@ def main() -> int:
     logs.start(args.log_level, args.log_format)
     local = remote = None
     try:
-        keys = Keys(options.secrets(args, "api_key"))
+        keys = {digest(key) for key in options.secrets(args, "api_key")}
         args.secret = [*options.secrets(args, "secret"), secrets.token_hex()]
         if args.upstream:
             timeouts = Timeouts(**dict(args.upstream_timeout))
@@ -118,7 +119,7 @@ def tune_garbage_collector() -> None:
 
 async def serve(
     args: Namespace,
-    keys: Keys,
+    keys: Set[str],
     local: LocalWorker | None,
     remote: RemoteWorker | None,
     store: Store,
@@ -127,7 +128,7 @@ async def serve(
     """Answer requests until a signal stops the server. A second signal ends the grace of what still runs."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(N_THREADS, "requests"))
-    is_shared = keys.n_owners > 1
+    is_shared = len(keys) > 1
     registry = Registry(store, Workers(local, remote), is_shared, args.store != IN_MEMORY, args.max_batch)
     steps = Steps(local.engine, local.tokenizer.token_bytes) if local and args.debug_steps else None
     api = Api(

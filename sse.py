@@ -1,16 +1,16 @@
-"""Server-sent events: bytes to events (Parser), events to bytes (dumps, encode, comment).
+"""Server-sent events: bytes to events (Parser), events to bytes (dumps, encode).
 
 Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html, 9.2.5 (grammar) and 9.2.6 (what a
 line does). Words in quotes are its words; the other links are bugs, each kept out by the line it stands at.
 
     chunk of bytes --Parser.feed()--> [Event, ...]      end of the bytes --Parser.close()--> None or Truncated
-    object --dumps()--> JSON --encode()--> frame        what many objects hold is Encoded once
+    object --encode()--> frame      object --dumps()--> JSON      what many objects hold is Encoded once
 
 Rules of this file:
   - The parser finds lines in the bytes and decodes them whole: the cuts between chunks change nothing.
   - The unit is the event, never the line. The caller knows the JSON in its data and the meaning of [DONE].
   - A stream that ends inside an event and an event that does not end are errors, never shorter answers.
-  - The writer writes no `id:` and no event without data: a heartbeat is a comment.
+  - The writer writes no `id:` and no event without data: a heartbeat is a comment (streaming.py).
 
 Why a class that is fed, and not a generator over lines: the caller owns the socket, its timeouts and its
 limits, and a test can cut the bytes anywhere. The state has an attribute for each fact that a cut separates.
@@ -67,20 +67,12 @@ def dumps(obj: Any) -> str:
     return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)
 
 
-def encode(data: str, event: str | None = None) -> bytes:
-    """Return the frame of one event, for one write; a CR or CRLF in data will arrive as LF."""
-    frame = _lines("data", data) + "\n"
+def encode(obj: Any, event: str | None = None) -> bytes:
+    """Return the frame of one event, for one write; its data is one line, because JSON has no line end."""
+    frame = f"data: {dumps(obj)}\n\n"
     if event is not None:
-        if "\n" in event or "\r" in event:
-            raise ValueError(f"expected an event type of one line, got {event!r}")
         frame = f"event: {event}\n{frame}"
     return frame.encode()
-
-
-def _lines(name: str, text: str) -> str:
-    if "\n" in text or "\r" in text:  # JSON has none, and may have megabytes
-        text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\n", f"\n{name}: ")
-    return f"{name}: {text}\n"
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
@@ -212,14 +204,6 @@ def encoded(obj: Any) -> Encoded:
 
 
 def data(frame: bytes) -> str:
-    """Return the data of a frame that encode() has made of one line, such as JSON."""
+    """Return the data of a frame that encode() has made."""
     _, _, line = frame.partition(b"data: ")
     return line.removesuffix(b"\n\n").decode()
-
-
-def comment(text: str) -> bytes:
-    """Return a frame that clients ignore: "authors can include a comment line [...] every 15 seconds or so".
-
-    Its blank line is for relays that frame by it: https://github.com/PrimeIntellect-ai/verifiers/pull/2056
-    """
-    return (_lines("", text) + "\n").encode()

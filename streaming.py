@@ -30,7 +30,6 @@ from starlette.types import Receive, Scope, Send
 
 import sse
 from event_log import EventLog
-from request.refusals import RETRY_AFTER_S
 
 T = TypeVar("T")
 
@@ -38,7 +37,9 @@ T = TypeVar("T")
 # html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes
 KEEP_ALIVE_S = 7.5
 
-KEEP_ALIVE = sse.comment("keep-alive")
+# Clients ignore a comment. Its blank line is for relays that frame by it:
+# https://github.com/PrimeIntellect-ai/verifiers/pull/2056
+KEEP_ALIVE = b": keep-alive\n\n"
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),  # open-metadata/OpenMetadata#29532
@@ -134,30 +135,27 @@ async def kept_alive(
     send: Send, frame: bytes = KEEP_ALIVE
 ) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
     """Yield a function that writes frames; write `frame` during silences, after which proxies hang up."""
-    loop = asyncio.get_running_loop()
     is_silent = True
-    comments: list[asyncio.Task[None]] = []  # none, or the last one
-    timer: asyncio.TimerHandle
 
     async def write(frames: bytes) -> None:
         nonlocal is_silent
         is_silent = False
         await send({"type": "http.response.body", "body": frames, "more_body": True})
 
-    def look() -> None:
-        """Write a comment after a silence, if the client has read the one before it."""
-        nonlocal is_silent, timer
-        if is_silent and all(comment.done() for comment in comments):
-            comments[:] = [loop.create_task(write(frame))]
-        is_silent = True
-        timer = loop.call_later(KEEP_ALIVE_S, look)
+    async def write_comments() -> None:
+        """Write a comment after each silence; the next one waits until the client has read it."""
+        nonlocal is_silent
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if is_silent:
+                await write(frame)
+            is_silent = True
 
-    timer = loop.call_later(KEEP_ALIVE_S, look)
+    commenting = asyncio.create_task(write_comments())
     try:
         yield write
     finally:
-        timer.cancel()
-        await cancel(*comments)
+        await cancel(commenting)
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -181,8 +179,6 @@ class JsonAnswer(Response):
     media_type = "application/json"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.status_code in RETRY_AFTER_S:
-            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S[self.status_code]))
         prefix = "websocket." if scope["type"] == "websocket" else ""  # of a handshake that is refused
         start, body = f"{prefix}http.response.start", f"{prefix}http.response.body"
         await send({"type": start, "status": self.status_code, "headers": self.raw_headers})

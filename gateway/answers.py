@@ -64,7 +64,7 @@ from channels import Channel, is_object
 from completions import CALL_MEMBERS, Chunk
 from gateway.metering import Meter
 from request import ids
-from request.refusals import error_body, shown
+from request.refusals import BadInput, error_body, shown
 from request.tools import as_json
 
 log = logging.getLogger("remote")
@@ -479,7 +479,7 @@ class Answer:
 
     def fail(self, message: str, **members: Any) -> list[Chunk]:
         """End the answer with an error, unless one has ended it."""
-        error = error_body(500, message, code="server_error")["error"] | members
+        error = error_body(BadInput(message, code="server_error"))["error"] | members
         chunks = [] if self.failed else [*self._release(), {"error": error}]
         self.is_over = self.failed = True
         return chunks

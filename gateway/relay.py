@@ -130,11 +130,11 @@ async def send_stream(opening: asyncio.Future[Reply], headers: list[tuple[bytes,
                 if chunks:
                     await write(frames_of(chunks))
         except Refused as refused:
-            error = error_body(500, refused.message, code=refused.code or "server_error")
+            error = error_body(refused)
             await write(frames_of([error]))
         await write(sse.DONE)
     await send({"type": "http.response.body", "body": b""})
 
 
 def frames_of(chunks: Iterable[Chunk]) -> bytes:
-    return b"".join(sse.encode(sse.dumps(chunk)) for chunk in chunks)
+    return b"".join(sse.encode(chunk) for chunk in chunks)

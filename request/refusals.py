@@ -80,12 +80,18 @@ def no_images(path: str) -> BadInput:
 # fmt: off
 #  code of a BadInput               status     every other is 400
 STATUS = {
+    "invalid_api_key":              401,
+    "origin_not_allowed":           403,
+    "unknown_url":                  404,
     "model_not_found":              404,
     "response_not_found":           404,
     "item_not_found":               404,
+    "method_not_allowed":           405,
     "request_timeout":              408,
     "body_too_large":               413,
     "unsupported_content_encoding": 415,
+    "host_not_allowed":             421,
+    "unsupported_protocol":         426,  # Codex takes this status alone for "use HTTP": openai/codex#43353
     "rate_limit_exceeded":          429,
     "server_error":                 500,
     "server_is_overloaded":         503,
@@ -110,21 +116,19 @@ MESSAGES_TYPES = {
 }
 # fmt: on
 
-RETRY_AFTER_S = {429: 10, 503: 10}  # seconds, by status: these may be tried again
 
-
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+def error_body(error: BadInput) -> dict[str, Any]:
     """Return the body of an error: one object with all four keys, as openai-openapi, `Error`, has it."""
-    others = "server_error" if status >= 500 else "invalid_request_error"
-    type_ = ERROR_TYPES.get(status, others)
-    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+    others = "server_error" if error.status >= 500 else "invalid_request_error"
+    type_ = ERROR_TYPES.get(error.status, others)
+    members = {"message": error.message, "type": type_, "param": error.param, "code": error.code or None}
+    return {"error": members}
 
 
-def messages_error(status: int, message: str, code: str | None, request_id: str) -> dict[str, Any]:
+def messages_error(error: BadInput, request_id: str) -> dict[str, Any]:
     """Return the body of an error of the Messages API."""
-    if code == "context_length_exceeded":  # by these words Claude Code knows that it has to compact
+    message = error.message
+    if error.code == "context_length_exceeded":  # by these words Claude Code knows that it has to compact
         message = f"prompt is too long: {message}"
-    error = {"type": MESSAGES_TYPES.get(status, "invalid_request_error"), "message": message}
-    return {"type": "error", "error": error, "request_id": request_id}
+    members = {"type": MESSAGES_TYPES.get(error.status, "invalid_request_error"), "message": message}
+    return {"type": "error", "error": members, "request_id": request_id}

@@ -8,10 +8,10 @@
 uvicorn speaks both protocols. We add the limits through documented interfaces: the methods that asyncio calls
 on a protocol, those that httptools calls as it parses, and the protocol of the package `websockets`.
 We also use a dozen undocumented names of uvicorn, so pyproject.toml allows no later minor version:
-HttpToolsProtocol with connections, parser, headers, url, scope, handle_websocket_upgrade, _start_asgi_task
-and on_response_complete; its cycle with chunked_encoding and expected_content_length;
-WebSocketsSansIOProtocol with conn and read_paused; shutdown of both; Server with capture_signals and
-server_state.
+HttpToolsProtocol with connections, parser, headers, url, scope, handle_websocket_upgrade and
+on_response_complete; its cycle with send, chunked_encoding and expected_content_length;
+WebSocketsSansIOProtocol with conn, read_paused, handle_events, handle_connect, handle_text and handle_bytes;
+shutdown of both; Server with capture_signals and server_state. And `websockets` has conn.events.
 
 The life of a connection ("<" is from the client):
 
@@ -54,15 +54,12 @@ from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import ASGIApp, Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.exceptions import InvalidHandshake
-from websockets.frames import Frame, Opcode
-from websockets.protocol import Event
-from websockets.server import ServerProtocol
+from websockets.http11 import Request
 
 import sse
 from request.body import SMALL_BODY_BYTES
 from request.ids import new_id
-from request.refusals import error_body
+from request.refusals import BadInput, error_body
 
 log = logging.getLogger("connections")
 
@@ -302,11 +299,6 @@ class Protocol(Limited, HttpToolsProtocol):
         if b"expect" in names:  # the body comes when the application asks for it
             self.pass_on()
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        if cycle.scope["http_version"] == "1.0":
-            cycle.send = partial(send_as_it_is, cycle, cycle.send)
-        super()._start_asgi_task(cycle, app)
-
     def on_body(self, body: bytes) -> None:
         self.n_framing_bytes -= len(body)
         self.body += body
@@ -327,6 +319,9 @@ class Protocol(Limited, HttpToolsProtocol):
             self.state = "started"
             self.become_busy()
             super().on_headers_complete()
+            if self.parser.get_http_version() == "1.0":
+                cycle: Any = self.cycle
+                cycle.send = partial(send_as_it_is, cycle, cycle.send)
         super().on_body(self.body)
         self.body = b""
 
@@ -375,41 +370,13 @@ def refuse(transport: asyncio.Transport, error: BaseException, status: str = BAD
     request_id = new_id("req")
     log.info("%.3s: %s: %s", status, request_id, error)
     if not transport.is_closing():
-        message = f"Invalid HTTP request received: {error}."
-        body = sse.dumps(error_body(int(status[:3]), message, code="invalid_http"))
+        refusal = BadInput(f"Invalid HTTP request received: {error}.", code="invalid_http")
+        body = sse.dumps(error_body(refusal))
         transport.write((BAD_HTTP_ANSWER % (status, len(body), request_id, body)).encode())
         transport.close()
 
 
 # --- WebSockets ---------------------------------------------------------------------------------------------
-
-
-class CountedFrames(ServerProtocol):
-    """The package's side of a WebSocket. Counts frames, and gives each text as bytes.
-
-    uvicorn logs a traceback for a text that is not UTF-8. A handshake that is refused raises.
-    """
-
-    n_frames = 0  # since `counted_since`
-    counted_since = 0.0
-
-    def accept(self, request: Any) -> Any:
-        response = super().accept(request)
-        if self.handshake_exc:  # uvicorn would send this response, which is plain text
-            raise self.handshake_exc
-        return response
-
-    def events_received(self) -> list[Event]:
-        events = super().events_received()
-        now = time.monotonic()
-        if now > self.counted_since + FRAMES_S:
-            self.counted_since = now
-            self.n_frames = 0
-        self.n_frames += len(events)
-        for event in events:
-            if isinstance(event, Frame) and event.opcode is Opcode.TEXT:
-                event.opcode = Opcode.BINARY
-        return events
 
 
 class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
@@ -419,23 +386,38 @@ class WebSocketProtocol(Limited, WebSocketsSansIOProtocol):
     handshake; the application takes it when it answers the handshake.
     """
 
-    conn: CountedFrames
+    n_frames = 0  # since `counted_since`
+    counted_since = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         transport.max_size = READ_FRAMES_BYTES
         transport.pause_reading()
         self.read_paused = True
-        self.conn = CountedFrames(max_size=self.conn.max_size, logger=self.conn.logger)
 
     def data_received(self, data: bytes) -> None:
-        with contextlib.suppress(InvalidHandshake):
-            super().data_received(data)
+        super().data_received(data)
         if error := self.conn.handshake_exc:
             status = BAD_VERSION if "-Version" in str(error) else BAD_REQUEST
             refuse(self.transport, error.__cause__ or error, status)
-        elif self.conn.n_frames > MAX_FRAMES:
+
+    def handle_connect(self, event: Request) -> None:
+        self.conn.accept(event)
+        if not self.conn.handshake_exc:  # else uvicorn would send the package's answer, which is plain text
+            super().handle_connect(event)
+
+    def handle_events(self) -> None:
+        now = time.monotonic()
+        if now > self.counted_since + FRAMES_S:
+            self.counted_since = now
+            self.n_frames = 0
+        self.n_frames += len(self.conn.events)
+        if self.n_frames > MAX_FRAMES:
             self.transport.abort()
+        super().handle_events()
+
+    # As bytes: at a text that is not UTF-8 uvicorn would log a traceback.
+    handle_text = WebSocketsSansIOProtocol.handle_bytes
 
     def shutdown(self) -> None:
         """At a stop, let the turns go on: the application closes the connection after them."""

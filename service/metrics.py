@@ -38,7 +38,6 @@ from channels import Accepted, Finish, Output, Usage
 log = logging.getLogger("runs")
 
 PREFIX = "llmref:"
-BETWEEN_SCRAPES_S = 0.25  # a scrape keeps the event loop for 5 ms
 MODEL = "model_name"  # the label that all metrics have, with one value: vLLM's dashboards choose by it
 
 # From a token of a small model on a fast GPU to a long answer of a large one on a slow CPU: 1 ms to 524 s.
@@ -99,8 +98,6 @@ class Metrics(Collector):
             for name, (kind, about, *labels) in METRICS.items()
         }
         self._registry.register(self)  # its readings: collect()
-        self._rendered_at = 0.0  # on the clock of time.monotonic()
-        self._rendered = b""
         ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds, ...
 
     def add(self, name: str, value: float, *labels: str) -> None:
@@ -110,12 +107,8 @@ class Metrics(Collector):
         record(value)
 
     def render(self) -> bytes:
-        """Return the text of /metrics: the last one, if it was made BETWEEN_SCRAPES_S ago or less."""
-        now = time.monotonic()
-        if now > self._rendered_at + BETWEEN_SCRAPES_S:
-            self._rendered_at = now
-            self._rendered = generate_latest(self._registry)
-        return self._rendered
+        """Return the text of /metrics."""
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
         """Yield the readings, at a scrape."""

@@ -131,7 +131,7 @@ class Steps:
                         share | texts if whose == visit.owner else share  # rule 3
                         for whose, share, texts in shares
                     ]
-                    frames += sse.encode(sse.dumps(step | {"sequences": sequences}))
+                    frames += sse.encode(step | {"sequences": sequences})
                 yield frames
                 await visit.until_next_part()
             else:

@@ -276,5 +276,5 @@ class Connection:
     async def _refuse(self, refusal: BadInput, lane: str = "") -> None:
         """Send an error to the client."""
         log.info("%d: %s", refusal.status, refusal.message)
-        body = error_body(refusal.status, refusal.message, refusal.param, refusal.code)
+        body = error_body(refusal)
         await self._send(sse.dumps({"type": "error", "status": refusal.status} | body), lane)

@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 import server
 import walkthrough
 from checkpoint import hub
-from middleware import Keys
 from service import loading, options
 from service.connections import EventLoop, bind
 from store import Retention, Store
@@ -87,7 +86,7 @@ def traced() -> list[CodeType]:
     threading.Thread(target=ask, args=(listener.getsockname()[1], is_traced)).start()
     what_it_prints = contextlib.redirect_stdout(sys.stderr)
     with what_it_prints, asyncio.Runner(loop_factory=EventLoop) as runner:
-        runner.run(server.serve(args, Keys([]), local, None, store, listener))
+        runner.run(server.serve(args, set(), local, None, store, listener))
     return [*called]
 
 

@@ -65,7 +65,7 @@ from helpers.world import (
     World,
     far_answer,
 )
-from middleware import Keys, make_app
+from middleware import digest, make_app
 from mutants import ROOT, Mutant, copied, mutants
 from request.template import ChatTemplate
 from responses import fold
@@ -819,7 +819,7 @@ class Simulation:
         )  # fmt: skip
         listener: Any = None
         workers = (None if self.clients.is_far else local), remote
-        await server.serve(args, Keys(KEYS), *workers, self.store, listener)
+        await server.serve(args, {*map(digest, KEYS)}, *workers, self.store, listener)
 
     async def event(self, chance: random.Random) -> None:
         CHANCE.set(chance)

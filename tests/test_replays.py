@@ -50,6 +50,7 @@ from helpers import clients, laws, scripted
 from helpers.grammars import Followed
 from request import params, tool_calls
 from request.tools import StructuredOutput
+from streaming import KEEP_ALIVE
 from tokenizer import Decoder, Tokenizer
 
 FOLDER = Path(__file__).parent / "replays"
@@ -70,11 +71,11 @@ def sse_parser(chunks: list[bytes], **options: Any) -> Iterator[Any]:
 
 
 def sse_writer(chunks: list[list[dict[str, Any]]]) -> Iterator[Any]:
-    for frame in itertools.chain(*chunks):  # {comment = text} or {event = type, data = object}
+    for frame in itertools.chain(*chunks):  # {comment = "keep-alive"} or {event = type, data = object}
         if "comment" in frame:
-            yield sse.comment(frame["comment"]).decode()
+            yield KEEP_ALIVE.decode()
         else:
-            yield sse.encode(sse.dumps(frame["data"]), frame.get("event")).decode()
+            yield sse.encode(frame["data"], frame.get("event")).decode()
 
 
 def channels(

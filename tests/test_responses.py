@@ -90,7 +90,7 @@ def test_the_response_in_an_event_is_encoded_with_it(outputs: list[Output], fini
     for number, event in enumerate(events_of([*outputs, finish])):
         numbered = {"type": event["type"], "sequence_number": number} | event
         entry = encode_event(number, event)
-        assert entry.frame == sse.encode(sse.dumps(numbered), event["type"])
+        assert entry.frame == sse.encode(numbered, event["type"])
         response = event.get("response")
         assert entry[1:] == ((response["status"], sse.dumps(response)) if response else ("", ""))
         assert entry.response_json.encode() in entry.frame

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -30,7 +29,6 @@ def server() -> Iterator[Server]:
 
 def scrape(server: Server) -> Samples:
     """Return the value of each name, without its prefix, and its labels, without the model."""
-    time.sleep(metrics.BETWEEN_SCRAPES_S)  # within it a scrape gets what the last one got
     reply = server.get("/metrics")
     assert (reply.status, reply.headers["content-type"]) == (200, prometheus_client.CONTENT_TYPE_LATEST)
     found: Samples = {}
