@@ -138,7 +138,7 @@ class Api:
             # 3. Those responses; their bytes are held before they are loaded.
             found = {id_: await self._find(id_, visit, memory or {}) for id_ in ids}
             # 4. All that can be checked without the model, in one call; in a thread if it is large.
-            request, row, conversation = await visit.call(self._check, values, found, purpose)
+            request, row, conversation = await visit.call(self._check, values, found)
         # 5. What the worker alone can check: it renders, tokenises, and compiles the grammar.
         prompt = await self.workers.prepare(request, conversation)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), **request.echo}
@@ -149,6 +149,8 @@ class Api:
         """Set what the endpoint decides, whatever the body says; raises BadInput."""
         if purpose != "respond":
             values |= {"store": False, "background": False, "stream": False}
+        if purpose == "compact":
+            values["input"].append(items.TRIGGER)
         is_kept = values["store"] or self.temporary
         if values["background"] and (in_websocket or not is_kept):
             raise unsupported(
@@ -157,17 +159,11 @@ class Api:
         if self.image_texts:
             values["input"] = items.with_image_texts(values["input"])
 
-    def _check(
-        self, values: Object, found: items.Found, purpose: str
-    ) -> tuple[params.Request, Row, list[items.Item]]:
+    def _check(self, values: Object, found: items.Found) -> tuple[params.Request, Row, list[items.Item]]:
         """Return what is asked for, the row of the response, and the conversation; raises BadInput."""
         chain, own = items.resolve(values, found, partial(items.sealer, self.secret, values["owner"]))
-        if purpose != "respond" and chain and not own:  # as if the client had sent the whole chain
-            chain, own = [], chain
         request = params.responses_request(values, chain, own)
         conversation = [*chain, *own]
-        if purpose == "compact":
-            conversation.append(items.TRIGGER)
         return request, items.new_row(request, values, conversation), conversation
 
     def _job(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> Job:

@@ -196,9 +196,13 @@ class LocalWorker:
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
         if request.tools and not request.called:  # tool_choice is none
             request = self._without_calls(request)
+        source = self.template.with_tools.source
+        is_read = request.structured_output or families.teaches_calls(source, self.dialect)
+        if request.called and not is_read:  # its calls will be text
+            request = replace(request, not_run=(*request.not_run, "tools"))
 
         added = self.tokenizer.added
-        dialect = families.find(self._family, added, self.template.with_tools.source, bool(request.called))
+        dialect = families.find(self._family, added, source, bool(request.called))
         state, after_marker = families.opening(text, dialect)
         stop_token_ids = frozenset(request.stop_token_ids)
         # The grammar of structured output has its own end, and allows nothing after it.

@@ -174,7 +174,7 @@ DIALECTS = {
             separator=None,
         ),
     ),
-    "hermes": Dialect(  # also for templates without tools, which are taught to call so (request/template.py)
+    "hermes": Dialect(
         known_by=(),
         transitions=HERMES,
         call_reader=lambda _: JsonCalls(),
@@ -188,18 +188,20 @@ DIALECTS = {
 }
 
 
+def teaches_calls(template: str, name: str) -> bool:
+    """Return whether a template with tools teaches the calls of this dialect: the last row has no signs."""
+    return name != "hermes" or HERMES_CALLS[0] in template
+
+
 def recognised(template: str, takes_tools: bool) -> str:
     """Return the name of the first dialect whose signs are all in the chat template.
 
-    A template that takes no tools has not taught the model to call: tools are then described as Hermes does
-    (request/template.py), and so the model will call. A template that teaches another form is named in the
-    log: its model answers, but its calls are not found.
+    A template that teaches another form of calls is named in the log: its model answers, but its calls are
+    not found, which worker.py tells the client too.
     """
     matching = (name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
-    name = next(matching)  # the last row has no signs
-    if DIALECTS[name].call_markers and not takes_tools:
-        return "hermes"
-    if name == "hermes" and HERMES_CALLS[0] not in template:
+    name = next(matching)
+    if takes_tools and not teaches_calls(template, name):
         log.warning(
             "the chat template teaches calls in a form that no dialect here reads: calls will be text"
         )

@@ -34,8 +34,8 @@ from channels import Accepted, Compaction, Delta, Finish, Output
 from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
-from request.params import Request, from_responses
-from request.refusals import BadInput, wrong_value
+from request.params import RESPONSES, Request, read, responses_request
+from request.refusals import BadInput
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT
 from request.validation import Object, text
 from store import TERMINAL, Row
@@ -46,6 +46,7 @@ SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of this pur
 
 MAX_CONVERSATION_BYTES = 4 * 2**20  # by n_bytes(): about a million tokens, or 20,000 parts
 VALUE_BYTES = 64  # Python's memory for a value, even an empty one
+BYTES = f"bytes ({VALUE_BYTES} for each value of its JSON)"
 MAX_REFERENCED = 256  # responses, each of which is read from the store
 
 # role of a message, or type of an item -> type of the part that a string in place of the parts becomes
@@ -59,8 +60,7 @@ TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items b
 def named(values: Mapping[str, Any]) -> list[str]:
     """Return the ids of the responses that a request continues or refers to, each once; raises BadInput."""
     referred = {response_id_of(str(item.get("id"))) for item in values["input"] if is_reference(item)}
-    if len(referred) > MAX_REFERENCED:
-        raise _too_long(f"references to {MAX_REFERENCED} responses")
+    _bound(len(referred), MAX_REFERENCED, "responses in references")
     previous_id = values["previous_response_id"]
     return [*referred] if previous_id is None else [previous_id, *(referred - {previous_id})]
 
@@ -75,7 +75,7 @@ def is_reference(item: Item) -> bool:
 def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tuple[list[Item], list[Item]]:
     """Return the chain that a request continues and its own items, in their long form; raises BadInput.
 
-    `found` has the responses that named() names. A chain alone may be too long: it can still be compacted.
+    `found` has the responses that named() names. A chain that is too long can still be compacted.
     """
     chain: list[Item] = []
     own, previous_id = values["input"], values["previous_response_id"]
@@ -85,10 +85,11 @@ def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tup
             message = f"Previous response with id '{previous_id}' not found."
             raise BadInput(message, param="previous_response_id", code="previous_response_not_found")
         chain = _continued(previous, sealer_of)
-    if len(chain) + len(own) > MAX_ITEMS:
-        raise _too_long(f"{MAX_ITEMS} items")
+    counted = [] if own and is_trigger(own[-1]) else chain
+    size = sum(map(n_bytes, counted))
+    _bound(len(counted) + len(own), MAX_ITEMS, "items")
+    _bound(size, MAX_CONVERSATION_BYTES, BYTES)
     said = {item["id"]: item for row in found.values() if row for item in row.response["output"]}
-    size = sum(map(n_bytes, chain))
     ids = {item["id"] for item in chain}
     resolved = []
     for i, item in enumerate(own):
@@ -99,14 +100,21 @@ def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tup
                 message = f"Item with id '{item_id}' not found."
                 raise BadInput(message, param=f"{path}.id", code="item_not_found")
             item = said[item_id]
-        item = _long_form(_opened(item, path, sealer_of), ids)
-        if is_trigger(item) and i < len(own) - 1:
+        item = _long_form(_opened(item, path, sealer_of), path, ids)
+        if is_trigger(item) and not is_trigger(own[-1]):
             raise BadInput("The 'compaction_trigger' item must be the final input item.", param=path)
         size += n_bytes(item)
-        if size > MAX_CONVERSATION_BYTES:
-            raise _too_long(f"{MAX_CONVERSATION_BYTES} bytes ({VALUE_BYTES} for each value of its JSON)")
+        _bound(size, MAX_CONVERSATION_BYTES, BYTES)
         resolved.append(item)
     return chain, resolved
+
+
+def _bound(n: int, limit: int, things: str) -> None:
+    """Raise BadInput for a conversation with more than `limit` of these things."""
+    if n > limit:
+        advice = "Compact it (POST /v1/responses/compact), or begin a new one without previous_response_id."
+        message = f"The conversation is too long: expected at most {limit} {things}, got more. {advice}"
+        raise BadInput(message, param="input", code="context_length_exceeded")
 
 
 def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
@@ -133,16 +141,14 @@ def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
 # --- the long form ------------------------------------------------------------------------------------------
 
 
-def _long_form(item: Item, ids: set[str]) -> Item:
+def _long_form(item: Item, path: str, ids: set[str]) -> Item:
     """Return an item as GET /v1/responses/{id}/input_items lists it, with an id that is not in `ids` yet.
 
     messages.py refuses what is not a part. Raises BadInput for a type that is no text.
     """
     given = {name: member for name, member in item.items() if member is not None}
     long: Item = {"type": "message", "status": "completed"} | given
-    kind = long["type"]
-    if not isinstance(kind, str):
-        raise wrong_value("input", "items whose type is a string", kind)
+    kind = text(long["type"], f"{path}.type")
     if not isinstance(item.get("id"), str) or item["id"] in ids:
         long["id"] = new_id(PREFIXES.get(kind, "item"))
     ids.add(long["id"])
@@ -267,17 +273,14 @@ def sealed(secret: bytes, owner: str, purpose: str, text: str) -> Any:
     return sealer(secret, owner, purpose).dumps(text)
 
 
-def _too_long(expected: str) -> BadInput:
-    advice = "Compact it (POST /v1/responses/compact), or begin a new one without previous_response_id."
-    message = f"The conversation is too long: expected at most {expected}, got more. {advice}"
-    return BadInput(message, param="input", code="context_length_exceeded")
-
-
 # --- images -------------------------------------------------------------------------------------------------
 
 
 def with_image_texts(value: Any) -> Any:
-    """Return the items of a request, or messages of chat, with a text in the place of each image."""
+    """Return the items of a request, or messages of chat, with a text in the place of each image.
+
+    What a tool was called with stays as it is, even if it looks like an image.
+    """
     if isinstance(value, list):
         return [with_image_texts(element) for element in value]
     if not isinstance(value, dict):
@@ -285,10 +288,10 @@ def with_image_texts(value: Any) -> Any:
     type_ = str(value.get("type"))
     if type_ in IMAGES:
         return {"type": "input_text", "text": IMAGE_TEXT}
-    texts = {name: with_image_texts(member) for name, member in value.items()}
+    texts = {name: with_image_texts(value[name]) for name in ("content", "output") if name in value}
     if type_ in IMAGE_MEMBERS:
         texts[IMAGE_MEMBERS[type_]] = IMAGE_TEXT
-    return texts
+    return value | texts
 
 
 # --- the long form ------------------------------------------------------------------------------------------
@@ -330,6 +333,7 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: Ma
     body = SUMMARY_PARAMETERS | {
         "model": request.model,
         "instructions": request.echo["instructions"],
-        "input": [*conversation, QUESTION],
     }
-    return replace(from_responses(body, defaults, request.owner), compacts=True)
+    asked = responses_request(read(RESPONSES, body, defaults, request.owner), [*conversation], [QUESTION])
+    answered = {name: getattr(request, name) for name in ("stream", "background", "not_run")}
+    return replace(asked, compacts=True, **answered)

@@ -62,6 +62,7 @@ IMAGES = ("input_image", "image_url", "image")  # types of parts
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 objects = list_of(place, MAX_ITEMS)
+every = list_of(place, 2**31)  # items.py has bounded them
 SUMMARY = "Summary of the conversation so far:\n"
 Items = list[Object]
 
@@ -81,7 +82,7 @@ def from_responses(
     not_read = []
     if instructions:
         conversation.add_text("system", instructions)
-    for item in objects(chain, "previous_response_id") + objects(items, "input"):
+    for item in every(chain, "previous_response_id") + every(items, "input"):
         not_read.append(add_item(conversation, item))
         if item.members.get("type") in ("additional_tools", "tool_search_output"):
             brought += item.need("tools", list_of(read_tool))

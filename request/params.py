@@ -4,13 +4,15 @@
     body of POST /v1/chat/completions  --from_chat()-------> Request
     body of POST /v1/messages          --from_messages()---> Request
 
-A new parameter is one row of COMMON (both APIs), RESPONSES or CHAT: the check of its value, its default, and
-whether the response object repeats it. A parameter that we only refuse is a name in NOT_BUILT. The effect
-of a parameter is a field of Request, filled in request(), which knows chat's names alone: responses_request()
-and from_chat() first move parameters with another name or place under that name.
+A new parameter is one row of COMMON (all APIs), RESPONSES, CHAT or MESSAGES: the check of its value, its
+default, and whether the response object repeats it. A parameter that we only refuse is a name in NOT_BUILT.
+The effect of a parameter is a field of Request, filled in request(), which knows chat's names alone:
+responses_request(), from_chat() and from_messages() first move parameters with another name or place under
+that name.
 
-Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create. Others
-(top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, chat_template_kwargs) have vLLM's names:
+Authority: https://platform.openai.com/docs/api-reference/responses/create and .../chat/create;
+https://platform.claude.com/docs/en/api/messages/create. Others (top_k, min_p, repetition_penalty,
+stop_token_ids, ignore_eos, chat_template_kwargs) have vLLM's names:
 https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html
 
 Rules of this file:
@@ -159,6 +161,16 @@ def token_id(value: str, path: str) -> int:
     return int(value)
 
 
+def nameless_format(value: Any, path: str) -> Any:
+    """Check a format of the Messages API, which has no name; return it in Responses' form."""
+    return text_format({"name": "answer"} | mapping(value, path), path)
+
+
+def moved(names: Mapping[str, str]) -> dict[str, Parameter]:
+    """Return the rows of parameters that this API has by another name."""
+    return {old: Parameter(refused(f"In this API it is '{new}'.")) for old, new in names.items()}
+
+
 # fmt: off
 #   in chat completions       in the Responses API
 MOVED = {
@@ -223,7 +235,7 @@ RESPONSES = COMMON | {
     "conversation":           Parameter(refused("No conversations are kept; send their items as input.")),
     "n":                      Parameter(refused("A response is one answer; ask for each.", 1), 1),
     "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
-    **{old: Parameter(refused(f"In the Responses API it is '{new}'.")) for old, new in MOVED.items()},
+    **moved(MOVED),
 }
 # fmt: on
 ALIAS = "default"  # a name that any model answers to
@@ -321,18 +333,18 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
 
     `schema_path` is the place of the text's schema in the body.
     """
-    names = [tool.qualified_name for entry in values["tools"] for tool in entry.tools]
-    if len({*names}) < len(names):
-        raise wrong_value("tools", "every name once", names)
-    entries = [*values["tools"], *brought]
-    own = {tool.qualified_name: tool for entry in values["tools"] for tool in entry.tools}
-    # In this order; of one name the request's own, else the newest.
-    tools = own | {tool.qualified_name: tool for entry in brought for tool in entry.tools} | own
+    own, others = (
+        [(tool.qualified_name, tool) for entry in entries for tool in entry.tools]
+        for entries in (values["tools"], brought)
+    )
+    if len(dict(own)) < len(own):
+        raise wrong_value("tools", "every name once", [name for name, _ in own])
+    tools = dict([*own, *others, *own])  # in this order; of one name the request's own, else the newest
     choice = tool_choice(tools, values["tool_choice"])
     must = structured_output(
         tools, choice, values["response_format"], schema_path, values["parallel_tool_calls"]
     )
-    not_offered = [entry.echo["type"] for entry in entries if not entry.tools]
+    not_offered = [entry.echo["type"] for entry in [*values["tools"], *brought] if not entry.tools]
     not_run = [*dict.fromkeys(filter(None, values["not_run"] + not_offered))][:MAX_NOT_RUN]
     effort = values["reasoning_effort"]
     thinking = {}  # variables for the chat templates of reasoning models
@@ -358,29 +370,9 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
 
 # --- the parameters -----------------------------------------------------------------------------------------
 
-output_config = members(
-    effort=one_of(*EFFORTS),
-    format=members(type=one_of("json_schema"), schema=mapping),
-)
-
-# The parameters of others that Messages takes: all but those that Anthropic has by another name.
-SHARED = (*SAMPLING, "model", "stream", "stop_token_ids", "ignore_eos", "chat_template_kwargs")
+output_config = members(effort=one_of(*EFFORTS), format=nameless_format)
 
 # fmt: off
-MESSAGES = {name: COMMON[name] for name in SHARED} | {
-    "messages":               Parameter(messages.objects,                []),
-    "system":                 Parameter(messages.content_text,           ""),
-    "max_tokens":             Parameter(integer(0, 2**31)),  # 0: compute the prompt, answer nothing
-    "stop_sequences":         Parameter(list_of(string(1, MAX_STOP), 64), []),
-    "tools":                  Parameter(list_of(read_client_tool, MAX_TOOLS), []),
-    "tool_choice":            Parameter(place,                           Place({"type": "auto"}, "")),
-    "thinking":               Parameter(thinking,                        {}),
-    "output_config":          Parameter(output_config,                   {}),
-    "service_tier":           Parameter(hint),
-    "metadata":               Parameter(hint),
-    "cache_control":          Parameter(hint),  # the prefix cache needs none
-}
-
 CHAT = COMMON | {
     "messages":               Parameter(messages.objects,                []),
     "n":                      Parameter(integer(1, 16),                  1),
@@ -390,6 +382,31 @@ CHAT = COMMON | {
     "response_format":        Parameter(text_format,                     {}),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
     "modalities":             Parameter(refused("This server takes and gives text.", ["text"])),
+}
+
+#   in chat completions       in the Messages API
+RENAMED = {
+    "max_completion_tokens":  "max_tokens",
+    "stop":                   "stop_sequences",
+    "response_format":        "output_config.format",
+    "reasoning_effort":       "output_config.effort",
+    "parallel_tool_calls":    "tool_choice.disable_parallel_tool_use",
+}
+
+MESSAGES = CHAT | {
+    "system":                 Parameter(messages.content_text,           ""),
+    "max_tokens":             Parameter(integer(0, 2**31)),  # 0: compute the prompt, answer nothing
+    "stop_sequences":         Parameter(list_of(string(1, MAX_STOP), 64), []),
+    "tools":                  Parameter(list_of(read_client_tool, MAX_TOOLS), []),
+    "tool_choice":            Parameter(place,                           Place({"type": "auto"}, "")),
+    "thinking":               Parameter(thinking,                        {}),
+    "output_config":          Parameter(output_config,                   {}),
+    "metadata":               Parameter(hint),
+    "cache_control":          Parameter(hint),  # the prefix cache needs none
+    "n":                      Parameter(refused("A message is one answer; ask for each.", 1), 1),
+    "logprobs":               Parameter(refused(NOT_HERE, False),        False),
+    "top_logprobs":           Parameter(refused(NOT_HERE, 0),            0),
+    **moved(RENAMED),
 }
 # fmt: on
 
@@ -415,7 +432,7 @@ def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
 
 def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool = False) -> Request:
     """Check a body of POST /v1/messages, or of one that only `counts` its tokens; raises BadInput."""
-    values = {name: row.default for name, row in CHAT.items()} | read(MESSAGES, body, defaults, owner)
+    values = read(MESSAGES, body, defaults, owner)
     if values["max_tokens"] is None and not counts:
         raise missing("max_tokens")
     choice: Place = values["tool_choice"]
@@ -437,7 +454,7 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool =
         "explicit": {name.removesuffix("_sequences") for name in values["explicit"]},
         "tool_choice": calls,
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", boolean, False),
-        "response_format": {"name": "answer"} | config.get("format", {}),
+        "response_format": config.get("format", {}),
         "reasoning_effort": effort,
         "not_run": values["not_run"] + not_run + left_out,
     }

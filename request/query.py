@@ -43,18 +43,18 @@ def page(items: Sequence[Mapping[str, Any]], query: Query) -> dict[str, Any]:
     ordered = list(items)
     if one_of("asc", "desc")(query.get("order", "desc"), "order") == "desc":
         ordered.reverse()
+    ids = [item["id"] for item in ordered]
     start = 0
     if after := query.get("after"):
-        ids = [item["id"] for item in ordered]
         if after not in ids:
             raise wrong_value("after", "the id of an input item", after)
         start = ids.index(after) + 1
     end = start + limit
-    data = ordered[start:end]
+    shown = ids[start:end] or [None]
     return {
         "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
+        "data": ordered[start:end],
+        "first_id": shown[0],
+        "last_id": shown[-1],
         "has_more": end < len(ordered),
     }

@@ -123,14 +123,7 @@ def longest_of(words: Iterable[str]) -> str:
     """
     endings: dict[str, list[str]] = defaultdict(list)  # the words without their first character, by that one
     for word in words:
-        endings[word[0]].append(word[1:])
-    branches = []
-    for character, endings_of_character in endings.items():
-        branch = re.escape(character)
-        longer = list(filter(None, endings_of_character))
-        if longer:
-            branch += f"(?:{longest_of(longer)})"
-            if "" in endings_of_character:  # one of the words ends here
-                branch += "?"
-        branches.append(branch)
-    return "(?:" + "|".join(branches) + ")"
+        endings[word[:1]].append(word[1:])
+    ends_here = endings.pop("", [])
+    branches = [re.escape(character) + longest_of(longer) for character, longer in endings.items()]
+    return f"(?:{'|'.join(branches + ends_here)})"  # the shortest word, "", comes last

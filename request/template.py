@@ -4,15 +4,15 @@
     messages, tools, now, kwargs    --ChatTemplate.render()--> prompt
                                         traced: the same, with the template's own text marked
 
-    render(): messages --tools_as_text() or one of WAYS, system_as_text()--> messages for this template
-              --Jinja--> prompt
+    render(): messages --one of WAYS, system_as_text()--> messages for this template --Jinja--> prompt
 
 Authority: the model's chat template, and its variables:
 https://huggingface.co/docs/transformers/chat_templating
 
 Rules of this file:
-1. No part of a request is lost because a template does not show it: a template that ignores tools or system
-   messages gets them as text, and a template that shows one call a message gets a message for each call.
+1. No part of a request is lost because a template does not show it: a template that ignores system messages
+   gets them as the user's, and a template that shows one call a message gets a message for each call. With a
+   template that ignores tools, tools and calls are refused: its model was not trained to call any.
 2. We find the features of a template by rendering probes, and never guess them from its name or its source.
 3. A template is a program of the model's authors: it runs in Jinja's sandbox, and any exception that it
    raises on a request is that request's error.
@@ -35,7 +35,7 @@ from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
 from request.messages import Message, arguments_as_text, paragraphs
-from request.refusals import BadInput
+from request.refusals import BadInput, unsupported
 from request.special_tokens import ALPHABET, Own, plain
 from request.tools import Tool, as_json
 from request.validation import Object
@@ -181,11 +181,9 @@ class ChatTemplate:
         """
         if tools and self.with_tools is not self:
             return self.with_tools.render(messages, tools, now, traced, **kwargs)
-        if self.takes_tools:
-            messages = self.way(messages)
-        else:
-            messages = tools_as_text(messages, tools)
-            tools = None
+        messages = self.way(messages)
+        if not self.takes_tools and (tools or any(message["role"] == "tool" for message in messages)):
+            raise unsupported("tools", "The model was not trained to call any: its chat template shows none.")
         if not self.takes_late_system:
             n_taken = int(self.takes_system)
             messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
@@ -263,61 +261,20 @@ class ChatTemplate:
 
 # --- messages for templates that take less ------------------------------------------------------------------
 
-# The format of https://github.com/NousResearch/Hermes-Function-Calling, which Qwen's templates have too.
-BEFORE_TOOLS = """# Tools
-
-You may call functions to help the user. These are their signatures, as JSON within <tools></tools> tags:
-<tools>""".translate(ALPHABET)
-AFTER_TOOLS = """</tools>
-
-To call a function, write its name and arguments as one JSON object within <tool_call></tool_call> tags:
-<tool_call>
-{"name": <name of the function>, "arguments": <object of its arguments>}
-</tool_call>""".translate(ALPHABET)
-CALL, CALL_END, RESULT, RESULT_END = (
-    tag.translate(ALPHABET) for tag in ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-)
-
-
-def tools_as_text(messages: list[Message], tools: Tools) -> list[Message]:
-    """Put the tools into the system message, calls into the assistant's text, results into the user's."""
-    told: list[Message] = []
-    if tools:
-        signatures = "\n".join([BEFORE_TOOLS, *map(as_json, tools), AFTER_TOOLS])
-        instructions = [message["content"] for message in messages[:1] if message["role"] == "system"]
-        told.append({"role": "system", "content": paragraphs(*instructions, signatures)})
-        messages = messages[len(instructions) :]
-    for message in messages:
-        role = message["role"]
-        lines = [message["content"]] if message["content"] else []
-        if role == "tool":
-            role = "user"
-            lines = [RESULT, *lines, RESULT_END]
-            if told[-1]["role"] == "user":  # the results of parallel calls are one message
-                lines.insert(0, told.pop()["content"])
-        for call in message.get("tool_calls", []):
-            lines += [CALL, as_json(call["function"]), CALL_END]
-        text = message | {"role": role, "content": "\n".join(lines)}
-        text.pop("tool_calls", None)
-        told.append(text)
-    return told
-
 
 def system_as_text(messages: list[Message]) -> list[Message]:
-    """Put each system message before the next user message; without one it becomes a user message itself."""
-    without_system: list[Message] = []
-    system = ""
+    """Make each system message a part of the user's message before or after it, or one of the user."""
+    told: list[Message] = []
+    was_system = False
     for message in messages:
-        if message["role"] == "system":
-            system = paragraphs(system, message["content"])
-            continue
-        if message["role"] == "user":
-            message = message | {"content": paragraphs(system, message["content"])}
-            system = ""
-        without_system.append(message)
-    if system:
-        without_system.append({"role": "user", "content": system})
-    return without_system
+        is_system = message["role"] == "system"
+        if is_system:
+            message = message | {"role": "user"}
+        if (is_system or was_system) and told and message["role"] == told[-1]["role"] == "user":
+            message = message | {"content": paragraphs(told.pop()["content"], message["content"])}
+        told.append(message)
+        was_system = is_system
+    return told
 
 
 # --- Jinja, as Transformers sets it up ----------------------------------------------------------------------

@@ -47,6 +47,7 @@ Schema = Object  # a JSON schema
 ByName = Mapping[str, "Tool"]  # tools by Tool.qualified_name
 MAX_TOOLS = 128
 CLIENT_TOOLS = ("function", "custom")
+NO_PARAMETERS: Schema = {"type": "object", "properties": {}}  # if the client has left them out
 Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
 
 
@@ -99,8 +100,7 @@ class Tool(NamedTuple):
     def definition(self) -> Object:
         """Return the tool as chat templates take it: always a function, and one that has a description."""
         function: Object = {"name": self.qualified_name, "description": self.description or ""}
-        if schema := self.schema():
-            function["parameters"] = schema
+        function["parameters"] = self.schema() or NO_PARAMETERS  # templates iterate over the properties
         return {"type": "function", "function": function}
 
 
@@ -220,6 +220,15 @@ def called_name(call: Place) -> str:
     return Tool(call.need("name", text), call.get("namespace", text, "")).qualified_name
 
 
+def tool_called(by_name: ByName, name: str) -> Tool:
+    """Return the tool that a model means: by its qualified name, else the only one of this name.
+
+    Models trained on dotted names call so: https://github.com/openai/codex/issues/20652
+    """
+    fitting = [tool for tool in by_name.values() if name in (tool.name, f"{tool.namespace}.{tool.name}")]
+    return by_name.get(name) or (fitting[0] if len(fitting) == 1 else Tool(name))
+
+
 as_json = partial(json.dumps, ensure_ascii=False)  # as a model reads it: text without escapes
 
 
@@ -251,7 +260,7 @@ def read_tool(value: Any, path: str, namespace: str = "") -> DeclaredTool:
     name = tool.need("name", identifier)
     echo = check_members(*tool)
     if type_ == "namespace":
-        inner = tool.need("tools", list_of(partial(read_tool, namespace=name), MAX_TOOLS))
+        inner = tool.get("tools", list_of(partial(read_tool, namespace=name), MAX_TOOLS), [])
         echo["tools"] = [entry.echo for entry in inner]
         return DeclaredTool(echo, [tool for entry in inner for tool in entry.tools])
     made = Tool(name, namespace, echo.get("description"))

@@ -46,8 +46,9 @@ CHAT_P = Tool("p", custom=True, grammar=GRAMMAR._replace(path="tools[0].custom.f
 KEPT_TO = Must("auto", LIMITED, inputs=(("p", GRAMMAR),))
 BY_NAME = {"f": F_, "n__f": N_F, "n__p": N_P}
 NAMESPACE = {"type": "namespace", "name": "n", "description": "", "tools": [FUNCTION, CUSTOM]}
+EMPTY = {"type": "namespace", "name": "n"}
 NESTED = {"type": "function", "function": {"name": "f"}}
-TOLD = {"type": "function", "function": {"name": "f", "description": ""}}
+TOLD = Tool("f").definition()
 TWO_TOOLS = {"tools": [FUNCTION, CUSTOM]}
 TOOLS = {"tools": [NESTED]}
 HOSTED = {"type": "web_search"}
@@ -215,6 +216,7 @@ MEANING: list[tuple[str, str, Any, Json]] = [
     ("chat",      "template_kwargs", SKIPS,                      {"reasoning_effort": "none"}),
     ("chat",      "tools",           [TOLD],                     {"tools": [NESTED]}),
     ("responses", "tools",           [TOLD],                     {"tools": [FUNCTION, HOSTED]}),
+    ("responses", "tools",           [TOLD],                     {"tools": [FUNCTION, EMPTY]}),  # P20
     ("responses", "structured_output", None,                       {"tools": [FUNCTION, CUSTOM, NAMESPACE]}),
     ("responses", "structured_output", Must("required", P, True), {"tools": [CUSTOM], "tool_choice": PICKED}),
     ("responses", "structured_output", Must("auto", P),          TWO_TOOLS | {"tool_choice": SOME}),

@@ -92,8 +92,8 @@ def special_tokens(prompt: LocalPrompt, tokenizer: Tokenizer) -> list[str]:
 # --- a chat, each string of it one of the request -----------------------------------------------------------
 
 
-def chat(strings: Iterator[str]) -> dict[str, Any]:
-    """A conversation with all that one can have; the strings are taken one by one."""
+def chat(template: ChatTemplate, strings: Iterator[str]) -> dict[str, Any]:
+    """A conversation with all that one can have in this template; the strings are taken one by one."""
     take = strings.__next__
     arguments = {take(): take(), take(): [take(), {take(): 1}]}
     function = {"name": take(), "arguments": json.dumps(arguments)}
@@ -101,20 +101,21 @@ def chat(strings: Iterator[str]) -> dict[str, Any]:
     properties = {take(): {"type": "string", "description": take(), "enum": [take()]} for _ in range(2)}
     parameters = {"type": "object", "properties": properties, "required": [*properties]}
     tool = {"name": "f", "description": take(), "parameters": parameters}
-    return {
-        "messages": [
-            {"role": "system", "content": take()},
-            user(take()),
-            {"role": "assistant", "content": take(), "reasoning_content": "r" + take()},
-            {"role": "user", "content": [{"type": "text", "text": take()}, {"type": "text", "text": take()}]},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": take()},
-            {"role": "assistant", "content": take()},
-            user(take()),
-        ],
-        "tools": [{"type": "function", "function": tool}],
-        "chat_template_kwargs": {"note": take(), "notes": [take()]},
-    }
+    said = [
+        {"role": "system", "content": take()},
+        user(take()),
+        {"role": "assistant", "content": take(), "reasoning_content": "r" + take()},
+        {"role": "user", "content": [{"type": "text", "text": take()}, {"type": "text", "text": take()}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": take()},
+        {"role": "assistant", "content": take()},
+        user(take()),
+    ]
+    body = {"messages": said, "chat_template_kwargs": {"note": take(), "notes": [take()]}}
+    if template.takes_tools:
+        return body | {"tools": [{"type": "function", "function": tool}]}
+    del said[4:6]
+    return body
 
 
 N_STRINGS = 26
@@ -129,7 +130,7 @@ def test_a_harmless_chat_has_the_ids_that_it_ever_had(vocabularies: Vocabularies
     template, tokenizer, library = vocabularies
     for seed in range(20):
         strings = random.Random(seed).sample(HARMLESS, len(HARMLESS))
-        body = chat(iter(strings))
+        body = chat(template, iter(strings))
         request = params.from_chat({"model": "m"} | body, {})
         now = datetime.now()
         try:
@@ -164,8 +165,8 @@ def test_special_tokens_come_from_the_template_alone(vocabularies: Vocabularies,
     template, tokenizer, _ = vocabularies
     strings = [text if strings.index(text) == n else f"{text}{n}" for n, text in enumerate(strings)]
     harmless = [same_shape(text, n) for n, text in enumerate(strings)]
-    forged = prepared(template, tokenizer, chat(iter(strings)))
-    plain = prepared(template, tokenizer, chat(iter(harmless)))
+    forged = prepared(template, tokenizer, chat(template, iter(strings)))
+    plain = prepared(template, tokenizer, chat(template, iter(harmless)))
     assert special_tokens(forged, tokenizer) == special_tokens(plain, tokenizer)
     assert vars(forged.parser()._trimming) == vars(plain.parser()._trimming)
     assert forged.parser().state == plain.parser().state
