@@ -4,35 +4,17 @@
 
 Authority: https://platform.openai.com/docs/guides/function-calling, .../structured-outputs and .../reasoning
 
-Not here: a call that is required (answers.py), what must be refused (refusals.py).
+Not here: a call that is required (answers.py), how a rule that is a text is read (exchanges.py).
 """
 
-import json
-
+from audit.exchanges import enter_texts
 from audit.http import REFUSED
-from audit.peer import CALLED, CUT, TIME, TOKYO, WEATHER, Peer
+from audit.peer import CUT, Peer
 from audit.rules import NotApplicable, rules_of
-from audit.schema import Json, Typed, expect_members, object_in
+from audit.schema import Json, Typed
 from audit.stream import Answer, is_object, of_chunks, parsed
 
 must, should, advice = rules_of("agents", "responses agents")
-TOOLS: Json = {"tools": (WEATHER, TIME)}
-BOTH_TOOLS: Json = TOOLS | {"said": TOKYO}
-FORCED: Json = BOTH_TOOLS | {"tool_choice": "get_time"}
-# Rule, or an API and a rule -> what is asked
-ASKED = json.loads("""{
-    "allowed-tools":    {"tool_choice": {"type": "allowed_tools", "mode": "required",
-                                         "tools": [{"type": "function", "name": "get_time"}]}},
-    "custom-tool":      {"type": "custom", "name": "get_weather", "description": "Get the weather of a city"},
-    "namespace":        {"type": "namespace", "name": "travel", "description": "Tools for travellers"},
-    "not-run":          {"no_such_tool": {"tools": [{"type": "no_such_tool"}]},
-                         "temprature": {"temprature": 1}},
-    "orphan-result":    {"type": "function_call_output", "call_id": "call_nobody", "output": "It rains."},
-    "input-items":      {"role": "assistant", "content": [{"type": "output_text", "text": "Hello."}]},
-    "responses json-object": {"text": {"format": {"type": "json_object"}}},
-    "chat json-object":      {"response_format": {"type": "json_object"}}
-}""")
-
 # --- which tool ---------------------------------------------------------------------------------------------
 
 
@@ -45,7 +27,7 @@ def named_call(peer: Peer) -> None:
     the API reference on tool_choice
     https://platform.openai.com/docs/api-reference/chat/create
     """
-    for answer in peer.both(**FORCED):
+    for answer in peer.both(**peer.asks("forced")):
         assert answer.names == {"get_time"}
 
 
@@ -58,18 +40,8 @@ def no_call(peer: Peer) -> None:
     the API reference: none means the model will not call any tool
     https://platform.openai.com/docs/api-reference/chat/create
     """
-    for answer in peer.both(**BOTH_TOOLS, tool_choice="none"):
+    for answer in peer.both(**peer.asks("tools"), tool_choice="none"):
         assert not answer.calls
-
-
-@must
-def allowed_tools(peer: Peer) -> None:
-    """allowed-tools: allowed_tools keeps calls to the tools that it names
-
-    the guide on function calling: allowed tools
-    https://platform.openai.com/docs/guides/function-calling
-    """
-    assert peer.plain(**BOTH_TOOLS, **ASKED["allowed-tools"]).names == {"get_time"}
 
 
 @must
@@ -80,7 +52,7 @@ def one_call(peer: Peer) -> None:
     https://platform.openai.com/docs/guides/function-calling
     """
     said = "What is the weather in Tokyo, in Paris and in Rome?"
-    for answer in peer.both(**CALLED | {"said": said}, limit=200, parallel_tool_calls=False):
+    for answer in peer.both(**peer.asks("call") | {"said": said}, limit=200, parallel_tool_calls=False):
         assert len(answer.calls) <= 1
 
 
@@ -95,8 +67,8 @@ def cut_call(peer: Peer) -> None:
     G01 https://platform.openai.com/docs/api-reference/chat/object
     """
     # A few tokens less than a forced call takes: it is cut within its arguments.
-    limit = max(CUT, peer.plain(**FORCED, limit=400).n_output - 4)
-    for answer in peer.both(**FORCED, limit=limit):
+    limit = max(CUT, peer.plain(**peer.asks("forced"), limit=400).n_output - 4)
+    for answer in peer.both(**peer.asks("forced"), limit=limit):
         for call in answer.calls.values():
             status = call.get("status", answer.end)
             assert status in ("incomplete", "length") or is_object(call["arguments"])
@@ -109,90 +81,141 @@ def no_blank_message(peer: Peer) -> None:
     agents take a message for the end of the turn, and show it
     https://platform.openai.com/docs/guides/function-calling
     """
-    answer = peer.plain(**BOTH_TOOLS, tool_choice="required", limit=200)
+    answer = peer.plain(**peer.asks("tools"), tool_choice="required", limit=200)
     assert answer.text.strip() or not answer.items("message")
 
 
 # --- results given back -------------------------------------------------------------------------------------
 
 
-QUESTION: Json = {"role": "user", "content": "What is the weather in Tokyo and in Paris?"}
-IN_TOKYO = ("call_tokyo", '{"city": "Tokyo"}', "It rains.")
-IN_PARIS = ("call_paris", '{"city": "Paris"}', "The sun shines.")
+TAKEN = r"""
+must of responses agents
+results, chat-results: the results of calls are taken back
+
+the guide on function calling
+https://platform.openai.com/docs/guides/function-calling
+the API reference on messages of the role tool
+https://platform.openai.com/docs/api-reference/chat/create
+
+responses  {"tools": [TOOL]} -> object:=response
+responses  {"tools": [TOOL], "input": [QUESTION, TOKYO_CALL, PARIS_CALL, TOKYO_RESULT, PARIS_RESULT]} -> 200
+chat       {"tools": [CHAT_TOOL]} -> object:=chat.completion
+chat       {"tools": [CHAT_TOOL], "messages": [QUESTION,
+             {"role": "assistant", "content": null, "tool_calls": [
+               {"id": "call_tokyo", "type": "function", "function": {
+                 "name": "get_weather", "arguments": TOKYO}},
+               {"id": "call_paris", "type": "function", "function": {
+                 "name": "get_weather", "arguments": PARIS}}]},
+             {"role": "tool", "tool_call_id": "call_tokyo", "content": "It rains."},
+             {"role": "tool", "tool_call_id": "call_paris", "content": "The sun shines."}]} -> 200
 
 
-def history(peer: Peer, *calls: tuple[str, str, str]) -> list[Json]:
-    """Return a turn with calls, as the API has it; each given as id, arguments and result."""
-    said: list[Json] = []
-    results: list[Json] = []
-    for id_, arguments, result in calls:
-        function = {"name": "get_weather", "arguments": arguments}
-        if peer.api == "chat":
-            said.append({"id": id_, "type": "function", "function": function})
-            results.append({"role": "tool", "tool_call_id": id_, "content": result})
-        else:
-            said.append({"type": "function_call", "call_id": id_} | function)
-            results.append({"type": "function_call_output", "call_id": id_, "output": result})
-    if peer.api == "chat":
-        said = [{"role": "assistant", "content": None, "tool_calls": said}]
-    return [QUESTION, *said, *results]
+should of responses agents, after results
+broken-arguments, chat-broken-arguments: a call in the history whose arguments are not JSON is taken back too
+
+agents send back what a model has said; a refusal ends their session for good
+M10 https://github.com/vllm-project/vllm/issues/43995
+
+responses  {"tools": [TOOL], "input": [QUESTION,
+             {"type": "function_call", "call_id": "call_0", "name": "get_weather",
+              "arguments": "{'city': Tokyo"},
+             {"type": "function_call_output", "call_id": "call_0", "output": "It rains."}]} -> 200
+chat       {"tools": [CHAT_TOOL], "messages": [QUESTION,
+             {"role": "assistant", "content": null, "tool_calls": [
+               {"id": "call_0", "type": "function", "function": {
+                 "name": "get_weather", "arguments": "{'city': Tokyo"}}]},
+             {"role": "tool", "tool_call_id": "call_0", "content": "It rains."}]} -> 200
 
 
-def expect_taken(peer: Peer, said: list[Json], **more: object) -> None:
-    assert peer.reply(said=said, **more).status == 200
+should of responses agents, after results
+results-order: results may come in any order: the call_id tells whose they are
+
+agents run calls in parallel, and send the results as they come
+https://platform.openai.com/docs/guides/function-calling
+
+responses  {"tools": [TOOL], "input": [QUESTION, TOKYO_CALL, PARIS_CALL, TOKYO_RESULT, PARIS_RESULT]}
+             -> object:=response
+responses  {"tools": [TOOL], "input": [QUESTION, TOKYO_CALL, PARIS_CALL, PARIS_RESULT, TOKYO_RESULT]}
+             -> a prompt of this length
 
 
-@must
-def results(peer: Peer) -> None:
-    """results, chat-results: the results of calls are taken back
+should of responses agents, after results
+reused-call-ids: a call_id that comes again in a later turn is refused, or the result of each turn is read
 
-    the guide on function calling
-    https://platform.openai.com/docs/guides/function-calling
-    the API reference on messages of the role tool
-    https://platform.openai.com/docs/api-reference/chat/create
-    """
-    peer.plain(**BOTH_TOOLS)  # tools may be refused
-    expect_taken(peer, history(peer, IN_TOKYO, IN_PARIS), **TOOLS)
+models that count their calls from 0 in each turn, and agents that send back what they said
+https://github.com/NousResearch/hermes-agent/pull/88324
 
-
-def expect_one_length(peer: Peer, *histories: list[Json]) -> None:
-    counts = {peer.plain(said=said, **TOOLS).n_prompt for said in histories}
-    assert len(counts) == 1, f"expected prompts of one length, got {counts} tokens"
+responses  {"tools": [TOOL], "input": [QUESTION, CALL_0, SHORT_RESULT, QUESTION, CALL_0, LONG_RESULT]}
+             -> object:=response
+responses  {"tools": [TOOL], "input": [QUESTION, CALL_0, LONG_RESULT, QUESTION, CALL_0, SHORT_RESULT]}
+             -> a prompt of this length
 
 
-@should(after="results")
-def results_order(peer: Peer) -> None:
-    """results-order: results may come in any order: the call_id tells whose they are
+must of responses agents
+allowed-tools: allowed_tools keeps calls to the tools that it names
 
-    agents run calls in parallel, and send the results as they come
-    https://platform.openai.com/docs/guides/function-calling
-    """
-    *calls, tokyo, paris = history(peer, IN_TOKYO, IN_PARIS)
-    expect_one_length(peer, [*calls, tokyo, paris], [*calls, paris, tokyo])
+the guide on function calling: allowed tools
+https://platform.openai.com/docs/guides/function-calling
 
-
-@should(after="results")
-def reused_call_ids(peer: Peer) -> None:
-    """reused-call-ids: a call_id that comes again in a later turn is refused, or the result of each turn is
-    read
-
-    models that count their calls from 0 in each turn, and agents that send back what they said
-    https://github.com/NousResearch/hermes-agent/pull/88324
-    """
-    long = "It rains, and it will rain tomorrow and the day after tomorrow. " * 4
-    one, other = (history(peer, ("call_0", "{}", text)) for text in ("It rains.", long))
-    expect_one_length(peer, one + other, other + one)  # if both are read, both prompts are as long
+responses  {"input": "WEATHER", "max_output_tokens": 400, "tools": [TOOL, TIME],
+             "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [
+             {"type": "function", "name": "get_time"}]}} -> output:+time_call, or status:=incomplete
 
 
-@should(after="results")
-def broken_arguments(peer: Peer) -> None:
-    """broken-arguments, chat-broken-arguments: a call in the history whose arguments are not JSON is taken
-    back too
+must of responses agents
+custom-tool: a custom tool makes a custom_tool_call with its input as text, or is refused
 
-    agents send back what a model has said; a refusal ends their session for good
-    M10 https://github.com/vllm-project/vllm/issues/43995
-    """
-    expect_taken(peer, history(peer, ("call_0", "{'city': Tokyo", "It rains.")), **TOOLS)
+the guide on function calling: custom tools
+https://platform.openai.com/docs/guides/function-calling
+
+responses  {"input": "WEATHER", "max_output_tokens": 400, "tool_choice": "required",
+             "tools": [{"type": "custom", "name": "get_weather", "description": "Get the weather of a city"}]}
+             -> output:+custom_call, or status:=incomplete
+
+
+must of responses agents
+namespace: a tool in a namespace is called with its own name and that of the namespace, or is refused
+
+the guide on function calling: namespaces; an agent finds the tool by both
+https://platform.openai.com/docs/guides/function-calling
+
+responses  {"input": "WEATHER", "max_output_tokens": 400, "tool_choice": "required",
+             "tools": [{"type": "namespace", "name": "travel", "description": "Tools for travellers",
+                        "tools": [TOOL]}]}
+             -> output:+travel_call, or status:=incomplete
+
+
+should of responses agents
+not-run, chat-not-run: what is accepted and not run is named in a Warning header, or refused
+
+OpenAI refuses both; else a client believes that its tool was run, and never hears of its typo
+M12 https://github.com/jundot/omlx/pull/3757
+
+responses  {"tools": [{"type": "no_such_tool"}]} -> refused, or header warning no_such_tool
+responses  {"temprature": 1} -> refused, or header warning temprature
+chat       {"tools": [{"type": "no_such_tool"}]} -> refused, or header warning no_such_tool
+chat       {"temprature": 1} -> refused, or header warning temprature
+
+
+should of responses agents
+effort: reasoning.effort is taken and repeated, or refused
+
+the API reference on reasoning
+https://platform.openai.com/docs/guides/reasoning
+
+responses  {"reasoning": {"effort": "low"}} -> reasoning?:low_effort
+
+
+should of responses
+input-tokens: input_tokens counts what the usage counts
+
+the API reference on input token counts
+https://platform.openai.com/docs/api-reference/responses/input-tokens
+
+responses  {} -> object:=response
+POST /responses/input_tokens {"model": "MODEL", "input": "hi"} -> a prompt of this length
+"""
+enter_texts("agents", TAKEN)
 
 
 HI: Json = {"role": "user", "content": "hi"}
@@ -206,63 +229,10 @@ def output_as_input(peer: Peer) -> None:
     https://platform.openai.com/docs/guides/conversation-state
     """
     output = [item for item in peer.plain().output if item.get("type") != "reasoning"]
-    expect_taken(peer, [HI, *output, QUESTION])
-
-
-# --- custom tools and namespaces ----------------------------------------------------------------------------
-
-
-def expect_call(peer: Peer, tool: Json, kind: str) -> None:
-    """Expect an answer that must call the tool to make calls of a kind of schema.py."""
-    answer = peer.plain(said=TOKYO, limit=400, tools=[tool], tool_choice="required")
-    if not answer.calls and answer.end == "length":
-        raise NotApplicable("the response was cut before the call")
-    assert answer.calls, "expected a call of the tool, or a refusal of it"
-    for call in answer.calls.values():
-        expect_members(call, kind)
-
-
-@must
-def custom_tool(peer: Peer) -> None:
-    """custom-tool: a custom tool makes a custom_tool_call with its input as text, or is refused
-
-    the guide on function calling: custom tools
-    https://platform.openai.com/docs/guides/function-calling
-    """
-    expect_call(peer, ASKED["custom-tool"], "custom_call")
-
-
-@must
-def namespace(peer: Peer) -> None:
-    """namespace: a tool in a namespace is called with its own name and that of the namespace, or is refused
-
-    the guide on function calling: namespaces; an agent finds the tool by both
-    https://platform.openai.com/docs/guides/function-calling
-    """
-    expect_call(peer, ASKED["namespace"] | {"tools": [{"type": "function", **WEATHER}]}, "travel_call")
-
-
-@should
-def not_run(peer: Peer) -> None:
-    """not-run, chat-not-run: what is accepted and not run is named in a Warning header, or refused
-
-    OpenAI refuses both; else a client believes that its tool was run, and never hears of its typo
-    M12 https://github.com/jundot/omlx/pull/3757
-    """
-    path, body = peer.request()
-    for name, change in ASKED["not-run"].items():
-        reply = peer.ask("POST", path, body | change)
-        assert reply.is_refusal or name in reply.headers.get("warning", "")
+    assert peer.reply(said=[HI, *output, HI]).status == 200
 
 
 # --- structured output --------------------------------------------------------------------------------------
-
-COLOUR = json.loads("""{
-    "type": "object",
-    "properties": {"colour": {"type": "string", "enum": ["red", "green"]}, "n": {"type": "integer"}},
-    "required": ["colour", "n"],
-    "additionalProperties": false
-}""")
 
 
 @must
@@ -272,7 +242,7 @@ def json_schema(peer: Peer) -> None:
     the guide on structured outputs
     https://platform.openai.com/docs/guides/structured-outputs
     """
-    for answer in peer.both(said="Name a colour and a number.", limit=400, schema=COLOUR):
+    for answer in peer.both(**peer.asks("schema")):
         value = parsed(answer.text)
         fits = value.keys() == {"colour", "n"} and not Typed(value, "coloured").faults
         assert fits or answer.end == "length"
@@ -287,7 +257,7 @@ def json_object(peer: Peer) -> None:
     the guide on structured outputs: JSON mode
     https://platform.openai.com/docs/guides/structured-outputs
     """
-    for answer in peer.both(said="Say hello in JSON.", limit=400, **ASKED[f"{peer.api} json-object"]):
+    for answer in peer.both(**peer.asks("object")):
         assert is_object(answer.text) or answer.end == "length"
 
 
@@ -333,7 +303,7 @@ def reasoning_as_input(peer: Peer) -> None:
     the guide on reasoning: keep reasoning items in context
     https://platform.openai.com/docs/guides/reasoning
     """
-    expect_taken(peer, [HI, *reasoned(peer).output, QUESTION])
+    assert peer.reply(said=[HI, *reasoned(peer).output, HI]).status == 200
 
 
 @must
@@ -355,23 +325,12 @@ def encrypted_as_input(peer: Peer) -> None:
     the guide on reasoning: encrypted reasoning items
     https://platform.openai.com/docs/guides/reasoning
     """
-    expect_taken(peer, [HI, *reasoned(peer, **SEALED).output, QUESTION], **SEALED)
-
-
-@should
-def effort(peer: Peer) -> None:
-    """effort: reasoning.effort is taken and repeated, or refused
-
-    the API reference on reasoning
-    https://platform.openai.com/docs/guides/reasoning
-    """
-    response = peer.plain(reasoning={"effort": "low"}).response
-    assert object_in(response, "reasoning").get("effort") in (None, "low")
+    assert peer.reply(said=[HI, *reasoned(peer, **SEALED).output, HI], **SEALED).status == 200
 
 
 # --- tokens -------------------------------------------------------------------------------------------------
 
-CONTROL_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>")  # of many families
+CONTROL_TOKENS = ["<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>"]  # of many families
 N_COPIES = 16
 
 
@@ -386,8 +345,8 @@ def spelled_tokens(peer: Peer) -> None:
     for spelled in CONTROL_TOKENS:
         prompts = (peer.reply(said="1" + f"{spelled}1" * n, limit=1) for n in (N_COPIES, 2 * N_COPIES))
         once, twice = (of_chunks([reply.if_there().json]).n_prompt for reply in prompts)
-        n_tokens = (twice - once) / N_COPIES - 1  # of a copy: the digit after it is a token too
-        assert n_tokens != 1
+        # The digit after each copy is a token too.
+        assert (twice - once) / N_COPIES != 2
 
 
 def asked_apart(peer: Peer, path: str, said: object) -> Json:
@@ -397,19 +356,8 @@ def asked_apart(peer: Peer, path: str, said: object) -> Json:
 
 def compacted(peer: Peer) -> list[Json]:
     """Return the items to which a conversation is compacted."""
-    said = [HI, {"role": "assistant", "content": "It rains."}, QUESTION]
+    said = [HI, {"role": "assistant", "content": "It rains."}, HI]
     return asked_apart(peer, "/responses/compact", said).get("output") or []
-
-
-@should(profiles="responses")
-def input_tokens(peer: Peer) -> None:
-    """input-tokens: input_tokens counts what the usage counts
-
-    the API reference on input token counts
-    https://platform.openai.com/docs/api-reference/responses/input-tokens
-    """
-    counted = asked_apart(peer, "/responses/input_tokens", "hi").get("input_tokens")
-    assert counted == peer.plain().n_prompt, f"expected the count of the answer's usage, got {counted}"
 
 
 @should
@@ -421,4 +369,4 @@ def compact(peer: Peer) -> None:
     """
     output = compacted(peer)
     assert [item.get("type") for item in output].count("compaction") == 1
-    expect_taken(peer, [*output, QUESTION])
+    assert peer.reply(said=[*output, HI]).status == 200

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from audit.events import TERMINAL
-from audit.peer import CALLED, CUT, PATHS, STORY, STREAMS, WEATHER, Peer
+from audit.exchanges import enter_texts
+from audit.peer import CUT, STORY, Peer
 from audit.rules import NoReply, NotApplicable, rules_of
-from audit.schema import Json, expect_members
+from audit.schema import Json, shortened
 from audit.stream import Answer, choices_of
 
 must, should, _ = rules_of("answers", "responses")
@@ -26,43 +27,111 @@ must, should, _ = rules_of("answers", "responses")
 # --- one answer, however it is asked for --------------------------------------------------------------------
 
 
-@must(profiles="chat responses")
-def plain_by_default(peer: Peer) -> None:
-    """plain-by-default: without stream the answer is a JSON object
+ALONE = r"""
+must of chat responses
+plain-by-default: without stream the answer is a JSON object
 
-    the API reference: stream is false by default
-    B09 https://platform.openai.com/docs/api-reference/responses/create
-    """
-    for reply in peer.of_each_api(limit=CUT, stream=None):
-        assert reply.json
+the API reference: stream is false by default
+B09 https://platform.openai.com/docs/api-reference/responses/create
 
-
-@must
-def answer_fields(peer: Peer) -> None:
-    """answer-fields: a plain answer has the members it must have
-
-    openai/openai-openapi calls these members required
-    C22 https://github.com/lemonade-sdk/lemonade/issues/3607
-    """
-    expect_members(peer.plain().response, "response")
+responses  {"stream": null} -> object:=response
+chat       {"stream": null} -> object:=chat.completion
 
 
-ECHOED = json.loads("""{
-    "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 20, "tool_choice": "none", "metadata": {"a": "b"},
-    "instructions": "Be brief.", "parallel_tool_calls": false
-}""")
+must of responses
+answer-fields: a plain answer has the members it must have
+
+openai/openai-openapi calls these members required
+C22 https://github.com/lemonade-sdk/lemonade/issues/3607
+
+responses  {} -> response
 
 
-@should(after="answer-fields")
-def echo(peer: Peer) -> None:
-    """echo: the response has the parameters as they were asked, and the tools
+should of responses, after answer-fields
+echo: the response has the parameters as they were asked, and the tools
 
-    the API reference: they are members of the response; SDKs and logs show them
-    https://platform.openai.com/docs/api-reference/responses/object
-    """
-    response = peer.plain(**ECHOED, tools=(WEATHER,)).response
-    assert ECHOED.items() <= response.items(), f"expected {ECHOED} in the response"
-    assert "get_weather" in str(response["tools"])
+the API reference: they are members of the response; SDKs and logs show them
+https://platform.openai.com/docs/api-reference/responses/object
+
+responses  {"temperature": 0.5, "top_p": 0.9, "max_output_tokens": 20, "tool_choice": "none",
+             "instructions": "Brief!", "parallel_tool_calls": false, "metadata": {"a": "b"}, "tools": [TOOL]}
+             -> temperature:=0.5 top_p:=0.9 max_output_tokens:=20 tool_choice:=none tools:+get_weather
+             instructions:=Brief! parallel_tool_calls:=false metadata:a_is_b
+
+
+must of responses
+instructions-read: the instructions are part of the prompt
+
+the API reference: a system message, inserted into the context of the model
+https://platform.openai.com/docs/api-reference/responses/create
+
+responses  {} -> object:=response
+responses  {"instructions": "SENTENCES"} -> a longer prompt
+
+
+must of chat
+max-completion-tokens: max_completion_tokens is the limit that max_tokens was
+
+the API reference: max_tokens is deprecated in favor of it
+https://platform.openai.com/docs/api-reference/chat/create
+
+chat       {"messages": [{"role": "user", "content": "STORY"}], "max_tokens": null,
+             "max_completion_tokens": 4} -> usage:four_tokens
+
+
+must of chat responses
+stream-comes: stream: true is answered with an event stream
+
+the API reference: stream
+https://platform.openai.com/docs/api-reference/responses-streaming
+
+responses  {"stream": true} -> stream
+chat       {"stream": true} -> stream
+
+
+should of chat responses
+models: GET /models lists the models
+
+the API reference; user interfaces fill their lists with it
+https://platform.openai.com/docs/api-reference/models/list
+
+GET /models -> object:=list data:+model
+
+
+advice of chat responses, after stream-comes
+cache-control: a stream is not kept by caches
+
+proxies may keep or collect what is not marked no-cache
+B06 https://github.com/open-metadata/OpenMetadata/pull/29532
+
+responses  {"stream": true} -> header cache-control no-cache|no-store
+chat       {"stream": true} -> header cache-control no-cache|no-store
+
+
+must of chat responses, after stream-comes
+stream-headers: a stream is text/event-stream in UTF-8, not encoded, of one length or chunked
+
+the HTML standard: text/event-stream, and UTF-8; RFC 9112 on lengths
+A09 B06 B07 https://github.com/open-metadata/OpenMetadata/pull/29532
+
+responses  {"stream": true} -> header content-type ^text/event-stream(;\s*charset="?utf-8"?)?$
+responses  {"stream": true} -> header content-encoding ^$
+responses  {"stream": true} -> header content-length ^$, or header transfer-encoding ^$
+chat       {"stream": true} -> header content-type ^text/event-stream(;\s*charset="?utf-8"?)?$
+
+
+advice of chat responses
+request-id: every reply has an x-request-id
+
+the guide on debugging requests: x-request-id is what support asks for
+https://platform.openai.com/docs/api-reference/debugging-requests
+
+GET /models -> header x-request-id .
+responses  {"stream": true} -> header x-request-id .
+responses  {"model": -> header x-request-id .
+chat       {} -> header x-request-id .
+"""
+enter_texts("answers", ALONE)
 
 
 @must
@@ -76,11 +145,10 @@ def stream_is_answer(peer: Peer) -> None:
     D02 D15 E11 https://github.com/vllm-project/vllm/pull/30437
     """
     told = peer.streamed().outline
-    assert peer.api == "responses" or peer.plain().response.get("object") == "chat.completion"
     peer.same_answer(lambda: peer.plain().outline, told)
 
 
-@must
+@must(profiles="chat")
 def chat_usage(peer: Peer) -> None:
     """chat-usage: usage comes in the stream if it was asked for, and is that of the plain answer
 
@@ -126,9 +194,9 @@ def logprobs(peer: Peer) -> None:
     the API reference: the log probabilities of each output token
     C22 D08 D21 https://github.com/vllm-project/vllm/pull/47616
     """
-    for answer in peer.both(**STREAMS["chat-logprobs" if peer.api == "chat" else "logprobs"]):
+    for answer in peer.both(**peer.asks("logprobs")):
         is_whole = answer.tokens.startswith(answer.text) and (answer.tokens or not answer.text)
-        assert is_whole, f"expected tokens that make up {answer.text!r}, got {answer.tokens!r}"
+        assert is_whole, f"expected tokens that make up {answer.text}, got {answer.tokens}"
 
 
 # --- cut, called, stopped -----------------------------------------------------------------------------------
@@ -143,8 +211,8 @@ def cut_answers(peer: Peer, limit: int = CUT) -> Iterator[Answer]:
 
 @must
 def cut(peer: Peer) -> None:
-    """cut, chat-cut: an answer that was cut at its limit of tokens says so, streamed or not; a completion has
-    so many tokens
+    """cut, chat-cut: an answer that was cut at its limit of tokens says so, streamed or not, and ends with a
+    whole character; a completion has so many tokens
 
     the API reference: status incomplete with incomplete_details.reason max_output_tokens
     C15 https://github.com/vllm-project/agentic-api/issues/273
@@ -153,19 +221,9 @@ def cut(peer: Peer) -> None:
     """
     for answer in cut_answers(peer):
         assert answer.end == "length"
+        assert "\ufffd" not in answer.text, "expected no half of a character"
         if peer.api == "chat" and answer.usage:
             assert answer.n_output == CUT, f"expected {CUT} tokens, as asked for, got {answer.n_output}"
-
-
-@must(profiles="chat")
-def max_completion_tokens(peer: Peer) -> None:
-    """max-completion-tokens: max_completion_tokens is the limit that max_tokens was
-
-    the API reference: max_tokens is deprecated in favor of it
-    https://platform.openai.com/docs/api-reference/chat/create
-    """
-    asked = peer.long | {"max_tokens": None, "max_completion_tokens": CUT}
-    assert peer.plain(said=STORY, **asked).n_output <= CUT
 
 
 @should
@@ -202,7 +260,7 @@ def call(peer: Peer) -> None:
     the API reference: required, and finish_reason tool_calls if the model called a tool
     G02 https://github.com/vllm-project/vllm/pull/9209
     """
-    for answer in peer.both(**CALLED):
+    for answer in peer.both(**peer.asks("call")):
         assert answer.names == {"get_weather"}
         assert answer.end in ("tool_calls", "length")
         status = answer.calls[0].get("status", "completed")
@@ -219,7 +277,7 @@ def stop_string(peer: Peer) -> None:
     text = peer.plain().text
     stop = text[len(text) // 2 :][:5]
     if len(stop) < 5:
-        raise NotApplicable(f"the answer is too short: {text!r}")
+        raise NotApplicable(f"the answer is too short: {text}")
 
     def expected() -> Json:
         whole = peer.plain().text
@@ -233,31 +291,17 @@ def stop_string(peer: Peer) -> None:
 
 PATIENCE_S = 2  # with what a server does when an answer is over
 
-must, should, advice = rules_of("http", "chat responses")
+must, should, _ = rules_of("http", "chat responses")
 
 
-@must
-def stream_comes(peer: Peer) -> None:
-    """stream-comes: stream: true is answered with an event stream
-
-    the API reference: stream
-    https://platform.openai.com/docs/api-reference/responses-streaming
-    """
-    # We ask for nothing here that a server may refuse.
-    for reply in peer.of_each_api(stream=True):
-        assert reply.is_stream
-        assert reply.events
-
-
-@must
+@must(after="stream-comes")
 def stream_ends(peer: Peer) -> None:
     """stream-ends: the body of a stream ends soon after its last event
 
     RFC 9112, section 6.3: a client that reads to the end waits as long as the server holds it open
     M01 M02 https://github.com/openai/codex/issues/43140
     """
-    peer.some_stream()  # raises NotApplicable if the server cannot stream
-    for api in PATHS:
+    for api in ("responses", "chat"):
         peer.start()
         is_over = False
         try:
@@ -273,32 +317,6 @@ def stream_ends(peer: Peer) -> None:
             raise
 
 
-@advice
-def cache_control(peer: Peer) -> None:
-    """cache-control: a stream is not kept by caches
-
-    proxies may keep or collect what is not marked no-cache
-    B06 https://github.com/open-metadata/OpenMetadata/pull/29532
-    """
-    got = peer.some_stream().headers.get("cache-control", "").lower()
-    assert "no-cache" in got or "no-store" in got
-
-
-@must
-def stream_headers(peer: Peer) -> None:
-    """stream-headers: a stream is text/event-stream in UTF-8, not encoded, of one length or chunked
-
-    the HTML standard: text/event-stream, and UTF-8; RFC 9112 on lengths
-    A09 B06 B07 https://github.com/open-metadata/OpenMetadata/pull/29532
-    """
-    headers = peer.some_stream().headers
-    kind = headers["content-type"].replace(" ", "").lower()
-    assert kind in ("text/event-stream", "text/event-stream;charset=utf-8"), f"expected UTF-8, got {kind}"
-    assert "content-encoding" not in headers, "expected no encoding that was not asked for"
-    lengths = headers.keys() & {"content-length", "transfer-encoding"}
-    assert len(lengths) < 2, "expected one of Content-Length and Transfer-Encoding"
-
-
 @should
 def writes(peer: Peer) -> None:
     """writes: an event is written when it is made, and whole
@@ -306,35 +324,15 @@ def writes(peer: Peer) -> None:
     clients that parse what one read brings, and proxies that pass on a write at a time
     B02 D21 https://github.com/openresponses/openresponses/blob/main/src/lib/sse-parser.ts
     """
-    reply = peer.some_stream()
+    try:
+        reply = peer.recorded("text")
+    except NotApplicable:
+        reply = peer.recorded("chat")
     if "chunked" not in reply.headers.get("transfer-encoding", ""):
         raise NotApplicable("the stream is not sent in chunks")
     for chunk in reply.chunks[:-1]:  # the rule whole-frames is about the end
-        assert chunk.endswith((b"\n\n", b"\r\n\r\n")), f"expected whole frames, got {chunk[-200:]!r}"
+        assert chunk.endswith((b"\n\n", b"\r\n\r\n")), f"expected whole frames, got {shortened(chunk[-200:])}"
     assert len(reply.chunks) > 2, "expected events as they are made, got all at once"
-
-
-@advice
-def request_id(peer: Peer) -> None:
-    """request-id: every reply has an x-request-id
-
-    the guide on debugging requests: x-request-id is what support asks for
-    https://platform.openai.com/docs/api-reference/debugging-requests
-    """
-    for reply in (peer.some_stream(), peer.ask("GET", "/models"), peer.ask("POST", "/responses", b"{")):
-        assert "x-request-id" in reply.headers
-
-
-@should
-def models(peer: Peer) -> None:
-    """models: GET /models lists the models
-
-    the API reference; user interfaces fill their lists with it
-    https://platform.openai.com/docs/api-reference/models/list
-    """
-    listed = peer.ask("GET", "/models").if_there().json
-    expect_members(listed, "models")
-    assert listed["data"]
 
 
 # --- clients ------------------------------------------------------------------------------------------------
@@ -361,7 +359,7 @@ def first_event(peer: Peer) -> None:
     proxies and clients end what says nothing for some seconds
     https://platform.openai.com/docs/api-reference/responses-streaming
     """
-    # A busy machine may spoil a try; each prompt is new to the prefix cache. No client feels FELT_S.
+    # A busy machine may spoil a try; each prompt is new to the prefix cache. No client feels 0.05 s.
     short_s = 0.0  # to the first event of a short prompt
     for number in range(4):
         said = f"Text {number}. " + "The quick brown fox jumps over the lazy dog. " * 80 * min(number, 1)
@@ -373,14 +371,12 @@ def first_event(peer: Peer) -> None:
                 raise NotApplicable("the stream has no delta")
             delta_s = time.monotonic() - started_at
         short_s = short_s or first_s
-        if number and first_s - short_s < max(FELT_S, 0.8 * (delta_s - short_s)):
+        if number and first_s - short_s < max(0.05, 0.8 * (delta_s - short_s)):
             return
     raise AssertionError(
         f"expected the first event well before the first delta, {delta_s:.3f} s, got {first_s:.3f} s"
     )
 
-
-FELT_S = 0.05
 
 # A gauge of vLLM's and ours, of llama.cpp's or of SGLang's.
 RUNNING = re.compile(

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from audit.rules import rules_of
-from audit.schema import Faults, Typed, object_in
+from audit.schema import Faults, Typed, object_in, shortened
 from audit.stream import MARKUP, Capture, agreed, changes, choices_of, is_object, usage_faults
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")  # and "function_call", long deprecated
@@ -27,20 +27,6 @@ def choices(capture: Capture) -> Iterator[tuple[int, int, Typed]]:
 
 
 # --- what chunks hold ---------------------------------------------------------------------------------------
-
-
-@must
-def chunk_fields(capture: Capture) -> Faults:
-    """chunk-fields: chunks have id, object, created, model and choices; choices index, delta and
-    finish_reason
-
-    openai/openai-openapi calls these members required
-    G01 G07 https://github.com/vllm-project/vllm/pull/19662
-    """
-    for number, chunk in capture.events:
-        if chunk and "error" not in chunk:
-            for fault in chunk.faults:
-                yield number, fault
 
 
 @must
@@ -67,7 +53,10 @@ def role(capture: Capture) -> Faults:
         expected = [] if index in begun else ["assistant"]
         got = [delta.role] if "role" in delta else []
         if got != expected:
-            yield number, f"expected the role in the first delta of a choice alone, got {delta}"
+            yield (
+                number,
+                f"expected the role in the first delta alone, got {shortened(delta)}",
+            )
         begun.add(index)
 
 
@@ -82,9 +71,15 @@ def finish_reason(capture: Capture) -> Faults:
     for number, index, choice in choices(capture):
         reason = choice.finish_reason
         if ended.get(index) is not None:
-            yield number, f"expected nothing of a choice after its finish_reason, got {choice}"
+            yield (
+                number,
+                f"expected nothing after a finish_reason, got {shortened(choice)}",
+            )
         elif reason not in (None, *FINISH_REASONS):
-            yield number, f"expected finish_reason to be null or one of {FINISH_REASONS}, got {reason!r}"
+            yield (
+                number,
+                f"expected null or one of {shortened(FINISH_REASONS)}, got {reason}",
+            )
         ended[index] = ended.get(index) or reason
     if None in ended.values() and not any("error" in chunk for chunk in capture.raw):
         yield len(capture.raw) - 1, "expected a finish_reason of each choice, got the end of the stream"
@@ -107,7 +102,10 @@ def call_deltas(capture: Capture) -> Faults:
                 yield from agreed(number, "the index of a new call to be", n_begun[index], call.index)
                 n_begun[index] += 1
             if not all(head) if is_new else head != [None] * 3:
-                yield number, f"expected id, type and name in the first delta of a call alone, got {call}"
+                yield (
+                    number,
+                    f"expected id, type and name in the first delta alone, got {shortened(call)}",
+                )
         if choice.finish_reason == "tool_calls" and not n_begun[index]:
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
 
@@ -126,7 +124,10 @@ def chunk_texts(capture: Capture) -> Faults:
                 yield last, f"expected content without markup of the model's, got {marker[0]}"
             for call in answer.calls.values():
                 if call["name"] and not is_object(call["arguments"]):
-                    yield last, f"expected the arguments of a call to be a JSON object, got {call}"
+                    yield (
+                        last,
+                        f"expected arguments that are a JSON object, got {shortened(call)}",
+                    )
 
 
 # --- usage and errors ---------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def json_data(capture: Capture) -> Faults:
     """
     for frame, data in with_data(capture):
         if not frame.value and data != DONE:
-            yield frame.number, f"expected a JSON object or [DONE] as data, got {shortened(data)!r}"
+            yield frame.number, f"expected a JSON object or [DONE] as data, got {shortened(data)}"
 
 
 @advice
@@ -73,7 +73,7 @@ def utf_8(capture: Capture) -> Faults:
             frame.raw.decode("utf-8")
         except UnicodeDecodeError as error:
             if not frame.fault:
-                yield frame.number, f"expected UTF-8, got {frame.raw[error.start : error.end + 1]!r}"
+                yield frame.number, f"expected UTF-8, got {shortened(frame.raw[error.start : error.end + 1])}"
 
 
 @advice
@@ -98,7 +98,7 @@ def event_name(capture: Capture) -> Faults:
     for frame, _ in with_data(capture):
         expected = frame.value.get("type", "message") if capture.kind == "responses" else "message"
         if frame.value and frame.type != expected:
-            yield frame.number, f"expected the event field to say {expected!r}, got {frame.type!r}"
+            yield frame.number, f"expected the event field to say {expected}, got {frame.type}"
 
 
 @advice

@@ -37,11 +37,14 @@ COPY = 0  # the client of the short prompt
 # API -> what all clients ask for, and what every fourth one does, three times.
 KINDS = """{
     "chat": [
-        {"logprobs": true, "top_logprobs": 2}, {}, {"schema": SCHEMA}, {"temperature": 1, "seed": CODE}
+        {"logprobs": true, "top_logprobs": 2}, {}, {"response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": true}}},
+        {"temperature": 1, "seed": CODE}
     ],
     "responses": [
-        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
-        {}, {"schema": SCHEMA}, {"background": true, "stream": true}
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {}, {"text": {"format": {
+            "type": "json_schema", "name": "x", "schema": SCHEMA, "strict": true}}},
+        {"background": true, "stream": true}
     ]
 }"""
 SCHEMA = """{

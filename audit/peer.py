@@ -18,50 +18,103 @@ Not here: the rules (answers.py, agents.py and so on), bytes (http.py), the cont
 """
 
 import json
+import re
 import shlex
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
 from audit.events import TERMINAL
-from audit.http import NOT_THERE, REFUSED, Connection, Reply
+from audit.http import REFUSED, Connection, Reply
 from audit.rules import NoReply, NotApplicable, Rule, presumed
 from audit.schema import Json, Typed, object_in, shortened
-from audit.stream import EVENTS, Answer, Capture, events_of, of_chunks, of_response, read
+from audit.stream import EVENTS, Answer, events_of, of_chunks, of_response, read
 
 BUSY = {429, 503}
 BUDGET_S = 120.0  # of a rule: a small model on a busy machine
 CUT = 16  # tokens: the fewest that Open Responses allows
 STORY = "Tell me a very long story about a fox."
-TOKYO = "What is the weather in Tokyo?"
-WEATHER = json.loads("""{
-    "name": "get_weather",
-    "description": "Get the weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-}""")
-TIME = WEATHER | {"name": "get_time", "description": "Get the time in a city"}
-CALLED: Json = {"said": TOKYO, "tools": (WEATHER,), "tool_choice": "required"}
+# What is asked, or a part of it, by a word of capitals.
+WORDS = r"""
+CHAT_TOOL     {"type": "function", "function": {"name": "get_weather", SCHEMA}}
+CHAT_TIME     {"type": "function", "function": {"name": "get_time", SCHEMA}}
+MESSAGES_TOOL {"name": "get_weather", "input_schema": {"type": "object"}}
+TOOL          {"type": "function", "name": "get_weather", SCHEMA}
+TIME          {"type": "function", "name": "get_time", SCHEMA}
+SCHEMA        "description": "Get it for a city", "parameters": CITY
+CITY          {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+QUESTION      {"role": "user", "content": "What is the weather in Tokyo and in Paris?"}
+TOKYO_CALL    {"type": "function_call", "call_id": "call_tokyo", "name": "get_weather", "arguments": TOKYO}
+PARIS_CALL    {"type": "function_call", "call_id": "call_paris", "name": "get_weather", "arguments": PARIS}
+CALL_0        {"type": "function_call", "call_id": "call_0", "name": "get_weather", "arguments": "{}"}
+TOKYO_RESULT  {"type": "function_call_output", "call_id": "call_tokyo", "output": "It rains."}
+PARIS_RESULT  {"type": "function_call_output", "call_id": "call_paris", "output": "The sun shines."}
+SHORT_RESULT  {"type": "function_call_output", "call_id": "call_0", "output": "It rains."}
+LONG_RESULT   {"type": "function_call_output", "call_id": "call_0", "output": "RAIN RAIN RAIN RAIN"}
+SENTENCES     ADVICE ADVICE ADVICE ADVICE ADVICE ADVICE ADVICE ADVICE ADVICE ADVICE ADVICE ADVICE
+ADVICE        Answer in a short sentence. Never mention the weather, the sea or the moon. Be brief.
+RAIN          It rains, and it will rain tomorrow and the day after tomorrow.
+TOKYO         "{\"city\": \"Tokyo\"}"
+PARIS         "{\"city\": \"Paris\"}"
+STORY         Tell me a very long story about a fox.
+WEATHER       What is the weather in Tokyo?
+COLOUR        {"type": "object", "properties": HUES, "required": ["colour", "n"], CLOSED}
+CLOSED        "additionalProperties": false
+HUES          {"colour": {"type": "string", "enum": ["red", "green"]}, "n": {"type": "integer"}}
+"""
+N_FOXES = 200_000  # words: more than the context of any model that is audited
+
+
+def written_out(text: str) -> str:
+    """Put the meanings of WORDS into a text."""
+    for word, meaning in re.findall(r"^(\w+) +(.*)", WORDS, re.MULTILINE):
+        text = text.replace(word, meaning)
+    return text.replace("FOXES", "fox " * N_FOXES)
+
+
 #   stream           what is asked
-STREAMS = json.loads("""{
+STREAMS = json.loads(
+    written_out(r"""{
     "text":          {},
-    "echo":          {"instructions": "Be brief.\\u2028\\u0085\\u2029"},
-    "cut":           {"said": "Tell me a very long story about a fox.", "limit": 16},
+    "echo":          {"instructions": "Be brief.\u2028\u0085\u2029"},
+    "cut":           {"said": "STORY", "limit": 16},
     "logprobs":      {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
     "background":    {"background": true},
+    "call":          {"said": "WEATHER", "tools": [TOOL], "tool_choice": "required"},
     "chat":          {"api": "chat"},
     "chat-usage":    {"api": "chat", "stream_options": {"include_usage": true}},
-    "chat-cut":      {"api": "chat", "said": "Tell me a very long story about a fox.", "limit": 16},
+    "chat-cut":      {"api": "chat", "said": "STORY", "limit": 16},
     "chat-two":      {"api": "chat", "n": 2, "temperature": 1, "seed": 1},
-    "chat-logprobs": {"api": "chat", "logprobs": true, "top_logprobs": 2}
-}""") | {"call": CALLED, "chat-call": CALLED | {"api": "chat"}}
+    "chat-logprobs": {"api": "chat", "logprobs": true, "top_logprobs": 2},
+    "chat-call":     {"api": "chat", "said": "WEATHER", "tools": [CHAT_TOOL], "tool_choice": "required"}
+}""")
+)
+# The same of requests that are asked plain too.
+ASKED = STREAMS | json.loads(
+    written_out("""{
+    "tools":         {"said": "WEATHER", "tools": [TOOL, TIME]},
+    "chat-tools":    {"said": "WEATHER", "tools": [CHAT_TOOL, CHAT_TIME]},
+    "forced":        {"said": "WEATHER", "tools": [TOOL, TIME],
+                      "tool_choice": {"type": "function", "name": "get_time"}},
+    "chat-forced":   {"said": "WEATHER", "tools": [CHAT_TOOL, CHAT_TIME],
+                      "tool_choice": {"type": "function", "function": {"name": "get_time"}}},
+    "schema":        {"said": "Name a colour and a number.", "limit": 400, "text": {"format": {
+                      "type": "json_schema", "name": "x", "schema": COLOUR, "strict": true}}},
+    "chat-schema":   {"said": "Name a colour and a number.", "limit": 400, "response_format": {
+                      "type": "json_schema", "json_schema": {"name": "x", "schema": COLOUR, "strict": true}}},
+    "object":        {"said": "Say hello in JSON.", "limit": 400, "text": {
+                      "format": {"type": "json_object"}}},
+    "chat-object":   {"said": "Say hello in JSON.", "limit": 400, "response_format": {"type": "json_object"}}
+}""")
+)
 # The layer that failed, by the error; the first that fits.
 LAYERS = {socket.gaierror: "name", ssl.SSLError: "TLS", OSError: "connection", Exception: "HTTP"}
-PATHS = {"responses": "/responses", "chat": "/chat/completions"}
+PATHS = {"responses": "/responses", "chat": "/chat/completions", "messages": "/messages"}
 
 
 class Peer:
@@ -102,39 +155,28 @@ class Peer:
         self,
         said: object = "hi",
         limit: int = 64,
-        tools: Sequence[Json] = (),
-        tool_choice: object = None,
-        schema: Json | None = None,
         stream: bool | None = False,
         api: str = "",
         **more: object,
     ) -> tuple[str, Json]:
         """Return path and body.
 
-        `said` is a text or a list of items or messages; a tool_choice may be the name of a tool.
+        `said` is a text, or a list of items or messages.
         """
         api = api or self.api
-        is_chat = api == "chat"
-
-        def typed(type_: str, members: Json) -> Json:
-            """Chat completions nest the members in one that is called as the type is."""
-            return {"type": type_} | ({type_: members} if is_chat else members)
-
         body: Json = {"model": self.model, "stream": stream}
-        if is_chat:
+        if api == "responses":
+            body |= {"max_output_tokens": limit, "temperature": 0, "input": said}
+        else:
             messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
             body |= {"messages": messages, "max_tokens": limit, "temperature": 0}
-        else:
-            body |= {"max_output_tokens": limit, "temperature": 0, "input": said}
-        if tools:
-            body["tools"] = [typed("function", tool) for tool in tools]
-        if tool_choice in [tool["name"] for tool in tools]:
-            tool_choice = typed("function", {"name": tool_choice})
-        if schema:
-            wire_schema = typed("json_schema", {"name": "x", "schema": schema, "strict": True})
-            body |= {"response_format": wire_schema} if is_chat else {"text": {"format": wire_schema}}
-        body |= {"tool_choice": tool_choice} | more
+        body |= more
         return PATHS[api], {name: value for name, value in body.items() if value is not None}
+
+    def asks(self, name: str) -> Json:
+        """Return what ASKED has, for the API that a rule is about."""
+        asked: Json = ASKED[f"chat-{name}" if self.api == "chat" else name]
+        return asked
 
     @contextmanager
     def open(self, method: str, path: str, body: Json | bytes = b"", **headers: Any) -> Iterator[Reply]:
@@ -201,13 +243,6 @@ class Peer:
         self.exchanges = [*others, *exchange]
         self.shown = ""
 
-    def of_each_api(self, **asked: Any) -> Iterator[Reply]:
-        """Yield the replies of the APIs that the server has."""
-        for api in PATHS:
-            reply = self.once(*self.request(api=api, **asked))
-            if reply.status not in NOT_THERE:
-                yield reply
-
     def without_key(self) -> Json:
         """Return the headers of a request without the key."""
         if "Authorization" not in self.headers:
@@ -228,13 +263,6 @@ class Peer:
     def recorded(self, name: str) -> Reply:
         """Return a stream of STREAMS."""
         return self.stream(**STREAMS[name])
-
-    def some_stream(self) -> Reply:
-        """Return a stream of an API that the server has."""
-        try:
-            return self.recorded("text")
-        except NotApplicable:
-            return self.recorded("chat")
 
     # --- answers --------------------------------------------------------------------------------------------
 
@@ -257,7 +285,7 @@ class Peer:
 
     def _answer(self, objects: list[Json]) -> Answer:
         answer = of_chunks(objects) if self.api == "chat" else of_response(objects[0])
-        self.shown = json.dumps(answer.outline, ensure_ascii=False)
+        self.shown = answer.text and json.dumps(answer.outline, ensure_ascii=False)
         return answer
 
     def same_answer(self, ask: Callable[[], Json], told: Json) -> None:
@@ -283,7 +311,7 @@ def response_of(events: list[Json]) -> Json:
     last = [{}, *events][-1]
     response = object_in(last, "response")
     is_terminal = response and last.get("type") in TERMINAL
-    assert is_terminal, f"expected a terminal event in the end, got {last}"
+    assert is_terminal, f"expected a terminal event in the end, got {shortened(last, 200)}"
     return response
 
 
@@ -306,20 +334,21 @@ def curl(method: str, url: str, headers: Json, body: bytes) -> str:
 
 def judged(rule: Rule, peer: Peer) -> None:
     """Judge by the rule every stream of its kind that the server makes, and of which the end was seen."""
-    captures: dict[str, Capture] = {}
+    n_judged = 0
     for name, asked in STREAMS.items():
-        if asked.get("api", "responses") in rule.profiles:
-            try:
-                captures[name] = read(peer.recorded(name).body)
-            except (NotApplicable, NoReply) as error:
-                reason = error  # why no stream came, if none comes
-                if rule.name == "whole-frames" and isinstance(error.__cause__, AssertionError):
-                    raise error.__cause__ from None
-    if not captures:
-        raise reason
-    for name, capture in captures.items():
+        if asked.get("api", "responses") not in rule.profiles:
+            continue
+        try:
+            capture = read(peer.recorded(name).body)
+        except (NotApplicable, NoReply) as error:
+            reason = error  # why no stream came, if none comes
+            if rule.name == "whole-frames" and isinstance(error.__cause__, AssertionError):
+                raise error.__cause__ from None
+            continue
+        n_judged += 1
         for number, message in rule.check(capture):
-            peer.recorded(name)
             broken = b"".join(frame.raw for frame in capture.frames if frame.number == number)
             peer.shown = broken.decode("utf-8", "backslashreplace")
             raise AssertionError(f"{name}: event {number}: {message}")
+    if not n_judged:
+        raise reason

@@ -11,8 +11,8 @@
 
 Authority: each rule has its own, in its docstring: names and title, a blank line, then who wrote the
 behaviour down or relies on it; the next line has the ids of tests/BUGS.md and the link to that text, or to a
-report of what happens without it. A function that is two rules may have two such pairs of lines. A rule on
-what must be refused has no function, but requests after another blank line: see refusals.py.
+report of what happens without it. A function that is two rules may have two such pairs of lines. A rule
+may have no function, but requests after another blank line: see exchanges.py.
 
 Rules of this file:
 1. A rule that flags correct behaviour is the worst defect: what only some clients need is not a "must".
@@ -54,8 +54,7 @@ def rules_of(group: str, usual: str, before: str = "") -> list[Callable[..., Che
 
     It comes after the rule `before` unless another one is named.
 
-    A name that begins with "chat-" is a rule of chat completions, with their profile in place of that of the
-    Responses API.
+    The second of two names is a rule of chat completions, with their profile in place of the Responses API's.
     """
 
     def enter(strength: str, check: Check | None = None, profiles: str = usual, after: str = before) -> Check:
@@ -70,14 +69,16 @@ def rules_of(group: str, usual: str, before: str = "") -> list[Callable[..., Che
 
 
 def enter_rule(text: str, group: str, profiles: str, strength: str, after: str, check: Check) -> None:
-    """Enter a rule for each name that the text begins with, or a second one that is of chat completions."""
+    """Enter a rule for each name that the text begins with."""
     beginning, authority, *requests = inspect.cleandoc(text).split("\n\n")
     names, _, title = " ".join(beginning.split()).partition(": ")
     rows = re.sub("\n +", " ", "".join(requests)).splitlines()
     sources = re.findall(r"(.+)\n(?:(.+) )?(\S+)", authority)  # (who, ids of bugs, link), for each name
     for name, (source, bugs, link) in zip(names.split(", "), sources * 2, strict=False):
-        own = profiles.replace("responses", "chat") if name.startswith("chat-") else profiles
-        RULES[name] = Rule(name, group, own, strength, title, source, link, bugs, after, rows, check)
+        is_chat = name in names.split(", ")[1:]
+        own = profiles.replace("responses", "chat") if is_chat else profiles
+        of_api = [row for row in rows if names == name or row.startswith("chat") == is_chat]
+        RULES[name] = Rule(name, group, own, strength, title, source, link, bugs, after, of_api, check)
 
 
 # --- how a rule ends ----------------------------------------------------------------------------------------

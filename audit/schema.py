@@ -31,10 +31,14 @@ LATEST = time.time() + 24 * 60 * 60  # a time that has passed, whatever clock a 
 
 BASIC = dict(re.findall(r"(\w+) +(.*)", VALUES))
 ROWS: dict[str, dict[str, Members]] = {}  # kind -> type -> its row; "*": the row of all objects of the kind
+
+
+def row_of(text: str) -> Members:
+    return {name: type_ or "text" for name, type_ in re.findall(r"(\w+\??):?(\S*)", text)}
+
+
 for _kind, _type, _row in re.findall(r"(\w+) *(.*?) *= (.*)", re.sub("\n +", " ", OBJECTS)):
-    ROWS.setdefault(_kind, {})[_type or "*"] = {
-        name: type_ or "text" for name, type_ in re.findall(r"(\w+\??):?(\S*)", _row)
-    }
+    ROWS.setdefault(_kind, {})[_type or "*"] = row_of(_row)
 EVENTS = ROWS["event"]
 
 
@@ -86,7 +90,7 @@ class Typed(dict[str, Any]):
                 for inner in fitted if isinstance(member, list) else [fitted]:
                     self.faults += getattr(inner, "faults", [])
             elif member is not None or name in needed:
-                self.faults.append(f"{what} has {name} {shortened(json.dumps(member))}: expected {type_}")
+                self.faults.append(f"{what} has {name} {shortened(member)}: expected {type_}")
 
     def __missing__(self, name: str) -> Any:
         type_ = self.types.get(name, "any")
@@ -100,7 +104,7 @@ class Typed(dict[str, Any]):
 def types_of(kind: str, type_: str) -> tuple[Members, list[str]]:
     """Return the types of the members of an object, and the names of those that it must have."""
     row = ROWS[kind]["*"] | ROWS[kind].get(type_, {})
-    return {name.removesuffix("?"): of for name, of in row.items()}, required(row)
+    return {name.removesuffix("?"): of for name, of in row.items()}, [name for name in row if name[-1] != "?"]
 
 
 def object_in(value: Json, name: str) -> Json:
@@ -109,10 +113,16 @@ def object_in(value: Json, name: str) -> Json:
     return member if isinstance(member, dict) else {}
 
 
+def faults_in(value: Json, kind: str) -> list[str]:
+    """Return the faults of an object; in place of its kind a row may be given."""
+    ROWS.setdefault(kind, {"*": row_of(kind)})
+    return Typed(value, kind).faults
+
+
 def expect_members(value: Json, kind: str) -> None:
     """Expect an object to be as its table says; raises AssertionError."""
-    faults = Typed(value, kind).faults
-    assert not faults, faults
+    faults = faults_in(value, kind)
+    assert not faults, "; ".join(faults)
 
 
 def fit(value: Any, type_: str) -> Any:
@@ -123,6 +133,9 @@ def fit(value: Any, type_: str) -> Any:
         if one.startswith("[") and isinstance(value, list):
             entries = [fit(entry, one[1:-1]) for entry in value]
             return WRONG if WRONG in entries else entries
+        if one.startswith("+") and isinstance(value, list):
+            fitting = [entry for entry in value if not getattr(fit(entry, one[1:]), "faults", [entry])]
+            return value if fitting else WRONG
         text = value if isinstance(value, str) or one[:1] != "=" else json.dumps(value)
         if one in ("any", f"={text}") or type(value).__name__ in BASIC.get(one, "").split():
             return WRONG if (one == "id" and not value) or (one == "time" and value > LATEST) else value
@@ -132,14 +145,10 @@ def fit(value: Any, type_: str) -> Any:
 def unfit(value: Json, row: Members) -> list[str]:
     """Return a line for each member that the object has and that is not as the row says."""
     return [
-        f"expected {name} {type_.strip('=') or 'empty'}, got {value[name]}"
+        f"expected {name} {type_.strip('=') or 'empty'}, got {shortened(value[name])}"
         for name, type_ in row.items()
         if name in value and fit(value[name], type_) is WRONG
     ]
-
-
-def required(members: Members) -> list[str]:
-    return [name for name in members if not name.endswith("?")]
 
 
 def without(value: Any, *names: str) -> Any:
@@ -158,7 +167,11 @@ def without(value: Any, *names: str) -> Any:
 # --- text ---------------------------------------------------------------------------------------------------
 
 
-def shortened(text: str, length: int = 80) -> str:
+def shortened(value: object, length: int = 200) -> str:
+    """Show a value as it came: a text, bytes, or JSON."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "backslashreplace")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if len(text) <= length:
         return text
     return f"{text[: length // 2]}...{text[-length // 2 :]}"

@@ -22,7 +22,7 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 # Importing these enters their rules.
-from audit import agents, answers, isolation, messages, recording, refusals, stored, turns  # noqa: F401
+from audit import agents, answers, isolation, messages, recording, stored, turns  # noqa: F401
 from audit.http import NOT_THERE
 from audit.peer import CUT, PATHS, STORY, Peer, judged
 from audit.rules import OF_STREAMS, RULES, NoReply, NotApplicable, presumed
@@ -47,7 +47,7 @@ def chosen(profile: str, patterns: list[str]) -> list[str]:
     names = [name for name, rule in RULES.items() if profile in ("all", *rule.profiles.split())]
     matching = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns or "*")]
     if not matching:
-        raise ValueError(f"no rule of the profile {profile!r} is called {patterns}: see --list")
+        raise ValueError(f"no rule of the profile {profile} is called {' or '.join(patterns)}: see --list")
     return matching
 
 
@@ -90,19 +90,19 @@ def judge(peer: Peer, name: str) -> Result:
 def check(peer: Peer, name: str) -> None:
     """Check what the rule builds on, then the rule."""
     rule = RULES[name]
-    api = "chat" if "chat" in rule.profiles and "responses" not in rule.profiles else "responses"
+    own = [api for api in PATHS if api in rule.profiles] or ["responses"]
     for earlier in rule.after.split():
-        of_this_api = f"{api}-{earlier}"
+        of_this_api = f"{own[0]}-{earlier}"
         with presumed(earlier):
             check(peer, of_this_api if of_this_api in RULES else earlier)
-    peer.api = api
+    peer.api = own[0]
     if rule.group in OF_STREAMS:
         judged(rule, peer)
     elif rule.group == "websocket":
         with turns.connected(peer) as socket:
             rule.check(socket)
     elif rule.requests:
-        refusals.expect_refused(peer, rule)
+        rule.check(peer, rule)
     else:
         rule.check(peer)
 
@@ -127,7 +127,7 @@ def look(peer: Peer) -> list[str]:
     if not apis:
         statuses = {reply.status for reply in replies.values()}
         listed = [model.id for model in models]
-        layer = f"model: neither API answers for {peer.model}; --model may be {', '.join(listed) or 'wrong'}."
+        layer = f"model: no API answers for {peer.model}; --model may be {', '.join(listed) or 'wrong'}."
         if statuses <= NOT_THERE and (not listed or peer.model in listed):
             layer = "HTTP: no LLM server of these APIs; is it the right URL, with its /v1?"
         if statuses & {401, 403}:

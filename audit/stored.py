@@ -5,17 +5,17 @@
 Authority: https://platform.openai.com/docs/api-reference/responses and .../docs/guides/background; where
 these are silent, what Azure probed: Azure/azure-sdk-for-net, api-behaviour-contract.md.
 
-Not here: what must be refused (refusals.py), connections that remember (turns.py).
+Not here: what must be refused (exchanges.py), connections that remember (turns.py).
 """
 
 import time
 from typing import NamedTuple
 
-from audit.agents import ASKED, HI
-from audit.http import NOT_THERE, REFUSED, Reply
+from audit.exchanges import enter_texts
+from audit.http import REFUSED, Reply
 from audit.peer import STORY, Peer, final
 from audit.rules import NoReply, NotApplicable, rules_of
-from audit.schema import Json, Typed, expect_members
+from audit.schema import Json
 from audit.stream import of_response
 
 
@@ -50,123 +50,144 @@ def stored(peer: Peer) -> None:
         assert made.ask("GET").json == made.response
 
 
-@must
-def deleted(peer: Peer) -> None:
-    """deleted: a deleted response is gone
+BY_ID = """
+must of stateful
+deleted: a deleted response is gone
 
-    the API reference on DELETE
-    F07 https://platform.openai.com/docs/api-reference/responses/delete
-    """
-    made = kept(peer)
-    assert made.ask("DELETE").if_there().status == 200
-    for method in ("GET", "DELETE"):
-        assert made.ask(method).status == 404
+the API reference on DELETE
+F07 https://platform.openai.com/docs/api-reference/responses/delete
 
-
-@must
-def unknown_id(peer: Peer) -> None:
-    """unknown-id: an unknown id is a 404
-
-    SDKs raise NotFoundError for 404 alone
-    F06 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
-    """
-    kept(peer)
-    unknown = Kept(peer, {"id": "resp_00000000000000000000000000000000"})
-    for method, rest in {"GET": "", "DELETE": "", "POST": "/cancel"}.items():
-        assert unknown.ask(method, rest).status in NOT_THERE
+responses  {"store": true} -> object:=response
+GET /responses/ID -> object:=response
+DELETE /responses/ID -> deleted:=true
+GET /responses/ID -> 404
+DELETE /responses/ID -> 404
 
 
-def prompts_of_chain(peer: Peer, **asked: object) -> list[int]:
-    """Count the tokens of a prompt, and of that which continues its response."""
-    first = of_response(kept(peer, **asked).response)
-    return [first.n_prompt, peer.plain(previous_response_id=first.response["id"]).n_prompt]
+must of stateful
+unknown-id: an unknown id is a 404
+
+SDKs raise NotFoundError for 404 alone
+F06 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
+
+responses  {"store": true} -> object:=response
+GET /responses/ID -> object:=response
+GET /responses/resp_00000000000000000000000000000000 -> 404
+DELETE /responses/resp_00000000000000000000000000000000 -> 404, or 405, or 501
+POST /responses/resp_00000000000000000000000000000000/cancel -> 404, or 405, or 501
 
 
-@must
-def chained(peer: Peer) -> None:
-    """chained: the prompt holds what the previous response said
+must of stateful
+chained: the prompt holds what the previous response said
 
-    the API reference on previous_response_id
-    F14 https://github.com/tetherto/qvac/pull/2030
-    """
-    first, second = prompts_of_chain(peer)
-    assert first < second, f"expected a longer prompt after one of {first} tokens, got {second}"
+the API reference on previous_response_id
+F14 https://github.com/tetherto/qvac/pull/2030
 
-
-@must
-def instructions(peer: Peer) -> None:
-    """instructions: a chain does not carry the previous response's instructions over
-
-    the API reference: instructions from a previous response will not be carried over
-    F14 https://platform.openai.com/docs/api-reference/responses/create
-    """
-    # Long instructions of the first turn do not make the second prompt longer than the first was.
-    sentence = "Answer in one short sentence, and never mention the weather, the sea or the moon. "
-    first, second = prompts_of_chain(peer, instructions=sentence * 40)
-    assert first > second, f"expected a prompt without instructions, shorter than {first}, got {second}"
+responses  {"store": true} -> object:=response
+GET /responses/ID -> object:=response
+responses  {"previous_response_id": "ID"} -> a longer prompt
 
 
-@must
-def not_stored(peer: Peer) -> None:
-    """not-stored: store: false keeps nothing
+must of stateful
+instructions: a chain does not carry the previous response's instructions over
 
-    the API reference on store; clients that send it count on it
-    F12 https://platform.openai.com/docs/api-reference/responses/create
-    """
-    kept(peer)
-    assert Kept(peer, peer.plain(store=False).response).ask("GET").status == 404
+the API reference: instructions from a previous response will not be carried over
+F14 https://platform.openai.com/docs/api-reference/responses/create
 
-
-@should
-def metadata(peer: Peer) -> None:
-    """metadata: metadata comes back as it was sent
-
-    the API reference on metadata
-    https://platform.openai.com/docs/api-reference/responses/create
-    """
-    pairs = {"user": "u-1", "note": "caf\u00e9"}
-    made = kept(peer, metadata=pairs)
-    for response in (made.response, made.ask("GET").json):
-        assert response.get("metadata") == pairs
+responses  {"store": true, "instructions": "SENTENCES"} -> object:=response
+GET /responses/ID -> object:=response
+responses  {"previous_response_id": "ID"} -> a shorter prompt
 
 
-@should
-def input_order(peer: Peer) -> None:
-    """input-order: the list of input items has an order, a limit and has_more
+must of stateful
+not-stored: store: false keeps nothing
 
-    the API reference on input items
-    https://platform.openai.com/docs/api-reference/responses/input-items
-    """
-    made = kept(peer, said=[{"role": "user", "content": text} for text in ("one", "two", "three")])
-    for order, first in (("asc", "one"), ("desc", "three")):
-        reply = made.ask("GET", f"/input_items?order={order}&limit=2").if_there()
-        listed = Typed(reply.json, "input_items")
-        assert len(listed.data) == 2
-        assert first in str(listed.data[0])
-        assert listed.has_more is True
+the API reference on store; clients that send it count on it
+F12 https://platform.openai.com/docs/api-reference/responses/create
+
+responses  {"store": true} -> object:=response
+GET /responses/ID -> object:=response
+responses  {"store": false} -> object:=response
+GET /responses/ID -> 404
 
 
-@should
-def input_items(peer: Peer) -> None:
-    """input-items: the input can be listed: items with ids, texts of the assistant's with annotations
+should of stateful
+metadata: metadata comes back as it was sent
 
-    the API reference on input items
-    https://platform.openai.com/docs/api-reference/responses/input-items
-    """
-    # As clients write a turn of the assistant, without the list that its type must have.
-    made = kept(peer, said=[HI, ASKED["input-items"], HI])
-    expect_members(made.ask("GET", "/input_items").if_there().json, "input_items")
+the API reference on metadata
+https://platform.openai.com/docs/api-reference/responses/create
+
+responses  {"store": true, "metadata": {"user": "u-1", "note": "caf\u00e9"}} -> metadata:noted
+GET /responses/ID -> metadata:noted
 
 
-@should
-def foreground_as_stream(peer: Peer) -> None:
-    """foreground-as-stream: GET with stream=true of a response without stream is refused, or gives its events
+should of stateful
+input-order: the list of input items has an order, a limit and has_more
 
-    Azure's contract of behaviour: it was not created with stream=true
-    F09 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
-    """
-    reply = kept(peer).ask("GET", "?stream=true")
-    assert reply.is_refusal or (reply.is_stream and reply.events)
+the API reference on input items
+https://platform.openai.com/docs/api-reference/responses/input-items
+
+responses  {"store": true, "input": [{"role": "user", "content": "one"}, {"role": "user", "content": "two"},
+             {"role": "user", "content": "three"}]} -> object:=response
+GET /responses/ID/input_items?order=asc&limit=1 -> data:[item_one] has_more:=true
+GET /responses/ID/input_items?order=desc&limit=1 -> data:[item_three] has_more:=true
+
+
+should of stateful
+input-items: the input can be listed: items with ids, texts of the assistant's with annotations
+
+the API reference on input items
+https://platform.openai.com/docs/api-reference/responses/input-items
+
+responses  {"store": true, "input": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [
+             {"type": "output_text", "text": "Hello."}]}, {"role": "user", "content": "hi"}]}
+             -> object:=response
+GET /responses/ID/input_items -> object:=list data:[input_item]
+
+
+should of stateful
+foreground-as-stream: GET with stream=true of a response without stream is refused, or gives its events
+
+Azure's contract of behaviour: it was not created with stream=true
+F09 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
+
+responses  {"store": true} -> object:=response
+GET /responses/ID -> object:=response
+GET /responses/ID?stream=true -> refused, or stream
+
+
+must of stateful, after cancel
+cancel-synchronous: the cancel of a foreground response is a 400
+
+the API reference: only responses created with background can be cancelled
+F06 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
+
+responses  {"store": true} -> object:=response
+GET /responses/ID -> object:=response
+POST /responses/ID/cancel -> 400
+
+
+must of stateful, after cancel
+cancel-again: a second cancel is answered like the first
+
+the guide on background mode: cancelling twice is idempotent
+F06 https://github.com/ogx-ai/ogx/issues/5180
+
+responses  {"background": true, "input": "STORY", "max_output_tokens": 400}
+             -> status:=queued|=in_progress
+POST /responses/ID/cancel -> status:=cancelled
+POST /responses/ID/cancel -> 200 status:=cancelled
+
+
+must of stateful
+background: background: true is refused, or answered at once with a response that is queued or in progress
+
+the guide on background mode: it returns at once, queued or in_progress
+F01 F03 https://github.com/EricLBuehler/mistral.rs/issues/1945
+
+responses  {"background": true} -> status:=queued|=in_progress output:=[]
+"""
+enter_texts("stored", BY_ID)
 
 
 # --- background ---------------------------------------------------------------------------------------------
@@ -187,19 +208,6 @@ def ended(made: Kept) -> Json:
         if reply.json.get("status") in ("completed", "incomplete", "failed", "cancelled"):
             return reply.json
         time.sleep(0.1)
-
-
-@must(after="")
-def background(peer: Peer) -> None:
-    """background: background: true is refused, or answered at once with a response that is queued or in
-    progress
-
-    the guide on background mode: it returns at once, queued or in_progress
-    F01 F03 https://github.com/EricLBuehler/mistral.rs/issues/1945
-    """
-    response = begun(peer).response
-    assert response.get("status") in ("queued", "in_progress")
-    assert response.get("output") == []
 
 
 @must
@@ -339,18 +347,6 @@ def cancel(peer: Peer) -> None:
         assert ended(made) == made.response
 
 
-@must(after="cancel")
-def cancel_again(peer: Peer) -> None:
-    """cancel-again: a second cancel is answered like the first
-
-    the guide on background mode: cancelling twice is idempotent
-    F06 https://github.com/ogx-ai/ogx/issues/5180
-    """
-    made = cancelled(peer)
-    again = made.ask("POST", "/cancel")
-    assert (again.status, again.json) == (200, made.response)
-
-
 @should(after="cancel")
 def cancel_completed(peer: Peer) -> None:
     """cancel-completed: the cancel of a response that has ended is a 400
@@ -362,16 +358,6 @@ def cancel_completed(peer: Peer) -> None:
     last = ended(made)
     assert made.ask("POST", "/cancel").status == 400
     assert ended(made) == last
-
-
-@must(after="cancel")
-def cancel_synchronous(peer: Peer) -> None:
-    """cancel-synchronous: the cancel of a foreground response is a 400
-
-    the API reference: only responses created with background can be cancelled
-    F06 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
-    """
-    assert kept(peer).ask("POST", "/cancel").status == 400
 
 
 @must(after="cancel")

@@ -72,7 +72,9 @@ def frames_of(pieces: Iterable[bytes]) -> Iterator[Frame]:
         unread = unread[end:]
     rest = unread.removeprefix(start)
     if not re.fullmatch(rb"(?:(?::[^\r\n]*)?[\r\n])*", rest):  # comments and blank lines
-        yield Frame(number, rest, "", None, {}, f"expected a blank line before the end, got {rest[-80:]!r}")
+        yield Frame(
+            number, rest, "", None, {}, f"expected a blank line before the end, got {shortened(rest)}"
+        )
 
 
 def frame_of(number: int, raw: bytes) -> Frame:
@@ -137,7 +139,7 @@ def loads(text: str) -> Any:
 def agreed(number: int, what: str, expected: Any, got: Any) -> Faults:
     """Expect of an event what was said before; a member that is null may be absent."""
     if without(got) != without(expected):
-        yield number, f"expected {what} {shortened(str(expected))}, got {shortened(str(got))}"
+        yield number, f"expected {what} {shortened(expected)}, got {shortened(got)}"
 
 
 def changes(objects: Iterable[Json]) -> Faults:
@@ -165,7 +167,7 @@ def usage_faults(number: int, usage: Typed, prompt: str, output: str) -> Faults:
     n_reasoning = usage[f"{output}_tokens_details"].get("reasoning_tokens", unknown)
     parts_fit = 0 <= n_cached <= n_prompt and 0 <= n_reasoning <= n_output
     if not parts_fit or n_prompt == 0 or n_total != n_prompt + n_output:
-        yield number, f"expected all counts, and that they agree, got {shortened(str(usage), 200)}"
+        yield number, f"expected all counts, and that they agree, got {shortened(usage)}"
 
 
 # --- what an answer says ------------------------------------------------------------------------------------
@@ -191,7 +193,9 @@ class Answer:
 
     @property
     def n_prompt(self) -> int:
-        return self.usage.input_tokens or self.usage.prompt_tokens or 0
+        """Count the tokens of the prompt; the Messages API counts cached ones apart."""
+        uncached = self.usage.input_tokens or self.usage.prompt_tokens or 0
+        return uncached + (self.usage.cache_read_input_tokens or 0)
 
     @property
     def n_output(self) -> int:

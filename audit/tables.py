@@ -26,14 +26,16 @@ dict            dict
 # A row is a kind of object, a value of its `type` or nothing, and its members as name:type. The row without a
 # type holds for all objects of the kind, and has what rules read before they know the type. A name that ends
 # with "?" may be absent or null. Members that stand in no row are not looked at. A type is one of VALUES, a
-# kind, [type] for a list, =word for this very value, any, or several of these with "|" between them; a member
-# without one is a text. A text of the type id is not empty, and a time has passed, in seconds since 1970.
+# kind, [type] for a list, +kind for a list with such an object, =word for this very value, any, or several of
+# these with "|" between them; a member without one is a text. A text of the type id is not empty, and a time
+# has passed, in seconds since 1970.
 OBJECTS = """
 usage                 = input_tokens?:int output_tokens?:int total_tokens?:int
                         prompt_tokens?:int completion_tokens?:int
                         input_tokens_details?:usage output_tokens_details?:usage
                         prompt_tokens_details?:usage completion_tokens_details?:usage
-                        cached_tokens?:int reasoning_tokens?:int cache_write_tokens?:int
+                        cache_read_input_tokens?:int cached_tokens?:int reasoning_tokens?:int
+                        cache_write_tokens?:int
                         accepted_prediction_tokens?:int rejected_prediction_tokens?:int
                         audio_tokens?:int image_tokens?:int text_tokens?:int
 error                 = message type:any param:any code:any
@@ -45,8 +47,25 @@ unknown_response      = code:=response_not_found
 given_back            = previous_response_id:=resp_00000000000000000000000000000000 input:=Stop!
 
 custom_call           = type:=custom_tool_call name:=get_weather input
+time_call             = type:=function_call name:=get_time
 travel_call           = namespace:=travel name:=get_weather
 coloured              = colour:=red|=green n:int
+
+get_weather           = name:=get_weather
+a_is_b                = a:=b
+noted                 = user:=u-1 note:=caf\u00e9
+four_tokens           = completion_tokens:=1|=2|=3|=4
+low_effort            = effort?:=low
+item_one              = content:+text_one
+text_one              = text:=one
+item_three            = content:+text_three
+text_three            = text:=three
+message               = type:=message role:=assistant id:id model content:list usage:dict
+                        stop_reason:text|null stop_sequence:text|null
+tool_use              = type:=tool_use id:id name:id input:dict
+not_a_call            = type:=text|=thinking
+message_error         = type message
+not_found             = type:=not_found_error
 
 models                = object:=list data:[model]
 model                 = id:id object:=model

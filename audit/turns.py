@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from audit.agents import ASKED, HI, compacted
+from audit.agents import HI, compacted
 from audit.events import TERMINAL
 from audit.http import Connection, Reply
 from audit.peer import CUT, Peer, response_of
@@ -318,7 +318,8 @@ def ws_eviction(socket: WebSocket) -> None:
     https://github.com/Menci/Floway/pull/322
     """
     id_ = id_of(socket.turn())
-    if not error_of(socket.turn(said=[ASKED["orphan-result"]], previous_response_id=id_)):
+    orphan = {"type": "function_call_output", "call_id": "call_nobody", "output": "It rains."}
+    if not error_of(socket.turn(said=[orphan], previous_response_id=id_)):
         raise NotApplicable("a result without its call is taken")
     expect_not_found(socket, id_)
 

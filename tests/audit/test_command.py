@@ -62,7 +62,11 @@ def test_a_server_is_audited(ours: Server, tmp_path: Path) -> None:
     assert cases == {"bad-json", "bad-model", "bad-input", "models"}
     report = json.loads(ended.stdout)
     assert {row["rule"]: row["verdict"] for row in report["results"]} == dict.fromkeys(cases, "pass")
-    about = {"model": "tiny", "long": {"ignore_eos": True}, "apis": ["/responses", "/chat/completions"]}
+    about = {
+        "model": "tiny",
+        "long": {"ignore_eos": True},
+        "apis": ["/responses", "/chat/completions", "/messages"],
+    }
     assert about.items() <= report["about"].items()
 
 
@@ -91,7 +95,7 @@ def test_what_failed_is_said_in_a_line(ours: Server) -> None:
     assert refusal("http://no-such-host.invalid/v1").startswith("name: ")
     assert "HTTP: no LLM server" in refusal(ours.url, "--model", "m")
     assert "key: " in refusal(f"{ours.url}/v1", *TINY, "--api-key", "")
-    assert "model: neither API answers for nobody; --model may be tiny" in refusal(
+    assert "model: no API answers for nobody; --model may be tiny" in refusal(
         f"{ours.url}/v1", "--model", "nobody"
     )
     assert "nothing" in refusal(f"{ours.url}/v1", "--rules", "nothing")

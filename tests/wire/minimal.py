@@ -218,6 +218,7 @@ def responses(body: Json, n_earlier: int = 0) -> tuple[list[Json], Json]:
     """Return events and response, after a conversation of `n_earlier` tokens."""
     check_input(body.get("input"))
     words, reason = said(body.get("max_output_tokens"))
+    n_earlier += len(body.get("instructions") or "")
     text = "".join(words)
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     status = "completed" if reason == "stop" else "incomplete"

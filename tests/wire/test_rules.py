@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from audit import answers, peer, refusals
+from audit import answers, peer
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import Result, judge
@@ -93,7 +93,7 @@ def judged(ours: Server, rule: str, fault: Fault, earlier: Iterable[Exchange] = 
 @pytest.fixture
 def exchanges(ours: Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Exchange]]:
     """Return what each rule asks, and what a server without a fault answers; most streams are made once."""
-    monkeypatch.setattr(refusals, "N_FOXES", 5_000)  # each fault is looked for in all that was said
+    monkeypatch.setattr("audit.peer.N_FOXES", 5_000)  # each fault is looked for in all that was said
     with Foreign(ours.url, NO_FAULT) as between:
         recorder = endless(between.url)
         for name in peer.STREAMS:

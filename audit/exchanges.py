@@ -1,53 +1,117 @@
-"""Rules on refusals: bad requests, the status that they must get, the shape of the error.
+"""Rules that are exchanges: requests, and what must come back; and the rules on the form of a refusal.
 
-    requests of a rule --replies()--> the server's replies, plain and with stream
+    requests of a rule --exchanged()--> (what is expected, change, reply), ... --misses()--> what is wrong
 
-A rule on refusals is a list of requests: an API, and a change to a good body. null leaves a member out;
-a change that is not JSON is the body itself.
+Many rules need no program: they say what is sent, and what must come back. Such a rule is a text, after the
+example of Hurl. A request is a line; indented lines go on with it:
 
-Authority: https://platform.openai.com/docs/guides/error-codes, and the SDKs' reading of a status.
+    responses  {"temperature": 99}                      a good body with this change: it must be refused
+    responses  {"store": true} -> object:=response      the same, and what must come back
+    DELETE /responses/ID -> deleted:=true               ID is that of the response that was made before
+    POST /a/path {"model": "MODEL"} -> any              another endpoint, and its whole body
 
-Not here: requests for things that do not exist (stored.py).
+In a change, null leaves a member out, a word of WORDS (peer.py) stands for its text, and what is not JSON is
+the body.
+What must come back is one of these, or several with ", or " between them:
+
+    refused         a 4xx, or a stream that begins with the error. A request without an arrow must be refused
+                    so, plain and with stream
+    404             this status
+    status:text     a 200, and an object of this row of tables.py, or kind of rows; if it is refused, the rule
+                    does not apply: no server needs the feature
+    400 error:dict  this status, and such an object
+    stream          an event stream with events
+    a longer prompt (or one of PROMPTS)  the usage counts more tokens of input than in the reply before
+    header N X      the header N, in which the regular expression X is found; an absent one is empty
+
+Authority: https://hurl.dev for the form; https://platform.openai.com/docs/guides/error-codes, and the SDKs'
+reading of a status, for refusals.
+
+Not here: rules that compare answers (answers.py, agents.py, stored.py).
 """
 
-import itertools
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from operator import eq, gt, lt
 
-from audit.http import NOT_THERE, Reply
-from audit.peer import CUT, Peer
-from audit.rules import RULES, NotApplicable, Rule, enter_rule, rules_of
-from audit.schema import Json, expect_members
-from audit.stream import loads
+from audit.http import NOT_THERE, REFUSED, Reply
+from audit.peer import CUT, PATHS, Peer, written_out
+from audit.rules import RULES, NotApplicable, Rule, enter_rule, presumed, rules_of
+from audit.schema import Json, expect_members, faults_in
+from audit.stream import loads, of_response
 
 must, should, _ = rules_of("refusals", "chat responses")
 
-N_FOXES = 200_000  # words: more than the context of any model that is audited
+# Rules on what a server may serve after all, if it serves it each time.
+ANY_WILL_DO = "unknown-model messages-unknown-model too-long"
+PROMPTS = {"a longer prompt": gt, "a shorter prompt": lt, "a prompt of this length": eq}
 
 
-def replies(peer: Peer, *requests: str) -> Iterator[tuple[Json, Reply]]:
-    """Yield (change, reply) for the requests to endpoints that the server has, plain and with stream."""
-    for row, stream in itertools.product(requests, (False, True)):
-        api, text = row.split(maxsplit=1)
-        change = loads(text.replace("FOXES", "fox " * N_FOXES))
-        path, good = peer.request(api=api, limit=CUT, stream=stream)
-        if peer.once(path, good).status in NOT_THERE:
+def exchanged(peer: Peer, requests: list[str]) -> Iterator[tuple[str, Json, Reply]]:
+    """Yield (what must come back, change, reply) for the requests to endpoints that the server has."""
+    made: Json = {}  # the last response
+    for request in requests:
+        asked, _, expected = request.partition(" -> ")
+        text = written_out(asked).replace("ID", f"{made.get('id')}").replace("MODEL", peer.model)
+        place, text = text.split(maxsplit=1)
+        if place not in PATHS:
+            target, _, whole = text.partition(" ")
+            yield expected, {}, peer.ask(place, target, whole.encode())
             continue
-        body = {name: value for name, value in (good | (change or {})).items() if value is not None}
-        with suppress(NotApplicable):  # a reply that breaks off refuses nothing, and accepts nothing
-            yield change, peer.once(path, text.encode() if change is None else body)
+        change = loads(text)
+        for stream in (False,) if expected else (False, True):
+            path, good = peer.request(api=place, limit=CUT, stream=stream)
+            if peer.once(path, good).status in NOT_THERE:
+                continue
+            body: Json | bytes = text.encode()
+            if change is not None:
+                body = {name: value for name, value in (good | change).items() if value is not None}
+            # A reply that breaks off refuses nothing, and accepts nothing.
+            with suppress(NotApplicable), presumed("whole-frames"):
+                reply = peer.ask("POST", path, body) if expected else peer.once(path, body)
+                made = reply.json or made
+                yield expected or "refused", change, reply
 
 
-def expect_refused(peer: Peer, rule: Rule) -> None:
+def expect_exchanges(peer: Peer, rule: Rule) -> None:
     """Judge by a rule that is its requests."""
-    all_replies = [reply for _, reply in replies(peer, *rule.requests)]
-    if rule.name in ("unknown-model", "too-long") and all(reply.status == 200 for reply in all_replies):
+    found = [*exchanged(peer, rule.requests)]
+    if not found:
+        raise NotApplicable("the server has no such endpoint")
+    if rule.name in ANY_WILL_DO and {reply.status for *_, reply in found} == {200}:
         raise NotApplicable("whatever is asked for is served")
-    for reply in all_replies:
+    n_before = 0  # tokens of the prompt before
+    for expected, _, reply in found:
         peer.show(reply.connection)
-        is_named = rule.name == "forged-encrypted" and "encrypted" in reply.headers.get("warning", "")
-        assert is_named or reply.is_refusal or begins_with_error(reply)  # see the rule refused-by-status
+        faults = [fault_of(reply, one, n_before) for one in expected.split(", or ")]
+        assert "" in faults, f"expected {expected}: {'; '.join(faults)}"
+        n_before = n_prompt_of(reply)
+
+
+def fault_of(reply: Reply, expected: str, n_before: int) -> str:
+    """Say what is wrong with a reply; "" if it is as expected."""
+    if compare := PROMPTS.get(expected):
+        n_prompt = n_prompt_of(reply.if_there(REFUSED))
+        return "" if compare(n_prompt, n_before) else f"it has {n_prompt} tokens, after one of {n_before}"
+    if expected == "refused":  # see the rule refused-by-status
+        return "" if reply.is_refusal or begins_with_error(reply) else "it was not"
+    if expected == "stream":
+        return "" if reply.is_stream and reply.events else "none came"
+    if header := re.fullmatch(r"header (\S+) (.*)", expected):
+        value = reply.headers.get(header[1], "")
+        return "" if re.search(header[2], value, re.IGNORECASE) else f"the header is {value or 'absent'}"
+    status, row = re.findall(r"(\d*) *(.*)", expected)[0]
+    if not status:
+        reply.if_there(REFUSED)
+    if reply.status != int(status or 200):
+        return f"the status is {reply.status}"
+    return "; ".join(faults_in(reply.json, row))
+
+
+def n_prompt_of(reply: Reply) -> int:
+    """Count the tokens of a prompt: an answer has them in its usage, a count in itself."""
+    return of_response({"usage": reply.json} | reply.json).n_prompt
 
 
 def begins_with_error(reply: Reply) -> bool:
@@ -56,10 +120,16 @@ def begins_with_error(reply: Reply) -> bool:
     return "error" in first or first.get("type") in ("error", "response.failed")
 
 
+def enter_texts(group: str, texts: str) -> None:
+    """Enter rules that are texts: each begins with a line on its strength and its profiles."""
+    heads = r"^(\w+) of ([\w ]+)(?:, after ([\w -]+))?\n(.*?)\n(?:\n\n|\Z)"
+    for strength, profiles, after, text in re.findall(heads, texts, re.DOTALL | re.MULTILINE):
+        enter_rule(text, group, profiles, strength, after, expect_exchanges)
+
+
 # --- what must be refused -----------------------------------------------------------------------------------
 
-# Strength and profiles, and the rule that it comes after; names and title; authority; requests.
-REFUSED = """
+REFUSALS = r"""
 must of chat responses
 bad-json: a body that is not JSON is refused
 
@@ -180,6 +250,7 @@ https://platform.openai.com/docs/guides/reasoning
 responses  {"include": ["reasoning.encrypted_content"], "store": false,
              "input": [{"type": "reasoning", "id": "rs_1", "summary": [],
                         "encrypted_content": "Zm9yZ2Vk"}, {"role": "user", "content": "hi"}]}
+             -> refused, or header warning encrypted
 
 
 must of stateful
@@ -209,6 +280,16 @@ https://platform.openai.com/docs/api-reference/responses/create
 
 responses  {"input": "FOXES"}
 chat       {"messages": [{"role": "user", "content": "FOXES"}]}
+
+
+should of responses
+truncation: with truncation auto the beginning of a prompt that is too long is dropped, or it is refused
+
+the API reference on truncation: auto drops items from the beginning of the conversation
+https://platform.openai.com/docs/api-reference/responses/create
+
+responses  {"truncation": "auto", "input": [{"role": "user", "content": "FOXES"},
+             {"role": "user", "content": "hi"}]} -> 200, or 400
 
 
 should of responses
@@ -266,11 +347,7 @@ chat       {"max_completion_tokens": "many"}
 chat       {"logit_bias": {"0": 999}}
 chat       {"seed": "x"}
 """
-
-for _strength, _profiles, _after, _text in re.findall(
-    r"^(\w+) of ([\w ]+)(?:, after ([\w-]+))?\n(.*?)\n(?:\n\n|\Z)", REFUSED, re.DOTALL | re.MULTILINE
-):
-    enter_rule(_text, "refusals", _profiles, _strength, _after, expect_refused)
+enter_texts("refusals", REFUSALS)
 
 
 # --- the form of a refusal ----------------------------------------------------------------------------------
@@ -279,8 +356,8 @@ for _strength, _profiles, _after, _text in re.findall(
 def told(peer: Peer) -> Iterator[Reply]:
     """Yield the refusals of requests that no server may accept."""
     for rule in RULES.values():
-        if "chat" in rule.profiles:
-            yield from (reply for _, reply in replies(peer, *rule.requests) if reply.is_refusal)
+        if rule.group == "refusals" and "chat" in rule.profiles:
+            yield from (reply for *_, reply in exchanged(peer, rule.requests) if reply.is_refusal)
 
 
 @must
@@ -292,7 +369,7 @@ def refused_by_status(peer: Peer) -> None:
     """
     # SDKs, retries and proxies take a refusal in the first frame of a stream for a success.
     for name in ("out-of-range", "wrong-type", "bad-input", "too-long"):
-        for _, reply in replies(peer, *RULES[name].requests):
+        for _, _, reply in exchanged(peer, RULES[name].requests):
             assert not begins_with_error(reply)
 
 
@@ -326,5 +403,5 @@ def error_param(peer: Peer) -> None:
     the guide on error codes: param names what was wrong
     https://github.com/openai/openai-openapi
     """
-    for change, reply in replies(peer, *RULES["out-of-range"].requests):
+    for _, change, reply in exchanged(peer, RULES["out-of-range"].requests):
         assert reply.error.get("param") in change or not reply.is_refusal
