@@ -43,7 +43,7 @@ def save(progress: dict[str, Any]) -> None:
 
 def start(number: str, exercise: Mutant, progress: dict[str, Any]) -> None:
     """Copy the project and break the copy, unless it is there already."""
-    broken = WORK / number / f"{exercise.module}.py"
+    broken = WORK / number / exercise.file
     if WORK.exists() and not PROGRESS.exists():
         sys.exit(f"expected to make {WORK}, but something of that name is here: go to another folder")
     if not broken.exists():
@@ -65,7 +65,7 @@ def check(number: str, exercise: Mutant, progress: dict[str, Any]) -> None:
 
 
 def solution(exercise: Mutant) -> str:
-    path = ROOT / f"{exercise.module}.py"
+    path = ROOT / exercise.file
     broken, whole = mutated(exercise).splitlines(), path.read_text(encoding="utf-8").splitlines()
     return "\n".join(unified_diff(broken, whole, "broken", path.name, lineterm=""))
 

@@ -30,6 +30,8 @@ from event_log import EventLog
 from gateway.answers import Answer, Asked
 from gateway.metering import Meter
 from gateway.outputs import Outputs
+from helpers.device_ops import MODELS
+from helpers.emulator import Emulator
 from model import PAGE, Batch, Span
 from pages import PagePool, prefix_hash, root_hash
 from responses import Builder, fold, label
@@ -321,6 +323,61 @@ def put_right(chunks: list[dict[str, Any]], reader: Outputs) -> Lines:
         yield f"    a response    {found}"
 
 
+TWO_WARPS = """\
+extern "C" __global__ void __launch_bounds__(64) total(const float *x, float *y) {
+  __shared__ float of_warp[2];
+  float sum = x[threadIdx.x];
+  for (int m = 16; m; m /= 2) sum += __shfl_xor_sync(~0u, sum, m);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+  if (threadIdx.x == 63) y[0] = of_warp[0] + of_warp[1];
+}
+"""
+
+
+def kernels() -> Lines:
+    """Chapter 11: a sum by 32 lanes, a softmax in splits, what the checker says of a race, and floors."""
+    values = [np.float32(x) for x in (micro.WEIGHTS["model.embed_tokens.weight"][700][:32])]
+    lanes = np.array(values, np.float32) ** 2
+    yield "x: 32 numbers of the token 700, a lane each; its square after each __shfl_xor_sync(), lanes 0 to 3"
+    for m in (0, 16, 8, 4, 2, 1):
+        lanes = lanes + lanes[np.arange(32) ^ m] if m else lanes
+        yield f"    {f'+ that of lane ^ {m}' if m else 'x * x':24}" + "".join(f"{x:12.8f}" for x in lanes[:4])
+    in_order = np.float32(0)
+    for x in values:
+        in_order += x * x
+    yield f"    {'one loop':24}{in_order:12.8f}   {'the same bits' if in_order == lanes[0] else 'other bits'}"
+    scores = np.array([1, 3, 2, 90, 0, 91, 5, 4], np.float32)
+    yield "\nsplit  its scores    greatest  sum of exp(s - greatest)   so far: greatest, sum"
+    top, total = np.float32(-np.inf), np.float32(0)
+    for i in range(4):
+        split = scores[2 * i : 2 * i + 2]
+        own = np.exp(split - split.max()).sum()
+        both = max(top, split.max())
+        total = total * np.exp(top - both) + own * np.exp(split.max() - both)
+        top = both
+        yield f"{i:5}  {split.tolist()!s:12} {split.max():9} {own:26.6f} {top:11} {total:14.6f}"
+    yield f"all at once           {scores.max():9} {np.exp(scores - scores.max()).sum():26.6f}"
+    yield "\na sum by two warps, and what the checker of the emulator says of it"
+    yield from (f"    {line}" for line in TWO_WARPS.splitlines())
+    cp = Emulator(check=True)
+    try:
+        arguments = cp.asarray(np.ones(64, np.float32)), cp.zeros(1, np.float32)
+        cp.RawModule(code=TWO_WARPS).get_function("total")((1,), (64,), arguments)
+        arguments[1].get()
+    except RuntimeError as error:
+        yield from (f"    {line}" for line in str(error).splitlines())
+    yield "\na decode step of Llama-3-8B        read, GB   floor at 3.35 TB/s, ms   tokens a second at most"
+    c = MODELS["Llama-3-8B"]
+    row = c.dim * (c.n_heads + 2 * c.n_kv_heads + c.n_heads) * c.head_dim + 3 * c.dim * c.hidden_dim
+    weights = 2 * (32 * row + c.dim * c.vocab_size)
+    token = 2 * 2 * 32 * c.n_kv_heads * c.head_dim
+    for n, length in ((1, 1000), (1, 8000), (32, 1000), (32, 8000)):
+        n_bytes = weights + n * length * token
+        ms = n_bytes / 3.35e9
+        yield f"    {n:2} rows, {length} tokens each {n_bytes / 1e9:12.1f} {ms:20.1f} {n / ms * 1000:24.0f}"
+    yield f"    its products alone keep the tensor cores (989 Tflop/s) as busy at {989 / 3.35:.0f} rows"
+
+
 BLOCKS: dict[str, Callable[[], Lines]] = {
     "01-tokens-and-text": tokens,
     "02-the-forward-pass": forward_pass,
@@ -332,6 +389,7 @@ BLOCKS: dict[str, Callable[[], Lines]] = {
     "08-sse": frames,
     "09-background": lambda: iter(asyncio.run(log_lines())),
     "10-upstreams": upstreams,
+    "11-kernels": kernels,
 }
 
 

@@ -46,8 +46,9 @@ def told(mutant: Mutant) -> tuple[str, str]:
     hint = f"Read {mutant.test}."
     name, _, is_written = mutant.undoes.partition("() has been taken out")
     if is_written:
+        test = mutant.test.partition("::")[0]
         uses = [f"It is judged by {mutant.test}. It is used here:"]
-        for path in (*ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"), ROOT / mutant.test.partition("::")[0]):
+        for path in (*ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"), *ROOT.glob(mutant.file), ROOT / test):
             for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 if re.search(rf"\b{name}\(", line):
                     uses.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()}")

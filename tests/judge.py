@@ -17,6 +17,7 @@ import ast
 import functools
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -34,6 +35,7 @@ from oracle import ORACLES
 
 MAX_CPU_S = 60  # of a process: what takes longer does not end
 MAX_LINES, MAX_WIDTH = 12, 160  # of what a test says
+SAID = re.compile(r"> |E |.*: error:")  # lines of pytest, and of a compiler
 CHAPTERS = tomllib.loads((ROOT / "course" / "exercises.toml").read_text("utf-8"))
 LAWS: dict[str, list[str]] = CHAPTERS.pop("laws")
 FIXES: dict[str, dict[str, list[Any]]] = tomllib.loads((ROOT / "course" / "fixes.toml").read_text("utf-8"))
@@ -93,7 +95,11 @@ def tested(tests: list[str], copy: Path) -> str:
     if cases and not failed:
         return ""
     name = f"{failed[0].get('classname')}::{failed[0].get('name')}" if failed else f"no test of {tests[0]}"
-    said = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if line.startswith((">", "E "))]
+    said = [
+        line[:MAX_WIDTH]
+        for line in ended.stdout.splitlines()
+        if line.startswith((">", "E ")) or ": error:" in line
+    ]
     why = said or [*(case[0].get("message", "") for case in failed), *ended.stderr.splitlines()[-3:]]
     verb = f"was not run to its end (exit status {ended.returncode})" if not failed else "does not pass"
     return "\n".join([f"{name} {verb}", *why[:MAX_LINES]])
@@ -163,13 +169,13 @@ def versions(number: str, exercise: Mutant, is_first: bool = True) -> Iterator[t
 
     `is_first`: of the exercises of a module, for which the whole module is rewritten by rule.
     """
-    text = (ROOT / f"{exercise.module}.py").read_text(encoding="utf-8")
+    text = (ROOT / exercise.file).read_text(encoding="utf-8")
     for kind in ("right", "wrong"):
         for i, fix in enumerate(FIXES.get(number, {}).get(kind, []), 1):
             old, new = fix if isinstance(fix, list) else (exercise.old, fix)
             assert text.count(old) == 1, (number, kind, i, text.count(old))
             yield kind == "right", f"{kind} {i}", text.replace(old, new)
-    for transformer in (Rewritten(), Mirrored()) if is_first else ():
+    for transformer in (Rewritten(), Mirrored()) if is_first and exercise.file.endswith(".py") else ():
         tree = ast.fix_missing_locations(transformer.visit(ast.parse(text)))
         yield True, f"by rule: {type(transformer).__name__}", ast.unparse(tree)
     yield False, "by rule: untouched", text.replace(exercise.old, exercise.new)
@@ -196,7 +202,7 @@ def main(known: dict[str, Mutant]) -> int:
             seen.add((chapter, is_right))
             with TemporaryDirectory() as folder:
                 work = shutil.copytree(ROOT, Path(folder) / "work", ignore=LEFT_OUT)
-                (work / f"{exercise.module}.py").write_text(text, encoding="utf-8")
+                (work / exercise.file).write_text(text, encoding="utf-8")
                 began = cpu_s()
                 why = judge(exercise, work)
             verdict = f"{'right' if is_right else 'wrong'} and {'refused' if why else 'accepted'}"

@@ -14,6 +14,7 @@ import argparse
 import ast
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,11 @@ class Mutant(NamedTuple):
     test: str
 
     def __str__(self) -> str:
-        return f"{self.module}.py: {self.undoes}: {self.test}"
+        return f"{self.file}: {self.undoes}: {self.test}"
+
+    @property
+    def file(self) -> str:
+        return self.module if self.module.endswith(".cu") else f"{self.module}.py"
 
 
 def mutants() -> Iterator[Mutant]:
@@ -56,7 +61,7 @@ def mutants() -> Iterator[Mutant]:
 
 def mutated(mutant: Mutant) -> str:
     """Return the module's text with the change; raises ValueError unless `old` stands there once."""
-    text = (ROOT / f"{mutant.module}.py").read_text(encoding="utf-8")
+    text = (ROOT / mutant.file).read_text(encoding="utf-8")
     n_found = text.count(mutant.old)
     if n_found != 1 or mutant.new == mutant.old:
         raise ValueError(f"expected this once, got it {n_found} times: {mutant}: {mutant.old!r}")
@@ -65,13 +70,20 @@ def mutated(mutant: Mutant) -> str:
 
 def taken_out(module: str, name: str, test: str) -> Mutant:
     """Return the change that takes the body of a function out of its module, except its docstring."""
+    undoes = f"{name}() has been taken out: write it again, as its docstring says."
+    if module.endswith(".cu"):
+        text = (ROOT / module).read_text(encoding="utf-8")
+        found = re.search(rf"\b{name}\([^{{]*\) {{\n(.*?)^}}", text, re.MULTILINE | re.DOTALL)
+        assert found
+        body = "  return 0;  // write it again\n" if f"float {name}(" in text else "  // write it again\n"
+        undoes = undoes.replace("docstring says", "comment says")
+        return Mutant(module, undoes, found[0], found[0].replace(found[1], body), test)
     text = (ROOT / f"{module}.py").read_text(encoding="utf-8")
     (function,) = (node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "") == name)
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     first = function.body[1]  # after the docstring
     old = "\n".join(text.splitlines()[first.lineno - 1 : function.end_lineno])
     new = " " * first.col_offset + 'raise NotImplementedError("write it again")'
-    undoes = f"{name}() has been taken out: write it again, as its docstring says."
     return Mutant(module, undoes, old, new, test)
 
 
@@ -89,7 +101,7 @@ def outcome(mutant: Mutant, copy: Path) -> tuple[str, str]:
     if is_replay:
         environment |= YIELDS_WAS
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
-    path = copy / f"{mutant.module}.py"
+    path = copy / mutant.file
     before = path.read_bytes()
     try:
         path.write_text(mutated(mutant), encoding="utf-8")

@@ -18,6 +18,7 @@ import pytest
 
 from course_data import BLOCKS, page, written  # isort: skip  (it says where micro.py finds its model)
 from course import micro, numpy_micro
+from helpers.emulator import MISSING
 from helpers.serving import ROOT, TINY, Server, environment, serve, without
 from index import told
 from judge import CHAPTERS, exercises
@@ -159,12 +160,14 @@ def test_each_bug_to_be_found_is_one_row_of_mutants() -> None:
 
 @pytest.mark.parametrize("chapter", BLOCKS)
 def test_a_chapter_holds_its_data_and_lists_its_exercises(chapter: str) -> None:
+    if chapter == "11-kernels" and MISSING:
+        pytest.skip(MISSING)
     text = page(chapter).read_text(encoding="utf-8")
     assert text == written(chapter), "python tests/course_data.py --write"
     listed = re.findall(r"^\* ([\d.]+) .*\(`python -m course ([\d.]+)`\)$", text, re.MULTILINE)
     own = [number for number in EXERCISES if number.split(".")[0] == str(int(chapter[:2]))]
     assert listed == [(number, number) for number in own]
-    assert 3 <= len(own) <= 7
+    assert 3 <= len(own) <= 8
 
 
 def test_the_first_page_leads_to_all_chapters() -> None:
@@ -195,7 +198,7 @@ def test_an_exercise_fails_and_is_solved(number: str, tmp_path: Path) -> None:
     assert failed.returncode == 1
     assert failed.stderr.startswith("Not yet:")
     assert len(failed.stderr.splitlines()) < 20
-    module = f"{EXERCISES[number].module}.py"
+    module = EXERCISES[number].file
     shutil.copy(ROOT / module, tmp_path / "course-work" / number / module)
     assert "Solved" in course(tmp_path, "check").stdout
     assert course(tmp_path, number).stdout.startswith(f"Your work on {number} is kept")
@@ -205,7 +208,7 @@ def test_an_exercise_fails_and_is_solved(number: str, tmp_path: Path) -> None:
 
 
 def test_the_words_of_the_command(tmp_path: Path) -> None:
-    assert "10" in course(tmp_path, "11.1").stderr
+    assert "11.8" in course(tmp_path, "12.1").stderr
     assert "Start an exercise first" in course(tmp_path, "check").stderr
     assert course(tmp_path, "next").stdout.startswith("1.1: ")
     assert course(tmp_path, "hint").stdout
