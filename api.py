@@ -26,11 +26,11 @@ checked by the table of its parameters (request/params.py), which has the errors
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -50,7 +50,6 @@ from request.refusals import BadInput, unsupported
 from request.room import Visit
 from request.validation import Object
 from responses import Builder, Event
-from service.logs import is_news
 from service.metrics import Metrics, Stopwatch
 from service.steps import Steps
 from service.websocket import AS_BODY, Connection
@@ -60,10 +59,9 @@ from worker import Prompt
 
 log = logging.getLogger("api")
 
-T = TypeVar("T")
 Feed = Callable[[int, Said], list[Event]]  # writes what a choice says as the events of an API
 # Api.begin() and _prompt() return what runs a request or has answered it, its prompt, headers of the answer.
-Begin = Callable[..., Awaitable[tuple[Any, Any, Any]]]
+Begin = Callable[..., Awaitable[Any]]
 
 
 @dataclass(eq=False)
@@ -80,7 +78,6 @@ class Api:
 
     def __post_init__(self) -> None:
         self.workers = self.registry.workers
-        self._told = set[Hashable]()  # is_news() of service/logs.py
         self._done = sse.DONE if self.done_line else b""
         self.metrics = Metrics(
             self.workers.spoken_name(params.ALIAS), lambda: self.workers.counts() | self.registry.counts()
@@ -91,20 +88,19 @@ class Api:
         job, prompt, headers = await self._received(http, visit, self.begin)
         if job.row.background:
             await self.registry.queue(job)
+            task = None  # it outlives this request
         else:
             await job.start(nullcontext(prompt))
+            task = job.task
         if job.row.streamed:
-            task = None if job.row.background else job.task  # in the background it outlives this request
             return EventStream(job.log, task, self._done, more_headers=headers)
-        if not job.row.background:
-            await while_connected(job.task, http.receive)
+        if task:
+            await while_connected(task, http.receive)
             if self.registry.stopping.is_set():
                 self._refuse_failed(job.shown_row().response["error"])
         return JsonAnswer(job.log.shown.response_json, headers=headers)
 
-    async def _received(
-        self, http: HttpRequest, visit: Visit, begin: Callable[..., Awaitable[T]], *more: Any
-    ) -> T:
+    async def _received(self, http: HttpRequest, visit: Visit, begin: Begin, *more: Any) -> Any:
         """Receive a body, and return what `begin` makes of it while the client is connected."""
         parsing = await receive(http, visit)
         visit.set_streams()
@@ -123,16 +119,26 @@ class Api:
         `purpose`: "respond", "count" (its tokens) or "compact". `memory`: what a WebSocket remembers, by id;
         `before`: items that go before the input of its message.
         """
+        in_websocket = memory is not None
         async with parsing as body:  # a large body holds its place in the queue of parses until step 5
             # 1. The values of its parameters, each checked by itself.
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": params.ALIAS} | body  # the SDK allows a body without a model
-            if memory is not None:
+            if in_websocket:
                 body |= AS_BODY
             defaults = self.workers.find(params.model_name(body)).defaults
             values = await visit.call(params.read, params.RESPONSES, body, defaults, visit.owner)
             values["input"] = [*before, *values["input"]]
-            self._settle(values, purpose, in_websocket=memory is not None)
+            if purpose != "respond":
+                values |= {"store": False, "background": False, "stream": False}
+            if purpose == "compact":
+                values["input"].append(items.TRIGGER)
+            is_kept = values["store"] or self.temporary
+            if values["background"] and (in_websocket or not is_kept):
+                why = "Not over a WebSocket, nor with store=false under --no-temporary."
+                raise unsupported("background", why)
+            if self.image_texts:
+                values["input"] = items.with_image_texts(values["input"])
             # 2. The ids of the responses that it continues or refers to.
             ids = items.named(values)
             # 3. Those responses; their bytes are held before they are loaded.
@@ -144,20 +150,6 @@ class Api:
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), **request.echo}
         head["model"] = self.workers.spoken_name(request.model)
         return self._job(row, head, request.seal_reasoning), prompt, self._warning(prompt.request)
-
-    def _settle(self, values: Object, purpose: str, in_websocket: bool) -> None:
-        """Set what the endpoint decides, whatever the body says; raises BadInput."""
-        if purpose != "respond":
-            values |= {"store": False, "background": False, "stream": False}
-        if purpose == "compact":
-            values["input"].append(items.TRIGGER)
-        is_kept = values["store"] or self.temporary
-        if values["background"] and (in_websocket or not is_kept):
-            raise unsupported(
-                "background", "Not over a WebSocket, nor with store=false under --no-temporary."
-            )
-        if self.image_texts:
-            values["input"] = items.with_image_texts(values["input"])
 
     def _check(self, values: Object, found: items.Found) -> tuple[params.Request, Row, list[items.Item]]:
         """Return what is asked for, the row of the response, and the conversation; raises BadInput."""
@@ -172,12 +164,12 @@ class Api:
         return Job(row, builder, self.registry.archive, Stopwatch(self.metrics))
 
     def _warning(self, request: params.Request) -> dict[str, str]:
-        """Return the header of rule 3, and log the same: each name once a minute for each key."""
+        """Return the header of rule 3, and log the same."""
         if not request.not_run:
             return {}
-        if names := [name for name in request.not_run if is_news((request.owner, name), self._told)]:
-            log.warning("accepted, and without any effect here: %s", ", ".join(names))
-        return {"Warning": f'299 - "accepted, and without any effect here: {", ".join(request.not_run)}"'}
+        told = f"accepted, and without any effect here: {', '.join(request.not_run)}"
+        log.warning(told)
+        return {"Warning": f'299 - "{told}"'}
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
@@ -223,11 +215,10 @@ class Api:
         await while_connected(job.task, http.receive)
         response = job.shown_row().response
         self._refuse_failed(response["error"])
-        compaction = {name: response[name] for name in ("id", "created_at", "usage")}
-        compaction["object"] = "response.compaction"
         retained = await visit.call(items.retained, job.row)
-        compaction["output"] = [*retained, *response["output"]]
-        return json_response(200, compaction, headers)
+        told = {"object": "response.compaction", "output": [*retained, *response["output"]]}
+        told |= {name: response[name] for name in ("id", "created_at", "usage")}
+        return json_response(200, told, headers)
 
     async def _find(self, id: str, visit: Visit, memory: Mapping[str, Row]) -> Row | None:
         """Return a response that a request continues or refers to, None if there is none."""
@@ -302,7 +293,7 @@ class Api:
     async def answer(self, form: "Form", http: HttpRequest, visit: Visit) -> Response:
         """Answer with the events of a form as they come, or folded; an upstream's chat is relayed."""
         relayed, prompt, headers = await self._received(http, visit, self._prompt, form)
-        if relayed:
+        if isinstance(relayed, Response):
             return relayed
         feed = form.feed(self, prompt.request)
         if prompt.request.stream:

@@ -46,10 +46,7 @@ UNFINISHED = Finish("failed", message="The run broke off; the server's log has t
 # --- the way of a token -------------------------------------------------------------------------------------
 
 
-class Log(Protocol):
-    """Takes the events of one answer in their order: an EventLog, or a list that is read at the end."""
-
-    def extend(self, events: Iterable[Event], /) -> None: ...
+Log = EventLog | list[Event]  # takes the events of one answer in their order; a list is read at the end
 
 
 class Watch(Protocol):

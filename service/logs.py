@@ -11,13 +11,11 @@ Rules of this file:
 import json
 import logging
 import time
-from collections.abc import Hashable
 
 from request.ids import REQUEST_ID
 
 FORMATS = ("text", "json")
 TEXT = "{time} {level} {logger} [{request_id}]: {message}"
-MAX_TOLD = 1000  # things that is_news() remembers
 
 
 class Lines(logging.Formatter):
@@ -54,14 +52,3 @@ def start(level: str, log_format: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request to an upstream
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has left
-
-
-def is_news(thing: Hashable, told: set[Hashable]) -> bool:
-    """Return whether a thing has not been logged in this minute, and remember that it is logged now."""
-    news = (time.monotonic() // 60, thing)
-    if news in told:
-        return False
-    if len(told) >= MAX_TOLD:
-        told.clear()  # then some are logged again too early
-    told.add(news)
-    return True

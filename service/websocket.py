@@ -50,6 +50,7 @@ from request.ids import new_id
 from request.items import Item
 from request.refusals import BadInput, error_body, wrong_value
 from request.room import Visit
+from request.validation import mapping, string
 from store import Row
 from streaming import cancel
 
@@ -57,7 +58,7 @@ log = logging.getLogger("websocket")
 
 MAX_STEERS = 8  # that wait in a lane
 MAX_LANES = 32  # with a name: the guide's limit
-MAX_NAME = 256  # characters of a lane's name, which each of its events repeats
+lane_name = string(0, 256)  # each event of the lane repeats it
 AS_BODY = {"type": None, "stream_id": None, "stream": True}  # a body has these for a message's members
 SUBPROTOCOL = "responses"  # for pages: a browser expects the server to select a protocol that it offered
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
@@ -75,9 +76,9 @@ class Lane:
     """Turns that run one after another."""
 
     name: str
+    visit: Visit  # the room that its turn holds
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # first come, first served
     job: Job | None = None  # whose events are being sent
-    visit: Visit | None = None  # the room that its turn holds
     next_number: int = 0  # the next sequence_number while no response is running
     last: Row | None = None  # its last response: rule 3
     response_id: str = ""  # of its newest response
@@ -97,7 +98,7 @@ class Connection:
         """Serve the connection until the client leaves, or the server stops."""
         offered = self.websocket.scope["subprotocols"]
         await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
-        self.lanes = {"": Lane("")}  # by name
+        self.lanes = dict[str, Lane]()  # by name
         try:
             async with asyncio.TaskGroup() as self.tasks:  # turns, and what reads their messages
                 receiving = self.tasks.create_task(self._receive())
@@ -128,35 +129,29 @@ class Connection:
             expected = f"Expected at most {max_bytes} bytes, see --max-body; got {len(json_text)}."
             raise BadInput(expected, code="websocket_message_too_large")
         async with parsed(json_text, self.visit) as message:
-            if not isinstance(message, dict):
-                raise wrong_value("message", "an object", message, "type")
-            name = message.get("stream_id") or ""
-            if not isinstance(name, str) or len(name) > MAX_NAME:
-                raise wrong_value("stream_id", f"1 to {MAX_NAME} characters", name)
-            if name not in self.lanes and len(self.lanes) > MAX_LANES:
+            type_ = mapping(message, "message").get("type")
+            name = lane_name(message.get("stream_id") or "", "stream_id")
+            if len(self.lanes.keys() | {name, ""}) > 1 + MAX_LANES:
                 expected = f"Expected at most {MAX_LANES} different values of 'stream_id' on a connection."
                 raise BadInput(expected, param="stream_id", code="websocket_stream_limit_reached")
-            lane = self.lanes.setdefault(name, Lane(name))
-        match message.get("type"):
-            case "response.create":
-                self.tasks.create_task(self._take_turn(lane, json_text, message.get("previous_response_id")))
-            case "response.steer":
-                await self._steer(lane, message, len(json_text))
-            case "response.processed":
-                pass  # Codex has read an answer
-            case other:
-                await self._refuse(wrong_value("type", "'response.create'", other), lane.name)
+            lane = self.lanes.setdefault(name, Lane(name, self.visit))
+        parent_id = message.get("previous_response_id")
+        if type_ == "response.create":
+            self.tasks.create_task(self._take_turn(lane, json_text, parent_id))
+        elif type_ == "response.steer":
+            steer = {"previous_response_id": parent_id, "input": message.get("input")}
+            await self._steer(lane, steer, len(json_text))
+        elif type_ != "response.processed":  # this one says that Codex has read an answer
+            await self._refuse(wrong_value("type", "'response.create'", type_), name)
 
-    async def _steer(self, lane: Lane, message: Item, n_bytes: int) -> None:
-        """Queue input for the response that a message names, or say in its lane why not: rule 4."""
-        steer = {name: message.get(name) for name in ("previous_response_id", "input")}
-        for each in self.lanes.values():
-            if each.response_id == steer["previous_response_id"]:
-                lane = each
+    async def _steer(self, lane: Lane, steer: Item, n_bytes: int) -> None:
+        """Queue input for the response that it names, or say in its lane why not: rule 4."""
+        parent_id = steer["previous_response_id"]
+        lane = next((each for each in self.lanes.values() if each.response_id == parent_id), lane)
         job = lane.job
-        if job and lane.visit:  # until its turn ends, its log keeps the event, or the lane the input
+        if job:  # until its turn ends, its log keeps the event, or the lane the input
             lane.visit.add_bytes(n_bytes)
-        if lane.response_id != steer["previous_response_id"]:
+        if lane.response_id != parent_id:
             code = "response_not_found"
         elif not job or job.log.ended:
             code = "response_already_completed"
@@ -179,9 +174,8 @@ class Connection:
             if lane.job:  # its log gives the number, and keeps the event until the turn ends
                 lane.job.log.extend([told])
             else:
-                told["sequence_number"] = lane.next_number
+                await self._send(sse.dumps(told | {"sequence_number": lane.next_number}), lane.name)
                 lane.next_number += 1
-                await self._send(sse.dumps(told), lane.name)
 
     # --- a turn ---------------------------------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ REFUSED: list[tuple[Json | str | bytes, int, str]] = [
     ({"stream_id": "a" * 257},                        400,    "invalid_value"),
     ({"temperature": "hot"},                          400,    "invalid_type"),
     ("[]",                                            400,    "invalid_type"),
-    ("null",                                          400,    "invalid_type"),
+    ("null",                                          400,    "missing_required_parameter"),
     ("{nope",                                         400,    "invalid_json"),
     (b'{"\xff"}',                                     400,    "invalid_json"),
     ("[" * 1000,                                      400,    "invalid_json"),
