@@ -6,7 +6,7 @@ lint:
 	mypy
 
 test:
-	pytest -m ""  # with the sweep
+	EXAMPLES=100 pytest -m ""  # with the sweep
 
 mutants:
 	python tests/mutants.py

@@ -5,9 +5,9 @@
     python tests/mutants.py --module sse,channels    those of these modules; words narrow them down
     python tests/mutants.py -n 4                     four at a time, each in a copy of its own
 
-Each mutant is made in a copy of the checkout, and its test is run there. The test must fail. If it is a
-replay (tests/replays/), the mutated program must yield exactly the replay's `was`: then this bug came back,
-and not another. Exits with 1 if a mutant is not killed; the last lines name these mutants.
+Each mutant is made in a copy of the checkout, and its test is run there, with its sweep. The test must fail.
+If it is a replay (tests/replays/), the mutated program must yield exactly the replay's `was`: then this bug
+came back, and not another. Exits with 1 if a mutant is not killed; the last lines name these mutants.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+MORE = {"EXAMPLES": "100", "PYTHONDONTWRITEBYTECODE": "1"}  # Python finds bytecode by time and size
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build", "course-work")
 REPLAY = "tests/test_replays.py::test_replay["
 YIELDS_WAS = {"REPLAYS_YIELD": "was"}  # test_replays.py compares with `was` if this is in the environment
@@ -96,11 +97,11 @@ def outcome(mutant: Mutant, copy: Path) -> tuple[str, str]:
 
     Returns KILLED or why it is not, and what pytest said about that.
     """
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # Python finds bytecode by time and size
+    environment = os.environ | MORE
     is_replay = mutant.test.startswith(REPLAY)
     if is_replay:
         environment |= YIELDS_WAS
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", mutant.test]
     path = copy / mutant.file
     before = path.read_bytes()
     try:

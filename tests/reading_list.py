@@ -80,9 +80,9 @@ def traced() -> list[CodeType]:
     sys.modules["numba"] = None  # type: ignore[assignment]  # NumpyOps, also if Numba is installed
     listener = bind(args.host, args.port)
     threading.setprofile(trace)
-    sys.setprofile(trace)
     local = loading.load(hub.find(args.model, args.revision), args)
     store = Store(args.store, Retention())
+    sys.setprofile(trace)
     threading.Thread(target=ask, args=(listener.getsockname()[1], is_traced)).start()
     what_it_prints = contextlib.redirect_stdout(sys.stderr)
     with what_it_prints, asyncio.Runner(loop_factory=EventLoop) as runner:

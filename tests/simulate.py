@@ -984,7 +984,7 @@ def show(found: Json, n_events: int, without: frozenset[str]) -> None:
 
 def plant(mutant: Mutant, n_seeds: int) -> str:
     """Run seeds in a copy with a bug until one finds it; return which one, and its law."""
-    command = [sys.executable, "tests/simulate.py", "--seeds", str(n_seeds), "--first-only"]
+    command = [sys.executable, "tests/simulate.py", "--seeds", str(n_seeds), "--first-only", "--brief"]
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
         path = copy / f"{mutant.module}.py"
@@ -1039,7 +1039,7 @@ def main() -> int:
             print(found["hash"], found["counts"])
         if found["error"]:
             n_bad += 1
-            if args.brief or args.first_only:
+            if args.brief:
                 print(f"seed {found['seed']}: {found['error'][:300]}", flush=True)
             else:
                 show(found, args.events, args.without)

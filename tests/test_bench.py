@@ -16,6 +16,7 @@ from checkpoint.config import parse_config
 from checkpoint.weights import n_params, n_weight_bytes
 from devices import cuda as cuda_module
 from helpers import emulator
+from helpers.device_ops import sweep
 from helpers.emulator import Emulator
 from helpers.serving import TINY, serve
 
@@ -57,7 +58,10 @@ RUNS = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("words", "names"), RUNS, ids=[words.partition(" --m")[0] for words, _ in RUNS])
+IDS = [words.partition(" --m")[0] for words, _ in RUNS]
+
+
+@pytest.mark.parametrize(("words", "names"), sweep(RUNS, [RUNS[0], *RUNS[4:]]), ids=IDS)
 def test_rows(words: str, names: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
         monkeypatch.setattr(server, name, value)

@@ -1,7 +1,7 @@
 """Nonsense of all kinds, a bounded amount of it: what it meets refuses it in its own words, and goes on.
 
 The other tests say what is right of what they know; these look for what nobody has thought of. The inputs are
-derived from the code and the same in each run. To search longer: --hypothesis-seed, and a larger N_EXAMPLES.
+derived from the code and the same in each run. To search longer: --hypothesis-seed, and EXAMPLES=1000.
 """
 
 import json
@@ -16,7 +16,7 @@ import sse
 from helpers.serving import Server, serve
 from request import params
 
-N_EXAMPLES = 150
+N_EXAMPLES = settings().max_examples
 STATUSES = {200, 400, 401, 403, 404, 405, 408, 413, 415, 429}  # no 503: there is room
 
 # --- what is sent -------------------------------------------------------------------------------------------

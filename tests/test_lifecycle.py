@@ -168,7 +168,7 @@ def test_background_stream_unexpected_type(server: Server, background: bool, str
 @pytest.mark.bug("I05")
 def test_background_must_survive_disconnect(server: Server) -> None:
     """The client leaves after three frames, and the run goes on: vllm-project/vllm#23927, its test."""
-    with streaming(server, LONG | BACKGROUND) as (id_, frames):
+    with streaming(server, LONG | BACKGROUND | {"max_output_tokens": 400}) as (id_, frames):
         seen = list(itertools.islice(frames, 3))
         assert server.get(path(id_)).json["status"] == "in_progress"
     assert ended(server, id_)["status"] == "incomplete"
@@ -253,23 +253,6 @@ def test_foreground_response_that_runs_is_its_clients_alone(server: Server) -> N
         reply = server.post(RESPONSES, HI | {"previous_response_id": id_})
         assert reply.json["error"]["code"] == "previous_response_not_found"
     until(lambda: is_idle(server), "the engine is idle")
-
-
-@pytest.mark.bug("F05")
-def test_cancel_does_not_cancel(server: Server) -> None:
-    """It set a flag that nothing read, the engine ran on, and the completion overwrote it: mistral.rs at
-    9e92262. Here the engine has dropped it within a step, what was said stays, and the stream ends.
-    """
-    with streaming(server, LONG | BACKGROUND) as (id_, frames):
-        seen = list(itertools.islice(frames, 60))
-        reply = server.post(path(id_, "cancel"), {}).json
-        until(lambda: is_idle(server), "the engine is idle")
-        n_steps = server.health()["steps"]
-        events = [parsed(frame) for frame in [*seen, *frames] if frame != sse.DONE]
-    laws.check_response(events)
-    assert events[-1]["response"] == reply
-    assert [item["status"] for item in reply["output"]] == ["completed", "incomplete"]
-    assert server.health()["steps"] == n_steps
 
 
 # --- the official client ------------------------------------------------------------------------------------
@@ -386,18 +369,6 @@ def test_previous_response(server: Server) -> None:
 
 
 # --- what is kept -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.bug("F12")
-def test_streamed_response_not_stored(server: Server) -> None:
-    """It was stored when its body had been read to the end, which not every client does:
-    github.com/EricLBuehler/mistral.rs/issues/1946. Who has seen the last event finds it.
-    """
-    for _ in range(10):
-        with streaming(server, HI) as (id_, frames):
-            last = next(frame for frame in frames if b"response.completed" in frame)
-            reply = server.get(path(id_))
-            assert (reply.status, reply.json) == (200, parsed(last)["response"])
 
 
 AS_IT_IS = '{ "output": [ ] }'

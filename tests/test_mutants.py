@@ -54,6 +54,7 @@ CHANGES = [
 # fmt: on
 
 
+@pytest.mark.sweep
 def test_another_bug_is_told_from_this_one(tmp_path: Path) -> None:
     copy = mutants.copied(tmp_path)
     verdicts = [mutants.outcome(BARE_CR._replace(new=new), copy)[0] for new, _ in CHANGES]

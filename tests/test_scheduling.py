@@ -89,7 +89,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=16)
+@settings(max_examples=settings().max_examples // 6)
 @given(
     st.lists(requests, min_size=1, max_size=6),
     st.sampled_from([6, 9, 64]),

@@ -240,8 +240,8 @@ def test_scores_that_are_no_numbers_choose_experts_all_the_same() -> None:
 CHECKED = [*itertools.product(["many-heads", "large-head", *MIXTURES], [0, 1])]
 
 
-@pytest.mark.parametrize("ops", [CudaOps, PlainOps])
-@pytest.mark.parametrize(("name", "order"), sweep(CHECKED, [("many-heads", 0), ("mxfp4", 1)]))
+@pytest.mark.parametrize("ops", sweep([CudaOps, PlainOps], [CudaOps]))
+@pytest.mark.parametrize(("name", "order"), sweep(CHECKED, [("mxfp4", 1)]))
 def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int, ops: Any) -> None:
     """Every kernel, in every shape, on shapes that are small: the checker is slow."""
     both(name, order, True, ops, enough_blocks=1).run_every_kernel(20 if ops is PlainOps else 140)

@@ -33,6 +33,7 @@ for _rule, (_first, *_) in OF_STREAMS.items():
     FAULTS.setdefault(_rule, _change | {"was": 200, "as_whole": True})
 SOCKETS = [rule for rule in RULES if rule.startswith("ws-")]
 OVER_HTTP = [rule for rule in RULES if rule not in SOCKETS]
+BESIDE_OTHERS = [rule for rule in OVER_HTTP if rule != "leaving"]  # it needs a server that is idle
 
 
 def test_every_rule_has_a_fault_and_the_front_page_counts_them() -> None:
@@ -99,13 +100,26 @@ def exchanges(ours: Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[E
         for name in peer.STREAMS:
             recorder.recorded(name)
     judge_without_fault = partial(judged, ours, fault=NO_FAULT, earlier=between.exchanges)
-    beside_others = [rule for rule in OVER_HTTP if rule != "leaving"]  # it needs a server that is idle
     with ThreadPoolExecutor(4) as threads:
-        verdicts = [*threads.map(judge_without_fault, beside_others), judge_without_fault("leaving")]
+        verdicts = [*threads.map(judge_without_fault, BESIDE_OTHERS), judge_without_fault("leaving")]
     assert [result for result, _ in verdicts] == [Result(result.rule, "pass") for result, _ in verdicts]
     return {result.rule: server.exchanges + server.repeated for result, server in verdicts}
 
 
+def test_a_fault_is_named_by_its_rule(ours: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "PATIENCE_S", 0.5)
+    monkeypatch.setattr("audit.peer.N_FOXES", 5_000)
+
+    def judged_by_its_own(rule: str) -> list[Result]:
+        return [judged(ours, rule, FAULTS[rule])[0]]
+
+    with ThreadPoolExecutor(4) as threads:
+        verdicts = {"leaving": judged_by_its_own("leaving")}
+        verdicts |= zip(BESIDE_OTHERS, threads.map(judged_by_its_own, BESIDE_OTHERS), strict=True)
+    assert not_named_alone(verdicts) == []
+
+
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)  # of a busy machine
 def test_a_fault_is_named_by_its_rule_alone(
     ours: Server, exchanges: dict[str, list[Exchange]], monkeypatch: pytest.MonkeyPatch
