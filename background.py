@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 
@@ -62,7 +62,6 @@ class Registry:
     ) -> None:
         self.jobs: dict[str, Job] = {}  # of background responses, by id
         self.stopping = asyncio.Event()  # set: no background response is accepted or begins to run
-        self.ended = Counter[str]()  # background responses of this process, by their last status
         self.archive = Archive(store)
         self.workers = workers
         self._store = store
@@ -127,12 +126,11 @@ class Registry:
     async def delete(self, row: Row) -> None:
         """Delete a response that has ended, even if its end could not be stored yet."""
         await self._call(row.owner, self._store.delete, row.id)
-        self._leave(row.id, row.status)
+        self._leave(row.id)
 
-    def counts(self) -> dict[str, Mapping[str, int]]:
-        """Count the background responses that are live, and those that have ended, by status."""
-        live = {"queued": 0, "in_progress": 0} | Counter(job.log.status for job in self.jobs.values())
-        return {"live": live, "ended": self.ended}
+    def counts(self) -> dict[str, int]:
+        """Count the background responses that have not ended, by status."""
+        return {"queued": 0, "in_progress": 0} | Counter(job.log.status for job in self.jobs.values())
 
     # --- the life of a process ------------------------------------------------------------------------------
 
@@ -213,15 +211,13 @@ class Registry:
     async def _write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
         """Store events; after the last one drop the job. Return whether the store has them."""
         is_written = await self.archive.write(row, first_number, entries)
-        status = newest_of(entries).status
-        if is_written and status in TERMINAL:
-            self._leave(row.id, status)
+        if is_written and newest_of(entries).status in TERMINAL:
+            self._leave(row.id)
         return is_written
 
-    def _leave(self, id: str, status: str) -> None:
+    def _leave(self, id: str) -> None:
         """Drop the job of a response that has ended, if it still has one."""
         if job := self.jobs.pop(id, None):
-            self.ended[status] += 1
             self._room.add(job.row.owner, -job.n_bytes)
 
 

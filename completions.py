@@ -118,9 +118,8 @@ NUMBERED = ("choices", "tool_calls")  # lists whose elements say by their `index
 def fold(chunks: Iterable[Chunk]) -> Chunk:
     """Return the chat.completion object of a stream, or the error object that ends it."""
     said: list[Chunk] = [{}, *chunks]
-    for chunk in said:
-        if "error" in chunk:
-            return chunk
+    if "error" in said[-1]:
+        return said[-1]
     completion: Chunk = grown("", said)
     choices = [ended(choice) for choice in completion.pop("choices", ())]
     return completion | {"object": "chat.completion", "choices": choices}
@@ -145,18 +144,15 @@ def grown(name: str, said: Iterable[Any]) -> Any:
             for member, value in itertools.chain(*map(dict.items, values)):
                 members.setdefault(member, []).append(value)
             return {member: grown(member, known) for member, known in members.items()}
-        case list():
-            elements = [*itertools.chain(*values)]
-            # Another server may send anything by this name.
-            numbered = [
-                each for each in elements if isinstance(each, dict) and type(each.get("index")) is int
-            ]
-            if name not in NUMBERED or numbered != elements:
-                return elements
+        case list() if name in NUMBERED:
             by_index: dict[int, list[Chunk]] = {}
-            for element in elements:
-                by_index.setdefault(element["index"], []).append(element)
+            for element in itertools.chain(*values):
+                match element:
+                    case {"index": int(index)}:  # another server may send anything by this name
+                        by_index.setdefault(index, []).append(element)
             return [grown(name, by_index[index]) for index in sorted(by_index)]
+        case list():
+            return [*itertools.chain(*values)]
     return newest
 
 

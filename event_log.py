@@ -80,13 +80,10 @@ class EventLog:
 
     def extend(self, events: Iterable[Event]) -> None:
         """Append events in their order, and write and show them. If `events` raises, those before it stay."""
-        n_before = len(self.entries)
         for event in events:
             entry = encode_event(len(self.entries), event)
             self.entries.append(entry)
             self.status = entry.status or self.status
-        if len(self.entries) == n_before:
-            return
         if self._write is None:
             self._show(len(self.entries))
         elif self._writing is None:

@@ -107,7 +107,7 @@ class Decoder:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
         self._open_logprobs: tuple[TokenLogprob, ...] = ()  # of tokens whose text has not left yet
-        self._at_start = True  # no text has left yet: SentencePiece put a space before the first
+        self._prefix = tokenizer.spelling.prefix  # of the first text, until that has left
 
     def feed(self, token_id: int, logprobs: tuple[TokenLogprob, ...] = ()) -> list[Piece]:
         """Return the pieces that a token completes.
@@ -148,11 +148,9 @@ class Decoder:
 
     def _without_dummy_prefix(self, text: str) -> str:
         """Remove the space that the encoder has put before the first text."""
-        if not text or not self._at_start:
-            return text
-        self._at_start = False
-        if self._tokenizer.spelling.dummy_prefix:
-            return text.removeprefix(" ")
+        if text:
+            text = text.removeprefix(self._prefix)
+            self._prefix = ""
         return text
 
 
@@ -178,9 +176,9 @@ class Spelling:
         self.byte_level = False
         self.byte_tokens = False  # <0xNN> is a byte
         self.marks_spaces = False  # ▁ is a space
-        # The encoder puts a space before every text, so the decoder takes one away: `add_dummy_prefix`,
-        # https://github.com/google/sentencepiece/blob/master/doc/options.md
-        self.dummy_prefix = False
+        # A space if the encoder puts one before every text, so that the decoder takes it away:
+        # `add_dummy_prefix`, https://github.com/google/sentencepiece/blob/master/doc/options.md
+        self.prefix = ""
         steps = (decoder or {}).get("decoders", [decoder])
         for step in steps:
             match step:
@@ -192,9 +190,9 @@ class Spelling:
                     self.marks_spaces = True
                 case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}:
                     self.marks_spaces = True
-                    self.dummy_prefix = scheme != "never"
+                    self.prefix = "" if scheme == "never" else " "
                 case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-                    self.dummy_prefix = True
+                    self.prefix = " "
                 case {"type": "Fuse"}:  # joins the tokens, as Decoder does
                     pass
                 case _:

@@ -163,16 +163,16 @@ class HttpServer(uvicorn.Server):
 
     capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
-    def drop_clients(self, states: tuple[str, ...] = ("started",)) -> None:
-        """Drop those whose bodies have not come, and soon all that do not leave.
+    def drop_clients(self) -> None:
+        """Drop those whose bodies have not come, and after STALLED_S those that have not left.
 
         Later uvicorn would cancel their requests, and log that.
         """
         for connection in self.server_state.connections:
-            if not states or getattr(connection, "state", "") in states:
-                connection.transport.abort()
-        if states:
-            asyncio.get_running_loop().call_later(STALLED_S, self.drop_clients, ())
+            abort = connection.transport.abort
+            if getattr(connection, "state", "") == "started":
+                abort()
+            asyncio.get_running_loop().call_later(STALLED_S, abort)
 
 
 class Limited(asyncio.Protocol):

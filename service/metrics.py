@@ -73,7 +73,6 @@ READINGS: dict[str, tuple[Any, ...]] = {
     "relayed_tokens":                  (Total, "Tokens of answers by upstreams.", "relayed_total"),
     "relayed_cost":                    (Total, "Cost in units of the price.",    "relayed_cost"),
     "background_responses":            (Gauge, "Background responses, not ended.", "live", "status"),
-    "background_responses_ended":      (Total, "Those that have ended.",         "ended", "status"),
 }
 # fmt: on
 # vLLM's finished_reason, if it is not our Finish.reason.
@@ -87,8 +86,7 @@ class Metrics(Collector):
     """All metrics of a server."""
 
     model: str
-    # The counts of the workers; "live": how many background responses there are, by status; "ended": how many
-    # have ended, by their last one.
+    # The counts of the workers; "live": how many background responses there are, by status.
     read_counts: Callable[[], dict[str, Any]]
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ def timeout(text: str) -> tuple[str, float]:
     return field, seconds(value)
 
 
-UNITS = ("", "K", "M", "G", "T")  # powers of 1024
+UNITS = "BKMGT"  # powers of 1024; without a unit the index is 0, too
 
 
 def size(text: str) -> int:
@@ -74,29 +74,6 @@ def size(text: str) -> int:
     if not 1 <= n_bytes <= MAX_NUMBER:
         raise ArgumentTypeError(f"expected bytes such as 512M or 2G, got {text}")
     return int(n_bytes)
-
-
-def key(text: str) -> str:
-    """Return a secret. A refusal does not show it."""
-    text = text.strip()
-    if not re.fullmatch("[ -~]+", text):
-        raise ArgumentTypeError("expected a key of printable ASCII, for it travels in a header")
-    return text
-
-
-def keys(text: str) -> list[str]:
-    """Return the key of each line. Lines whose first character is "#" are comments, indented too."""
-    # Not splitlines(), for which the second byte of an "Å" in UTF-8 ends a line too.
-    lines = [line for line in text.split("\n") if line.strip()[:1] not in ("", "#")]
-    return [*map(key, lines or [""])]
-
-
-def key_file(name: str) -> list[str]:
-    """Return the keys in a file. Any bytes can be read as Latin-1; key() takes ASCII alone."""
-    try:
-        return keys(Path(name).read_text(encoding="latin-1"))
-    except OSError as error:
-        raise ArgumentTypeError(f"expected a file of keys: {error}") from error
 
 
 natural = partial(number, int, 0)
@@ -148,10 +125,10 @@ OPTIONS: dict[str, list[Any]] = {
         ("--host HOST",             text, "127.0.0.1", "address to listen on; 0.0.0.0: all interfaces"),
         ("--port N",                partial(number, int, 0, high=65535), 8000,
          "port to listen on; 0: any free one"),
-        ("--api-key KEY",           key, [],
+        ("--api-key KEY",           text, [],
          "require 'Authorization: Bearer KEY' except for / and /health; each key sees only its own "
          "responses; LLMREF_API_KEY in the environment is one more; repeatable"),
-        ("--api-key-file FILE",     key_file, None,
+        ("--api-key-file FILE",     text, None,
          "a file with such keys, one a line: other users of this machine can read a command line"),
         ("--cors-origin URL",       origin, [],
          "let pages from there, such as https://example.org, call this server; '*': from anywhere; "
@@ -185,17 +162,17 @@ OPTIONS: dict[str, list[Any]] = {
         ("--store-max-bytes N",     positive, Retention.max_bytes, "keep at most N bytes of responses"),
         ("--no-temporary",          None, False,
          "refuse background with store=false, as OpenAI did at first, instead of keeping it for 10 minutes"),
-        ("--secret TEXT",           key, [],
+        ("--secret TEXT",           text, [],
          "key that seals what clients keep for this server: reasoning, compactions (default: LLMREF_SECRET "
          "in the environment, else another at each start)"),
-        ("--secret-file FILE",      key_file, None, "a file that holds this key"),
+        ("--secret-file FILE",      text, None, "a file that holds this key"),
     ],
     "upstream servers": [
         ("--upstream URL",          base_url, [],
          "an OpenAI-compatible server whose models are served too, such as http://host:8000/v1; without "
          "--model only those; repeatable"),
-        ("--upstream-api-key KEY",  key, [], "sent to the one upstream as 'Authorization: Bearer KEY'"),
-        ("--upstream-api-key-file FILE", key_file, None,
+        ("--upstream-api-key KEY",  text, [], "sent to the one upstream as 'Authorization: Bearer KEY'"),
+        ("--upstream-api-key-file FILE", text, None,
          "a file of such keys: the key, or for several upstreams a line 'URL KEY' for each; "
          "LLMREF_UPSTREAM_API_KEY in the environment may hold the same"),
         ("--upstream-timeout NAME=SECONDS", timeout, [],
@@ -248,13 +225,26 @@ def arguments() -> ArgumentParser:
 
 
 def secrets(args: Namespace, name: str) -> list[str]:
-    """Return what an option, its file and its variable hold; raises ValueError for a wrong variable."""
-    variable = f"LLMREF_{name.upper()}"
-    found: list[str] = getattr(args, name) + (getattr(args, f"{name}_file") or [])
-    try:
-        return found + keys(os.environ[variable]) if variable in os.environ else found
-    except ArgumentTypeError as error:
-        raise ValueError(f"{variable}: {error}") from error
+    """Return the keys that an option, its file and its variable hold, one a line.
+
+    Lines whose first character is "#" are comments, indented too. Raises OSError, or ValueError for a text
+    without a key or with one that is not ASCII; the message does not show it.
+    """
+    option, variable = f"--{name.replace('_', '-')}", f"LLMREF_{name.upper()}"
+    sources = [(option, text) for text in getattr(args, name)]
+    if file := getattr(args, f"{name}_file"):
+        sources.append((f"{option}-file", Path(file).read_text(encoding="latin-1")))  # of any bytes
+    if variable in os.environ:
+        sources.append((variable, os.environ[variable]))
+    found: list[str] = []
+    for source, text in sources:
+        # Not splitlines(), for which the second byte of an "Å" in UTF-8 ends a line too.
+        lines = [line.strip() for line in text.split("\n")]
+        keys = [line for line in lines if line[:1] not in ("", "#")]
+        if not re.fullmatch("[ -~]+", "".join(keys)):
+            raise ValueError(f"{source}: expected a key of printable ASCII, for it travels in a header")
+        found += keys
+    return found
 
 
 def upstream_keys(args: Namespace) -> dict[str, str]:
