@@ -76,7 +76,7 @@ def main() -> int:
     logs.start(args.log_level, args.log_format)
     local = remote = None
     try:
-        keys = {digest(key) for key in options.secrets(args, "api_key")}
+        keys = {*map(digest, options.secrets(args, "api_key"))}
         args.secret = [*options.secrets(args, "secret"), secrets.token_hex()]
         if args.upstream:
             timeouts = Timeouts(**dict(args.upstream_timeout))

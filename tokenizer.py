@@ -40,9 +40,6 @@ OTHERS = sorted(set(range(0x100)) - set(PRINTING))
 BYTE_OF = {chr(byte): byte for byte in PRINTING} | {chr(0x100 + n): byte for n, byte in enumerate(OTHERS)}
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece: one byte of a character that has no token
-SUPPORTED_DECODERS = (
-    "ByteLevel alone, or of Replace ▁, Metaspace, ByteFallback, Fuse and Strip of one leading space"
-)
 
 
 # --- both directions ----------------------------------------------------------------------------------------
@@ -77,17 +74,15 @@ class Tokenizer:
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def __init__(self, path: Path) -> None:
-        """Read a tokenizer.json; raises TokenizerError."""
+        """Read a tokenizer.json; raises ValueError."""
         try:
             fields = msgspec.json.decode(path.read_bytes())
             for token in fields.get("added_tokens") or []:
                 # The library must match it as it is written, not in text that a normalizer has changed.
                 token["normalized"] = False
             self._tokenizer = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(fields))
-        except OSError as error:
-            raise TokenizerError(f"no tokenizer at {path}: {error.strerror}") from error
         except Exception as error:  # the library raises nothing more precise
-            raise TokenizerError(f"{path} is not a tokenizer: {error}") from error
+            raise ValueError(f"no tokenizer at {path}: {error}") from error
         self._tokenizer.no_truncation()  # some files carry the settings of their training run
         self._tokenizer.no_padding()
         self.spelling = Spelling(fields.get("decoder"))
@@ -172,13 +167,14 @@ class Spelling:
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
+    byte_level = False
+    byte_tokens = False  # <0xNN> is a byte
+    marks_spaces = False  # ▁ is a space
+    # A space if the encoder puts one before every text, so that the decoder takes it away:
+    # `add_dummy_prefix`, https://github.com/google/sentencepiece/blob/master/doc/options.md
+    prefix = ""
+
     def __init__(self, decoder: Any) -> None:
-        self.byte_level = False
-        self.byte_tokens = False  # <0xNN> is a byte
-        self.marks_spaces = False  # ▁ is a space
-        # A space if the encoder puts one before every text, so that the decoder takes it away:
-        # `add_dummy_prefix`, https://github.com/google/sentencepiece/blob/master/doc/options.md
-        self.prefix = ""
         steps = (decoder or {}).get("decoders", [decoder])
         for step in steps:
             match step:
@@ -196,11 +192,11 @@ class Spelling:
                 case {"type": "Fuse"}:  # joins the tokens, as Decoder does
                     pass
                 case _:
-                    raise TokenizerError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED_DECODERS}")
+                    raise ValueError(f"decoder {json.dumps(step)} found; supported: {SUPPORTED_DECODERS}")
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
-
-class TokenizerError(ValueError):
-    """The tokenizer.json is missing, cannot be read, or spells bytes in a way that is not supported."""
+SUPPORTED_DECODERS = (
+    "ByteLevel alone, or of Replace ▁, Metaspace, ByteFallback, Fuse and Strip of one leading space"
+)

@@ -20,7 +20,7 @@ from helpers.gguf_files import write_gguf
 from helpers.serving import TINY
 from parity import CASES, write
 from request.template import ChatTemplate
-from tokenizer import Tokenizer, TokenizerError
+from tokenizer import Tokenizer
 
 MADE = ["llama-2", "smollm2", "qwen2", "qwen3", "llama-yarn", "llama-3.1-rope-scaling"]
 MADE += ["granite", "granite-tied", "phi-3", "phi-4-mini"]
@@ -194,7 +194,7 @@ def test_a_file_that_is_cut_or_changed_is_refused_in_a_line_or_read(tmp_path: Pa
         new = int(rng.choice(np.array(values, object))).to_bytes(8, "little")[: int(rng.choice([1, 4, 8]))]
         file.write_bytes(changed(data, place, new))
         as_directory.cache_clear()
-        with suppress(UnsupportedModel, TokenizerError):
+        with suppress(ValueError):
             read(file)
 
 
