@@ -377,6 +377,8 @@ class Api:
         health: dict[str, Any] = {"status": "ok" if is_ready else "not ready"}
         if visit.has_key:  # what others do is shown to those with a key
             health |= self.workers.counts() | {"background": len(self.registry.jobs)}
+            if degraded := self.workers.degraded():
+                health["degraded"] = degraded
         return json_response(200 if is_ready else 503, health)
 
     async def stream_steps(self, http: HttpRequest, visit: Visit) -> Response:

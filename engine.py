@@ -72,7 +72,8 @@ class ModelRunner(Protocol):
     """Computes the steps, and owns the memory of the KV cache; model.NumpyOps is the spec."""
 
     config: Config
-    about: str  # what it computes with, in words: a line of the server's start
+    about: dict[str, str]  # what it computes with: lines of the server's start
+    degraded: dict[str, str]  # what it does slowly because something failed, and why
     max_seq_len: int
     n_pages: int
     max_batch: int  # sequences a step
@@ -110,7 +111,7 @@ class Engine:
         """`speculate`: drafts a step may verify for a sequence; 0: none. `step_s`: rule 4."""
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
-        self.about = runner.about
+        self.about, self.degraded = runner.about, runner.degraded
         self.observer: Observer = lambda *step: None  # service/steps.py, if the steps are to be seen
         self._runner = runner
         self._scheduler = Scheduler(

@@ -161,7 +161,8 @@ class NumpyOps:
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
     ) -> None:
-        self.about = f"NumPy, {weights.nbytes / 1e6:.0f} MB of weights in float32"
+        self.about = {"device": f"NumPy, {weights.nbytes / 1e6:.0f} MB of weights in float32"}
+        self.degraded: dict[str, str] = {}  # what is slower than it could be, and why
         self.config = config
         self.weights = weights
         self.max_seq_len = max_seq_len

@@ -441,6 +441,11 @@ class Workers:
                 models.setdefault(name, {"id": name} | common | members)
         return models
 
+    def degraded(self) -> str:
+        """Say what this machine does slowly because something failed; "" if nothing."""
+        engines = [worker.engine for worker in self.all if isinstance(worker, LocalWorker)]
+        return ", ".join(how for engine in engines for how in engine.degraded)
+
     def counts(self) -> dict[str, Any]:
         """Return the gauges of all workers, summed."""
         counts = Counter[str]()

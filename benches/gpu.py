@@ -29,7 +29,7 @@ from benches.decoding import Row
 from benches.harness import ROOT, Commands
 from checkpoint.config import Config, read_config
 from checkpoint.weights import read_weights
-from devices.cuda import CudaOps
+from devices.cuda import NO_EARLY, NO_GRAPHS, CudaOps
 from engine import Engine
 from model import PAGE
 
@@ -99,21 +99,23 @@ def engine_of(args: argparse.Namespace, contender: str) -> Engine:
     length = max(*args.contexts, *args.prompts) + args.new + 1
     max_batch = max(args.batches)
     ops = CudaOps(config, weights, length, max_batch * -(-length // PAGE), max_batch)
-    ops._uses_graphs = contender != "no-graphs"
-    if contender == "no-early":
-        ops._kernels._driver = None
+    if contender != "engine":
+        ops.step_back({"no-graphs": NO_GRAPHS, "no-early": NO_EARLY}[contender], "to measure it")
     return Engine(ops)
 
 
 def run(args: argparse.Namespace) -> None:
-    engines = {name: engine_of(args, name) for name in args.contenders}
-    config = engines[args.contenders[0]].config
+    measure(args, {name: engine_of(args, name) for name in args.contenders})
+
+
+def measure(args: argparse.Namespace, engines: dict[str, Engine], about: str = "") -> None:
+    config = next(iter(engines.values())).config
 
     def floor(row: Row) -> float:
         return read_bandwidth() / step_bytes(config, row.batch, row.n_prompt + row.n_new // 2)
 
     card = importlib.import_module("cupy").cuda.runtime.getDeviceProperties(0)["name"].decode()
-    about = f"{card}, {args.model or args.shape}, bfloat16."
+    about = f"{card}, {args.model or args.shape}, bfloat16.\n{about}"
     runs = {name: partial(decoding.generate, engine) for name, engine in engines.items()}
     decoding.measure(args, about, runs, floor)
 

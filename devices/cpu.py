@@ -93,7 +93,8 @@ class FastOps(NumpyOps):
         self._n_threads = min(max(blas, default=1), numba_config.NUMBA_NUM_THREADS)
         load_tbb()
         self.get_ready()
-        self.about = f"Numba, {self._n_threads} threads, {weights.nbytes / 1e6:.0f} MB of weights"
+        device = f"Numba, {self._n_threads} threads, {weights.nbytes / 1e6:.0f} MB of weights"
+        self.about = {"device": device}
 
     @staticmethod
     def page_bytes(config: Config) -> int:

@@ -18,7 +18,6 @@ Rules of this file:
 Not here: the ops (cpu.py), how weights become panels (panels.py), the loop of all products (microkernel.py).
 """
 
-import hashlib
 import logging
 import math
 from collections.abc import Iterator
@@ -34,8 +33,9 @@ from numba import njit, prange, types
 from numba.core import event
 from numba.extending import overload
 
-from checkpoint.default_model import HubError, cache_folder
+from checkpoint.default_model import HubError
 from devices import microkernel
+from devices.kernels import cache_file
 from devices.microkernel import AHEAD, BLOCK, ROWS, WIDTH, X_DTYPE, X_HEADER
 from model import PAGE
 
@@ -60,21 +60,11 @@ LIBERTIES = {"contract"}
 ROW_LIBERTIES = LIBERTIES | {"reassoc", "nnan", "nsz"}
 
 
-def kernel_folder() -> Path:
-    """Return the folder in which Numba keeps the compiled modules of this folder, as they are now.
-
-    By default it keeps them beside each module, and would use old ones after another module has changed.
-    """
-    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    digest = hashlib.sha256(b"".join([*sources, bytes([PAGE])])).hexdigest()
-    return cache_folder() / "kernels" / digest[:16]
-
-
 def can_cache() -> bool:
     """True if Numba has a folder to keep what it has compiled. Without one each start compiles."""
     try:
         if not numba_config.CACHE_DIR:  # $NUMBA_CACHE_DIR
-            folder = kernel_folder()
+            folder = cache_file()  # beside each module, Numba would use old ones after another has changed
             folder.mkdir(parents=True, exist_ok=True)  # else Numba would use another one
             numba_config.CACHE_DIR = str(folder)
         njit(cache=True)(can_cache)

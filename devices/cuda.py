@@ -188,6 +188,13 @@ def missing() -> str | None:
 
 # ---- the ops -----------------------------------------------------------------------------------------------
 
+OPS = "embed", "qkv", "attend", "out", "gate_up", "down", "experts", "logits", "pick"
+NO_EARLY, NO_GRAPHS = "no early launches", "no CUDA graphs"
+
+
+def plainly(op: str) -> str:
+    return f"{op} by plain kernels"
+
 
 def expert_matrices(w: Matrix) -> dict[str, Any]:
     """What a kernel takes of the experts' matrices: bfloat16, or blocks and scales."""
@@ -223,11 +230,11 @@ class CudaOps:
         self.max_seq_len = max_seq_len
         self.n_pages = n_pages
         self.max_batch = max_batch
-        self.about = f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"
+        self.about = {"device": f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"}
         self.max_wanted = max_wanted(max_batch)
         self._constants = model_constants(config)
-        self._uses_graphs = True
-        self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[2:]; None: it cannot be captured
+        self.degraded: dict[str, str] = {}  # how it runs because something failed, and why: step_back()
+        self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[2:]
         # The device's copy of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
         self._decoding: DecodingStep | None = None  # the step launched last, if the next may be like it
@@ -237,8 +244,6 @@ class CudaOps:
         with self._stream:
             self._allocate(weights)
             self._kernels = Kernels(cp, config, open_driver(cp))
-            log.info("loading the kernels: some seconds if they have not been compiled before")
-            self._kernels.load()
 
     @staticmethod
     def pack(w: Any) -> Any:
@@ -273,6 +278,17 @@ class CudaOps:
             numbers = cp.zeros(layout.itemsize, np.uint8)
             self._memory[n] = StepMemory(layout, numbers, views(layout, numbers), [])
         self._stream.synchronize()
+
+    def step_back(self, how: str, why: object) -> None:
+        """Go on without what fails on this GPU: `how` is NO_EARLY, NO_GRAPHS or plainly(op).
+
+        Raises RuntimeError if it fails without, too.
+        """
+        if how in self.degraded:
+            raise RuntimeError(f"{how}: {why}")
+        self.degraded[how], _, _ = str(why).partition("\n")
+        self._graphs.clear()
+        log.warning("%s: %s. Please report it: `python bench.py gpu-report`", how, self.degraded[how])
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -402,7 +418,8 @@ class CudaOps:
                 tokens = np.concatenate([context.prompt, context.output]).astype(np.int32)
                 self._buffers["history"][: len(tokens)].set(tokens, self._stream)
                 numbers = {"slot": slot, "n_prompt": len(context.prompt), "n": len(tokens)}
-                self._kernels.launch("count", (1,), self._buffers | numbers)
+                shape = PLAIN if plainly("pick") in self.degraded else ANY_SHAPE
+                self._kernels.launch("count", (1,), self._buffers | numbers, shape)
             if span.n_wanted == 1:  # `pick` counts what it chooses, if it is the only one
                 self._counted[slot] = (context.output, context.n_output + 1)
 
@@ -414,17 +431,16 @@ class CudaOps:
             graph.launch(self._stream)
             return
         self._compute(batch)
-        if batch.comes_again and self._uses_graphs and sizes not in self._graphs:
+        if batch.comes_again and NO_GRAPHS not in self.degraded:
             # Everything is loaded now: a capture must not do that.
             try:
                 self._graphs[sizes] = self._capture(partial(self._compute, batch))
             except Exception as error:
-                log.warning("no graph of %d rows: %s", batch.n_rows, error)
-                self._graphs[sizes] = None
+                self.step_back(NO_GRAPHS if NO_EARLY in self.degraded else NO_EARLY, error)
 
     def _capture(self, work: Callable[[], None]) -> Any:
         """The CUDA graph of what `work` launches."""
-        self._kernels.overlap = True
+        self._kernels.overlap = NO_EARLY not in self.degraded
         try:
             self._stream.begin_capture()
             try:
@@ -463,7 +479,7 @@ class CudaOps:
             "window": self.config.windows[i] or 0,
             "rotary": self.config.rotary[i],
         }
-        if "attend" in self._kernels.plain:
+        if plainly("attend") in self.degraded:
             for name in ("rotate", "write_kv", "attend"):
                 launch(name, rows, batch, **arguments)
             return self._buffers["y"]
@@ -516,8 +532,9 @@ class CudaOps:
             self._product("logits", len(weights.head), wanted, vars(weights))
         return self._buffers["raw"]
 
-    def pick(self, logits: DeviceArray, batch: DeviceStep) -> None:
+    def pick(self, logits: DeviceArray, batch: DeviceStep) -> DeviceArray:
         self._launch("pick", "pick", (batch.n_wanted,), batch)
+        return self._buffers["choices"]
 
     def _norm(self, op: str, batch: DeviceStep, w: DeviceArray, rows: DeviceArray | None = None) -> None:
         """What products of more than NORMED_ROWS begin with; the others norm x themselves."""
@@ -544,6 +561,6 @@ class CudaOps:
     ) -> None:
         """Launch a kernel of an op, fast or plain; plain kernels norm their rows themselves."""
         arguments = self._buffers | batch.views | {"n_rows": batch.n_rows} | others
-        is_plain = op in self._kernels.plain
+        is_plain = plainly(op) in self.degraded
         if not is_plain or name in self._kernels.plain_signatures:
             self._kernels.launch(name, grid, arguments, PLAIN if is_plain else shape)

@@ -19,6 +19,7 @@ Not here: the arithmetic (kernels.cu, plain.cu), the arrays (cuda.py, steps.py).
 """
 
 import ctypes
+import hashlib
 import importlib
 import re
 import struct
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkpoint.config import Config, UnsupportedModel
+from checkpoint.default_model import cache_folder
 from model import PAGE
 
 FAST_CODE = Path(__file__).parents[1] / "kernels.cu"
@@ -174,6 +176,16 @@ def check_sizes(config: Config) -> None:
             )
 
 
+# --- the cache ----------------------------------------------------------------------------------------------
+
+
+def cache_file(*facts: object) -> Path:
+    """Return where to keep what follows from these facts and the code of this folder, as it is now."""
+    sources = [path.read_bytes() for path in (FAST_CODE, *sorted(PLAIN_CODE.parent.glob("*.*")))]
+    digest = hashlib.sha256(b"".join([*sources, repr((PAGE, *facts)).encode()])).hexdigest()
+    return cache_folder() / "kernels" / digest[:16]
+
+
 # --- compilation --------------------------------------------------------------------------------------------
 
 
@@ -241,7 +253,6 @@ class Kernels:
     def __init__(self, cp: Any, config: Config, driver: Any = None) -> None:
         """driver: libcuda, for programmatic dependent launches; None: every launch is a plain one."""
         self.overlap = False  # may a kernel start before its predecessor has ended?
-        self.plain: set[str] = set()  # the ops that run by plain.cu
         self._cp = cp
         self._driver = driver
         code = {shape: read_code(PLAIN_CODE if shape is PLAIN else FAST_CODE) for shape in (*SHAPES, PLAIN)}

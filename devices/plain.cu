@@ -450,6 +450,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
+// How often each token of a slot has come                                          sampling.apply_penalties
+//   history  (n,) int32                        prompt, then output
+//   counts   how often in the output; SEEN_IN_PROMPT: in the prompt
+//   A thread has a token
+extern "C" __global__ void __launch_bounds__(THREADS)
+    count(const int *history, unsigned *counts, int slot, int n_prompt, int n) {
+  EACH(token, VOCAB_SIZE) {
+    unsigned found = 0;
+    for (int i = 0; i < n; i++)
+      if (history[i] == (int)token) found = i < n_prompt ? found | SEEN_IN_PROMPT : found + 1;
+    counts[(size_t)slot * VOCAB_SIZE + token] = found;
+  }
+}
+
 #if N_EXPERTS
 // ---- Mixture of experts -----------------------------------------------------------------------------------
 // x += sum of share * down(swiglu(gate_up(rms_norm(x)))) over the experts that a row has chosen

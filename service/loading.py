@@ -22,7 +22,7 @@ from typing import Any
 
 from checkpoint.config import Config, UnsupportedModel, read_config
 from checkpoint.weights import n_params, read_weights
-from devices import cuda, kernels
+from devices import check, cuda, kernels
 from dialects.matchers import Grammars
 from engine import Engine
 from model import PAGE, NumpyOps
@@ -59,16 +59,16 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
         raise UnsupportedModel(f"the chat template in {directory} cannot be read: {error!r}") from error
     tokenizer = Tokenizer(vocabulary)
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
-    if ops_class is cuda.CudaOps:
-        kernels.check_sizes(config)
-        room = cuda.room(config, max_seq_len, args.max_batch)
-        if (directory / "model.gguf").is_file():
-            log.warning("a GPU multiplies by bfloat16 alone; the weights of this GGUF file are rounded to it")
-    else:
-        room = free_memory() // 4  # the system gives memory only for pages that are used
-    n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
-    weights = read_weights(directory, config, *packs(ops_class, config, args.weights))
-    runner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
+    try:
+        runner = make_runner(ops_class, directory, config, max_seq_len, args)
+    except Exception as error:
+        if ops_class is not cuda.CudaOps or isinstance(error, ValueError):
+            raise
+        if args.device == "cuda":
+            raise ValueError(f"--device cuda: {error}") from error
+        log.warning("the CPU serves, because the GPU cannot: %s", error)
+        runner = make_runner(ops_of("cpu"), directory, config, max_seq_len, args)
+        runner.degraded["by the CPU"] = str(error)
     engine = Engine(runner, args.speculate)
     name = directory.name
     if args.model and not Path(args.model).exists():  # an id on the Hub
@@ -112,6 +112,26 @@ def generation_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # --- ops and memory -----------------------------------------------------------------------------------------
+
+
+def make_runner(
+    ops_class: Any, directory: Path, config: Config, max_seq_len: int, args: argparse.Namespace
+) -> Any:
+    """Return the ops with the weights, on a GPU checked; raises MemoryError, and what a GPU raises."""
+    is_cuda = ops_class is cuda.CudaOps
+    if is_cuda:
+        kernels.check_sizes(config)
+        room = cuda.room(config, max_seq_len, args.max_batch)
+        if (directory / "model.gguf").is_file():
+            log.warning("a GPU multiplies by bfloat16 alone; the weights of this GGUF file are rounded to it")
+    else:
+        room = free_memory() // 4  # the system gives memory only for pages that are used
+    n_pages = pool(ops_class.page_bytes(config), max_seq_len, args.max_batch, args.kv_memory, room)
+    weights = read_weights(directory, config, *packs(ops_class, config, args.weights))
+    runner = ops_class(config, weights, max_seq_len, n_pages, args.max_batch)
+    if is_cuda:
+        check.prove(runner, args.check_kernels)
+    return runner
 
 
 def ops_of(device: str) -> Any:
@@ -170,10 +190,13 @@ def free_memory() -> int:
 
 def facts(worker: LocalWorker) -> dict[str, str]:
     engine = worker.engine
-    return {
+    facts = {
         "model": f"{worker.names[0]} ({engine.config.model_type}), "
         f"{n_params(engine.config) / 1e6:.1f} M parameters",
         "context": f"{engine.max_seq_len} tokens; room for {engine.counts()['pages'] * PAGE} in the KV cache",
         "dialect": worker.dialect,
-        "device": engine.about,
+        **engine.about,
     }
+    if engine.degraded:
+        facts["degraded"] = ", ".join(engine.degraded)
+    return facts

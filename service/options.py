@@ -110,6 +110,8 @@ OPTIONS: dict[str, list[Any]] = {
     "speed and memory": [
         ("--device",                ("auto", "cuda", "cpu"), "auto",
          "device that computes; auto: a GPU if available"),
+        ("--check-kernels",         None, False,
+         "check the kernels of the GPU again; else that is done once for each GPU, driver and model"),
         ("--weights",               ("bfloat16", "int8", "int4"), None,
          "round the weights to this, on a CPU with Numba; answers become worse (default: as in the file)"),
         ("--threads N",             positive, None, "threads that compute (default: all cores)"),

@@ -157,15 +157,15 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           33_870,  # the root, bench.py too; blocks.py took what benches/ gave back; __main__.py
+    "":           33_960,  # what runs degraded; the root, bench.py too; blocks.py took what benches/ gave back; __main__.py
     "audit":      21_000,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
-    "benches":     7_200,
+    "benches":     7_820,  # gpu-report
     "checkpoint": 10_400,
-    "devices":    17_500,
+    "devices":    19_060,  # a GPU that checks itself (check.py), and steps back from what fails
     "dialects":    8_400,
     "gateway":     9_350,
     "request":    15_680,  # bodies of three APIs
-    "service":     8_330,  # with steering over the WebSocket
+    "service":     8_490,  # with steering over the WebSocket
 }
 # fmt: on
 MAX_MODULE = 610  # lines of a module of the root, theory and folds included

@@ -21,6 +21,7 @@ from checkpoint.blocks import FLOATS, Blocks, decoded, quantized
 from checkpoint.config import Config, read_config
 from checkpoint.weights import Weights, bfloat16, read_weights, unpacked
 from devices import cpu_kernels as kernels
+from devices import kernels as gpu_kernels
 from devices import microkernel
 from devices.cpu import NOTHING, SMALL, FastOps
 from devices.cpu_kernels import KERNELS, SHARED, SPAN
@@ -340,13 +341,13 @@ def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
 
 def test_a_changed_module_compiles_all_kernels_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba looks at the module of a kernel alone: an update of microkernel.py ran what it had been."""
-    folder = shutil.copytree(Path(kernels.__file__).parent, tmp_path / "devices")
-    before = kernels.kernel_folder()
-    monkeypatch.setattr(kernels, "__file__", str(folder / "cpu_kernels.py"))
-    assert kernels.kernel_folder() == before
+    folder = shutil.copytree(gpu_kernels.PLAIN_CODE.parent, tmp_path / "devices")
+    before = gpu_kernels.cache_file()
+    monkeypatch.setattr(gpu_kernels, "PLAIN_CODE", folder / "plain.cu")
+    assert gpu_kernels.cache_file() == before
     with (folder / "microkernel.py").open("a") as file:
         file.write("# changed\n")
-    assert kernels.kernel_folder() != before
+    assert gpu_kernels.cache_file() != before
 
 
 # --- a start ------------------------------------------------------------------------------------------------

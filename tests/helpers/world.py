@@ -356,13 +356,13 @@ def alone(sequence: scheduler.Sequence) -> Iterator[int]:
 class HashRunner:
     """A device whose next token is a hash of all that the page table leads to: a page mixed up changes it."""
 
-    about = "a hash"
     chunk = PAGE
     max_seq_len = 400
 
     def __init__(self, config: Config, n_pages: int, max_batch: int, n_ahead: int) -> None:
         self.config, self.n_pages, self.max_batch, self.n_ahead = config, n_pages, max_batch, n_ahead
         self.max_wanted = 2 * max_batch
+        self.about, self.degraded = {"device": "a hash"}, dict[str, str]()
         self._kv = np.zeros((n_pages, PAGE), np.int64)
         self._chosen = defaultdict[int, list[int]](list)  # by slot
 

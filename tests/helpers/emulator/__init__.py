@@ -302,6 +302,8 @@ class Emulator:
     memory: bytes that the device has.
     """
 
+    __version__ = "14.0.0"
+
     def __init__(self, order: int = 0, check: bool = False, memory: int = 1 << 30) -> None:
         self.order, self.check = order, check
         self.free = self.total = memory
@@ -315,7 +317,7 @@ class Emulator:
             Device=lambda: SimpleNamespace(mem_info=(self.free, self.total), compute_capability="90"),
             get_current_stream=lambda: self.current,
             alloc_pinned_memory=lambda n_bytes: bytearray(b"\xff" * n_bytes),
-            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES),
+            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES, driverGetVersion=lambda: 13000),
             get_elapsed_time=lambda begin, end: 1.0,  # it tells no time
         )
         self.driver = Driver(self)

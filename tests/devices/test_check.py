@@ -1,0 +1,217 @@
+"""check.py on the emulator, with planted faults: each is caught, named and stepped back from.
+
+A fault is planted behind a kernel of kernels.cu, in the memory that it has written, or at its launch.
+plain.cu is left alone, or both are hit, and then the CPU serves.
+"""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from devices import check
+from devices.cuda import NO_EARLY, NO_GRAPHS, OPS, CudaOps, plainly
+from helpers import emulator
+from helpers.device_models import both_of
+from helpers.device_ops import sweep
+from helpers.emulator import AWAIT, ITEMS, Emulator, Kernel, Module
+from helpers.serving import TINY
+from service import loading, options
+from worker import LocalWorker, Workers
+
+pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
+
+# fmt: off
+#    op          kernels, the array that each writes
+SPOILED = {
+    "embed":   {"embed": "x"},
+    "qkv":     {"qkv": "qkv"},
+    "attend":  {"attend": "y", "attend_prompt": "y"},
+    "out":     {"out": "x"},
+    "gate_up": {"gate_up": "h"},
+    "down":    {"down": "x"},
+    "experts": {"expert_down": "expert_y"},
+    "logits":  {"logits": "raw"},
+    "pick":    {"pick": "choices"},
+}
+# fmt: on
+
+
+def wrong_stride(values: Any, before: Any, n_rows: int) -> None:
+    values[:] = np.roll(values, 1)
+
+
+def missing_barrier(values: Any, before: Any, n_rows: int) -> None:
+    """Every second number is read before it was written."""
+    values[::2] = before[::2]
+
+
+def depends_on_the_batch(values: Any, before: Any, n_rows: int) -> None:
+    if n_rows > 1:
+        values.view(np.uint8)[: 64 : values.itemsize] ^= 1  # the lowest bit of some numbers
+
+
+def no_number(values: Any, before: Any, n_rows: int) -> None:
+    values[:1] = {"f4": np.nan, "u2": 0x7FC0, "i4": -1}[values.dtype.str[1:]]
+
+
+def raises(values: Any, before: Any, n_rows: int) -> None:
+    raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure")
+
+
+FAULTS = [wrong_stride, missing_barrier, depends_on_the_batch, no_number, raises]
+
+
+class SpoiledKernel(Kernel):
+    """A kernel whose fault is seen when it has run; `raises` is seen at its launch."""
+
+    fault: Any
+    array: str
+
+    def submit(self, grid: Any, block: Any, packed: list[Any]) -> None:
+        if self.fault is raises:
+            raises(None, None, 0)
+        given = {p.name: (p, value.value) for p, value in zip(self.parameters, packed, strict=True)}
+        parameter, address = given[self.array]
+        memory, begin, n_bytes = self.emulator.memory_at(address)
+        first = address - memory.ctypes.data
+        values = memory[first : begin + n_bytes - memory.ctypes.data].view(ITEMS[parameter.kind])
+        n_rows = (
+            given["n_rows"][1] if "n_rows" in given else grid[0 if self.name in ("embed", "pick") else -1]
+        )
+        before = np.empty_like(values)
+        self.emulator.submit(lambda: np.copyto(before, values))
+        super().submit(grid, block, packed)
+        self.emulator.submit(lambda: self.fault(values, before, n_rows))
+
+
+class Spoiled(Emulator):
+    """A GPU on which some fast kernels are wrong; with `plain`, the plain ones of the same names as well."""
+
+    def __init__(self, kernels: dict[str, str], fault: Any, plain: bool = False) -> None:
+        super().__init__()
+        self.spoiled, self.fault, self.plain = kernels, fault, plain
+
+    def RawModule(self, *, code: str, options: Any = ()) -> Module:
+        module = super().RawModule(code=code, options=options)
+        if AWAIT in code or self.plain:
+            module.get_function = lambda name: self.function(module, name)  # type: ignore[method-assign]
+        return module
+
+    def function(self, module: Module, name: str) -> Kernel:
+        if name not in self.spoiled:
+            return Kernel(module, name, module.signatures[name][1])
+        kernel = SpoiledKernel(module, name, module.signatures[name][1])
+        kernel.fault, kernel.array = self.fault, self.spoiled[name]
+        return kernel
+
+
+def ops_on(cp: Any, name: str, max_seq_len: int = 64) -> CudaOps:
+    model, packed = both_of(name)
+    return CudaOps(model.config, packed, max_seq_len, 24, 6, cp)
+
+
+EVERY = [(op, fault) for op in OPS for fault in FAULTS]
+FIRST = [("attend", wrong_stride), ("qkv", raises), ("pick", depends_on_the_batch), ("experts", no_number)]
+
+
+@pytest.mark.parametrize(("op", "fault"), sweep(EVERY, FIRST))
+def test_a_planted_fault_is_named_and_stepped_back_from(op: str, fault: Any) -> None:
+    name = "qwen3-moe-dense-layers" if op == "experts" else "smollm3-untied-biases"
+    ops, right = ops_on(Spoiled(SPOILED[op], fault), name), ops_on(Emulator(), name)
+    check.check(ops)
+    print(f"| {op} | {fault.__name__} | {ops.degraded} |")
+    assert [*ops.degraded] == [plainly(op)]
+    [found], [expected] = (check.run(each, [0], are_chained=False) for each in (ops, right))
+    assert max(check.gaps(found, expected)) < check.LIMIT
+
+
+@pytest.mark.parametrize("name", [NO_EARLY, NO_GRAPHS])
+def test_what_a_driver_refuses_is_done_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An early launch that returns an error; a capture that does not begin, either way."""
+    ops = ops_on(Emulator(), "smollm3-untied-biases", 160)
+    if name == NO_EARLY:
+        ops._cp.driver.cuLaunchKernelEx = lambda *arguments: 801
+    else:
+        monkeypatch.setattr(emulator.Stream, "begin_capture", None)
+    check.check(ops)
+    assert [*ops.degraded] == [NO_EARLY, NO_GRAPHS][: 1 + (name == NO_GRAPHS)]
+
+
+def load(cp: Emulator, monkeypatch: pytest.MonkeyPatch, *others: str) -> LocalWorker:
+    monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", cp))
+    monkeypatch.setitem(sys.modules, "devices.cpu", cast("ModuleType", None))  # NumPy is the CPU's
+    command = ["--model", str(TINY), "--max-model-len", "64", "--max-batch", "3", *others]
+    worker = loading.load(TINY, options.arguments().parse_args(command))
+    worker.engine.close()
+    return worker
+
+
+def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second start checks nothing, and steps back all the same; --check-kernels asks again."""
+    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
+    n_launches = []
+    for others in ([], [], ["--check-kernels"]):
+        cp = Spoiled(SPOILED["qkv"], raises)
+        worker = load(cp, monkeypatch, *others)
+        n_launches.append(cp.n_launches)
+        lines = loading.facts(worker)
+        assert lines["degraded"] == "qkv by plain kernels"
+        assert lines["kernels"].startswith("checked on the emulator: logprobs within")
+        assert Workers(worker).degraded() == "qkv by plain kernels"
+    assert n_launches[1] == 0 < n_launches[0] == n_launches[2]
+    assert load(Emulator(), monkeypatch).engine.degraded, "it is of the same GPU, driver, CuPy and code"
+
+
+class Short(Emulator):
+    """A GPU that has no memory left from some allocation on; the pinned memory of the host counts as well."""
+
+    def __init__(self, n_left: float) -> None:
+        super().__init__()
+        self.n_left = n_left
+        self.pinned = self.cuda.alloc_pinned_memory
+        self.cuda.alloc_pinned_memory = self.take_pinned
+
+    def take_pinned(self, n_bytes: int) -> Any:
+        self.take()
+        return self.pinned(n_bytes)
+
+    def take(self) -> None:
+        self.n_left -= 1
+        if self.n_left < 0:
+            raise MemoryError("out of memory allocating 512 bytes")
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        self.take()
+        return super().empty(shape, dtype)
+
+
+@pytest.mark.parametrize("share", sweep([0, 0.2, 0.5, 0.8, 0.999], [0.5, 0.999]))
+def test_without_memory_the_cpu_serves(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
+    monkeypatch.setattr(check, "STEPS", check.STEPS[:1])
+    cp = Short(1e9)
+    load(cp, monkeypatch)
+    n_left = int(share * (1e9 - cp.n_left))
+    lines = loading.facts(load(Short(n_left), monkeypatch, "--check-kernels"))
+    assert lines["degraded"] == "by the CPU"
+    assert not lines["device"].startswith("CUDA")
+    assert "the CPU serves, because the GPU cannot: out of memory allocating" in caplog.text
+    with pytest.raises(ValueError, match="--device cuda: out of memory allocating"):
+        load(Short(n_left), monkeypatch, "--check-kernels", "--device", "cuda")
+
+
+@pytest.mark.parametrize("fault", [no_number, raises])
+def test_where_plain_kernels_fail_too_the_cpu_serves(
+    fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
+    cp = Spoiled(SPOILED["qkv"], fault, plain=True)
+    assert loading.facts(load(cp, monkeypatch))["degraded"] == "by the CPU"
+    with pytest.raises(ValueError, match="--device cuda: "):
+        load(cp, monkeypatch, "--device", "cuda")
