@@ -25,6 +25,7 @@ BENCHES = {
     "relay":     ("server", "what it costs to ask through --upstream"),
     "gpu":       ("gpu",    "decoding on a GPU, with random weights, beside what its memory allows"),
     "gpu-parts": ("gpu",    "all that a GPU is needed for, in three commands of less than ten minutes"),
+    "gpu-report": ("gpu_report", "a page about one GPU for an issue: its check, each op, tokens a second"),
 }
 # fmt: on
 

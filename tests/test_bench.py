@@ -153,6 +153,16 @@ def test_gpu(tmp_path: Path) -> None:
     assert len(rows["decode, 2 x 9, tokens/s"]) == 3  # the floor is one
 
 
+@pytest.mark.usefixtures("cuda")
+def test_gpu_report(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "gpu-report", "--shape", "dry", *STEP, "--prompts", "5", "--new", "2")
+    text = (tmp_path / "table.md").read_text()
+    assert "checked on the emulator: logprobs within" in text
+    for op in ("embed", "qkv", "attend", "out", "gate_up", "down", "logits", "pick"):
+        assert f"| {op} | " in text
+    assert "decode, 2 x 9, tokens/s" in rows
+
+
 @pytest.mark.skipif(not cuda_module.missing(), reason="there is a GPU")
 def test_a_part_without_a_device_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
