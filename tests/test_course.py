@@ -202,9 +202,6 @@ def test_an_exercise_fails_and_is_solved(number: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / module, tmp_path / "course-work" / number / module)
     assert "Solved" in course(tmp_path, "check").stdout
     assert course(tmp_path, number).stdout.startswith(f"Your work on {number} is kept")
-    report = tmp_path / "grades.json"
-    assert course(tmp_path, "grade", "course-work", "--json", str(report)).returncode == 0
-    assert json.loads(report.read_text(encoding="utf-8")) == {"course-work": {number: "solved"}}
 
 
 def test_the_words_of_the_command(tmp_path: Path) -> None:
@@ -219,13 +216,38 @@ def test_the_words_of_the_command(tmp_path: Path) -> None:
     assert listed[-1] == f"0 of {len(EXERCISES)} exercises are done."
 
 
-def test_a_wrong_fix_is_refused_and_a_right_one_accepted() -> None:
-    """Here of one exercise; `make check` judges the whole table."""
-    command = [sys.executable, "tests/judge.py", "--few", "9"]
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    "words", [["9", "--few"], *(pytest.param([chapter], marks=pytest.mark.sweep) for chapter in CHAPTERS)]
+)
+def test_wrong_fixes_are_refused_and_right_ones_accepted(words: list[str]) -> None:
+    """Here two of an exercise; `make check` judges the whole table."""
+    command = [sys.executable, "tests/judge.py", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
     assert ended.returncode == 0, ended.stdout
-    assert "1 right and accepted" in ended.stdout
-    assert "1 wrong and refused" in ended.stdout
+    assert "right and accepted" in ended.stdout
+    assert "wrong and refused" in ended.stdout
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_the_grades_of_honest_solutions_and_of_others(tmp_path: Path) -> None:
+    """One ends its process with status 0, one brings a conftest.py that skips all tests, one is untouched."""
+    honest, work = ["3.2", "9.3", "9.5"], tmp_path / "course-work"
+    for number in [*honest, "3.4", "9.4", "9.6"]:
+        assert course(tmp_path, number).returncode == 0
+    for number in honest:
+        shutil.copy(ROOT / EXERCISES[number].file, work / number / EXERCISES[number].file)
+    hacked = work / "3.4" / EXERCISES["3.4"].file
+    hacked.write_text(f"import os\n\nos._exit(0)\n{hacked.read_text(encoding='utf-8')}", encoding="utf-8")
+    skips = "import pytest\n\n\ndef pytest_runtest_setup(item):\n    pytest.skip()\n"
+    for folder in (work / "9.4", work / "9.4" / "tests"):
+        (folder / "conftest.py").write_text(skips, encoding="utf-8")
+    report = tmp_path / "grades.json"
+    assert course(tmp_path, "grade", "course-work", "--json", str(report)).returncode == 0
+    grades = json.loads(report.read_text(encoding="utf-8"))["course-work"]
+    assert [number for number, why in grades.items() if why == "solved"] == honest
+    assert grades.keys() == {*honest, "3.4", "9.4", "9.6"}
 
 
 def test_a_folder_of_another_kind_is_left_alone(tmp_path: Path) -> None:
