@@ -11,7 +11,9 @@ Authority: model.NumpyOps; plain.cu, which shares no code with kernels.cu.
 
 Rules of this file:
 1. The check calls launch() and read(), as the engine does: it has no launch path of its own.
-2. One op at a time runs by its fast kernels, and all others by plain ones. So what fails has a name.
+2. We compare what comes out of steps: logprobs and tokens, these to the bit. Only if they differ, all is
+   made plain and one thing after another fast again, so what fails has a name. A fault in bits that later
+   rounding to bfloat16 removes is not seen.
 3. What fails is said in a line of the log, at the start and in /health, and something slower runs. If that
    fails too, prove() raises, and the caller takes the CPU (service/loading.py).
 4. The verdict is kept in the cache until GPU, driver, CuPy, sizes of the model or code of devices/ change.
