@@ -149,7 +149,7 @@ class Api:
         prompt = await self.workers.prepare(request, conversation)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), **request.echo}
         head["model"] = self.workers.spoken_name(request.model)
-        return self._job(row, head, request.seal_reasoning), prompt, self._warning(prompt.request)
+        return self._job(row, head, request.seal_reasoning), prompt, self._warning(prompt)
 
     def _check(self, values: Object, found: items.Found) -> tuple[params.Request, Row, list[items.Item]]:
         """Return what is asked for, the row of the response, and the conversation; raises BadInput."""
@@ -163,13 +163,13 @@ class Api:
         builder = Builder(head, item_ids(row.id), seal, seals_reasoning, self.reasoning_events)
         return Job(row, builder, self.registry.archive, Stopwatch(self.metrics))
 
-    def _warning(self, request: params.Request) -> dict[str, str]:
-        """Return the header of rule 3, and log the same."""
-        if not request.not_run:
-            return {}
-        told = f"accepted, and without any effect here: {', '.join(request.not_run)}"
-        log.warning(told)
-        return {"Warning": f'299 - "{told}"'}
+    def _warning(self, prompt: Prompt) -> dict[str, str]:
+        """Return the headers with that of rule 3, and log the same."""
+        if prompt.request.not_run:
+            told = f"accepted, and without any effect here: {', '.join(prompt.request.not_run)}"
+            log.warning(told)
+            prompt.headers["Warning"] = f'299 - "{told}"'
+        return prompt.headers
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
@@ -322,7 +322,7 @@ class Api:
             request = await visit.call(form.read, body, worker.defaults, visit.owner)
             visit.set_streams(request.n)
         prompt = await worker.prepare(request)
-        return None, prompt, self._warning(prompt.request)
+        return None, prompt, self._warning(prompt)
 
     async def _run(self, prompt: Prompt, feed: Feed, event_log: Log) -> None:
         """Run all choices of a prompt; their events go to the log as they come. Raises what refuses it."""

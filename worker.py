@@ -73,6 +73,8 @@ class Prompt(Protocol):
 
     @property
     def request(self) -> Request: ...
+    @property
+    def headers(self) -> dict[str, str]: ...  # of its answer: an upstream's Warning comes before Accepted
 
     async def count_tokens(self) -> int:
         """Count its tokens, or ask the other server, which may refuse. Raises BadInput."""
@@ -111,6 +113,7 @@ class LocalPrompt(NamedTuple):
 
     worker: "LocalWorker"
     request: Request
+    headers: dict[str, str]
     token_ids: list[int]
     max_tokens: int
     stop_token_ids: frozenset[int]
@@ -219,7 +222,9 @@ class LocalWorker:
         parser = partial(
             Parser, dialect, state, after_marker, request.stop, not request.parallel_tool_calls, schemas
         )
-        return LocalPrompt(self, request, token_ids, max_tokens, stop_token_ids, sampling, parser, grammar)
+        return LocalPrompt(
+            self, request, {}, token_ids, max_tokens, stop_token_ids, sampling, parser, grammar
+        )
 
     def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
         """Return the prompt's last text and the token ids of all of it; raises PromptTooLong early."""

@@ -187,6 +187,8 @@ def document(text: str | bytes) -> Chunk:
         value = sse.loads(text, "replace")
     except ValueError as error:
         raise Unreadable(f"expected JSON, got {shown(text)}") from error
+    if isinstance(value, list) and len(value) == 1:  # Gemini's error
+        (value,) = value
     if not isinstance(value, dict):
         raise Unreadable(f"expected a JSON object, got {shown(text)}")
     return value
@@ -252,6 +254,7 @@ class ToolCall:
     type: str  # function or custom
     id: str  # the server's; "": it has given none
     name: str = ""
+    extra: Chunk | None = None  # its extra_content
     fragments: list[str] = field(default_factory=list)  # of its arguments
 
     def has_object(self) -> bool:
@@ -385,6 +388,7 @@ class Choice:
         call = self._call_of(fragment, type_, name)
         piece = name.removeprefix(call.name)  # https://github.com/continuedev/continue/pull/5849
         call.name += piece
+        call.extra = fragment.get("extra_content") or call.extra
         if arguments:
             call.fragments.append(arguments)
         self._n_characters += len(piece) + len(arguments)

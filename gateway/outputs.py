@@ -139,7 +139,7 @@ class Outputs:
             return
         if not self._n_sent:
             self._channel = None
-            self._said.append(Call(call.name, call.type == "custom"))
+            self._said.append(Call(call.name, call.type == "custom", extra=call.extra))
         if fragments := call.fragments[self._n_sent :]:
             self._said.append(Arguments("".join(fragments)))
         self._n_sent = len(call.fragments)

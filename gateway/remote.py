@@ -25,11 +25,12 @@ from gateway.answers import Asked
 from gateway.metering import NO_TOTALS, Meter
 from gateway.outputs import Outputs
 from gateway.refused import Refused
-from gateway.relay import RelayedChat, asking
+from gateway.relay import RelayedChat, asking, forwarded
 from gateway.upstreams import Reply, Timeouts, Upstreams
 from request import params
 from request.messages import Message, arguments_as_text
 from request.params import Request
+from request.tools import NO_PARAMETERS
 
 PRESET = (*params.SAMPLING, "stop", "stop_token_ids", "ignore_eos")  # parameters that an upstream may preset
 # Parameters of chat that are read here. The upstream checks the others, and the messages: it may have what is
@@ -73,24 +74,26 @@ def both_names(message: Message) -> Message:
 def tools_and_choice(request: Request) -> dict[str, Any]:
     """Return the tools that may be called, strict if the client set it, and whether a call is required."""
     spec = request.structured_output
+    functions = spec.functions if spec else ()
+    # Only our own server knows `allowed_tools`, and to llama.cpp an object is "auto":
+    # https://github.com/ggml-org/llama.cpp/issues/26535
+    names = {name for name, _ in functions or request.called.items()}
     choice: Any = "auto" if request.called else "none"
-    names = {tool["function"]["name"] for tool in request.tools}
-    if spec and spec.functions:
+    if spec and functions:
         choice = spec.calls
-        if request.named_call:
-            choice = {"type": "function", "function": {"name": spec.functions[0][0]}}
-        # Only our own server knows `allowed_tools`, and to llama.cpp an object is "auto":
-        # https://github.com/ggml-org/llama.cpp/issues/26535
-        names = {name for name, _ in spec.functions}
+    if request.named_call:
+        choice = {"type": "function", "function": {"name": functions[0][0]}}
     tools = []
     for tool in request.tools:
-        # Chat templates want a description, and some upstreams refuse an empty one.
-        function = {name: value for name, value in tool["function"].items() if value}
-        name = function["name"]
-        if name in request.called and request.called[name].strict:
-            function["strict"] = True
-        if name in names:
-            tools.append({"type": "function", "function": function})
+        # Chat templates want a description and parameters, some upstreams none that is empty.
+        given = {
+            name: value for name, value in tool["function"].items() if value and value is not NO_PARAMETERS
+        }
+        name = given["name"]
+        if name in names or not names:
+            if names and request.called[name].strict:
+                given["strict"] = True
+            tools.append({"type": "function", "function": given})
     return {"tools": tools, "tool_choice": choice}
 
 
@@ -108,6 +111,7 @@ class UpstreamPrompt(NamedTuple):
 
     worker: "RemoteWorker"
     request: Request
+    headers: dict[str, str]
     body: dict[str, Any]
 
     async def count_tokens(self) -> int:
@@ -121,6 +125,10 @@ class UpstreamPrompt(NamedTuple):
         open_reply = partial(self._open, meter)
         try:
             async with asking(open_reply, can_wait, self.worker.totals, request.model, meter) as opening:
+                for name, value in forwarded(opening.result().headers) if opening.done() else ():
+                    if name == b"warning":
+                        both = self.headers.get("Warning"), value.decode("latin-1")
+                        self.headers["Warning"] = ", ".join(filter(None, both))
                 take([Accepted()])
                 reply = await opening
                 outputs = Outputs(reply.answer, request.n_top_logprobs or 0)
@@ -187,7 +195,7 @@ class RemoteWorker(Upstreams):
         body = await asyncio.to_thread(chat_body, request, name)
         if request.truncate and not request.compacts:  # only the upstream can count tokens
             request = replace(request, not_run=(*request.not_run, "truncation"))
-        return UpstreamPrompt(self, request, body)
+        return UpstreamPrompt(self, request, {}, body)
 
     def pass_through(self, body: dict[str, Any]) -> RelayedChat:
         """Return the answer to a chat request, relayed from an upstream; raises BadInput."""

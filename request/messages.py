@@ -137,7 +137,7 @@ class Conversation:
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
-    def add_call(self, call_id: str, name: str, written: str, is_cut: bool = False) -> None:
+    def add_call(self, call_id: str, name: str, written: str, is_cut: bool = False, **members: Any) -> None:
         """Raise BadInput if the arguments of all calls have more values than a body may have."""
         arguments = None
         if written.lstrip().startswith("{"):
@@ -151,7 +151,8 @@ class Conversation:
             arguments = {"arguments": written} if written.strip() else {}
         own_id = f"call{self._n_calls:05}"
         self._n_calls += 1
-        call = {"id": own_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        function = {"name": name, "arguments": arguments}
+        call = {"id": own_id, "type": "function", "function": function, **members}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
         result = {"role": "tool", "tool_call_id": own_id, "name": name}
         self._messages.append(result)
@@ -241,7 +242,11 @@ def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) 
         written = as_json({"input": call.need("input", text)})
     else:
         written = call.need("arguments", text)
-    conversation.add_call(call_id, name, written, is_cut=call.members.get("status") == "incomplete")
+    is_cut = call.members.get("status") == "incomplete"
+    # Gemini's thought signature, without which it refuses the next turn:
+    # https://github.com/securo-finance/securo/issues/884
+    kept = {name: call.members[name] for name in ("extra_content",) if name in call.members}
+    conversation.add_call(call_id, name, written, is_cut, **kept)
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------

@@ -408,6 +408,7 @@ MESSAGES = CHAT | {
     "top_logprobs":           Parameter(refused(NOT_HERE, 0),            0),
     **moved(RENAMED),
 }
+del MESSAGES["context_management"]  # a hint of Claude Code's, and named as any that is not known
 # fmt: on
 
 

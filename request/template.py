@@ -75,9 +75,12 @@ TURNS = "turns left"  # the variable; a template has no name for it, because of 
 
 
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which a call takes a turn, and repeated text one for each character."""
+    """Jinja's sandbox, in which a call takes a turn, and repeated text one for each character.
 
-    intercepted_binops = frozenset("*")
+    There are no powers, for 10 ** (10 ** 10) has no end; numbers of a product have 4,300 digits at most.
+    """
+
+    intercepted_binops = frozenset(["*", "**"])
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         next(__context.parent[TURNS])
@@ -86,9 +89,12 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise Endless("it may take no powers")
         for text, n in ((left, right), (right, left)):
             if isinstance(text, Sized):
                 _counted(context, range(len(text) * n))
+            str(text)
         return left * right
 
 

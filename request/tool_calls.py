@@ -57,7 +57,9 @@ class Restorer:
         match output:
             case Call(name):
                 tool = tool_called(self._tools, name)
-                output = self._call = Call(tool.name, tool.custom, tool.namespace)
+                output = self._call = output._replace(
+                    name=tool.name, custom=tool.custom, namespace=tool.namespace
+                )
                 self._arguments = []
             case Finish("stop", usage) if self._broken:
                 message = f"The arguments of the call of '{self._broken}' are not a JSON object."

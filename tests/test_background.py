@@ -63,6 +63,7 @@ class Script:
 
     says: Says
     request: params.Request = field(default_factory=functools.partial(params.from_responses, BODY, {}))
+    headers: dict[str, str] = field(default_factory=dict)
 
     async def count_tokens(self) -> int:
         return 0
@@ -276,11 +277,12 @@ async def test_what_is_damaged_on_a_full_disk_does_not_end_the_start() -> None:
         await execute(registry, "PRAGMA query_only = OFF")
 
 
-async def test_what_waits_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_batch", [1, 2])
+async def test_what_waits_is_queued(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
     """For a place that is not the foreground's; or, bug: it failed, for an upstream to come back."""
     monkeypatch.setattr(background, "POLL_S", 0)
     scripts = Scripts()
-    registry = Registry(Store(":memory:", Retention()), scripts, max_batch=2)
+    registry = Registry(Store(":memory:", Retention()), scripts, max_batch=max_batch)
     scripts.alive = False
     held, asked = Held(), [row(), row()]
     for one in asked:

@@ -157,14 +157,14 @@ def test_files_can_be_read() -> None:
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
 # fmt: off
 CAPS = {
-    "":           33_960,  # the root, bench.py and __main__.py too; what runs degraded is said
+    "":           34_030,  # the root, bench.py and __main__.py too; what runs degraded is said
     "audit":      21_000,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
     "benches":     7_820,  # gpu-report
     "checkpoint": 10_500,  # a signal leaves no part of a download
     "devices":    19_060,  # a GPU that checks itself (check.py), and steps back from what fails
     "dialects":    8_400,
-    "gateway":     9_350,
-    "request":    15_680,  # bodies of three APIs
+    "gateway":     9_460,  # with an upstream's Warning and extra_content
+    "request":    15_750,  # bodies of three APIs
     "service":     8_490,  # with steering over the WebSocket
 }
 # fmt: on

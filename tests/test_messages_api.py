@@ -17,6 +17,7 @@ from helpers.limits import PATIENCE_S
 from helpers.serving import ROOT, Server, http_bytes, http_frames, serve, until
 from helpers.upstream import STREAM, head, json_answer, says, says_and_hangs, upstream
 from request import params
+from request.refusals import BadInput
 
 Json = dict[str, Any]
 ASK: Json = {"model": "tiny", "max_tokens": 200}
@@ -225,6 +226,27 @@ def test_what_a_request_says_is_read() -> None:
     assert quiet.template_kwargs["enable_thinking"] is False
     warm_up = params.from_messages(TWO | {"max_tokens": 0}, {})
     assert (warm_up.generate, warm_up.max_tokens) == (False, 1)
+
+
+# fmt: off
+SAID_OTHERWISE: list[tuple[Json, str, str]] = [
+    ({"output_config": {"format": {"type": "json_schema"}}},  "output_config.format.schema",  "Missing"),
+    ({"guided_json": {"type": "object"}},                     "guided_json",                  "not built"),
+    ({"stop": "x"},                                           "stop",                         "'stop_seq"),
+    ({"logprobs": True},                                      "logprobs",                     "not built"),
+    ({"top_logprobs": 2},                                     "top_logprobs",                 "not built"),
+    ({"n": 2},                                                "n",                            "one answer"),
+    ({"parallel_tool_calls": False},                         "parallel_tool_calls",         "'tool_choice."),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("more", "param", "why"), SAID_OTHERWISE)
+def test_what_would_change_the_answer_is_refused(more: Json, param: str, why: str) -> None:
+    """Bug: a format without its schema enforced nothing, and the others were only warned of."""
+    with pytest.raises(BadInput, match=why) as refusal:
+        params.from_messages(TWO | more, {})
+    assert refusal.value.param == param
 
 
 @pytest.mark.bug("S14")

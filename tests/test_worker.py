@@ -151,6 +151,16 @@ def test_a_bad_grammar_is_refused_with_its_place(local: LocalWorker, syntax: str
     assert caught.value.param == "tools[0].format.definition"
 
 
+@pytest.mark.bug("P13")
+@pytest.mark.parametrize(("tool_choice", "not_run"), [("auto", ("tools",)), ("none", ())])
+async def test_calls_that_stay_text_are_named(tool_choice: str, not_run: tuple[str, ...]) -> None:
+    """The template teaches calls that no dialect reads: the log of the start alone said so."""
+    source = "Reply with [f(x=1)]. {{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    asked = request({"tools": [{"type": "function", "name": "f"}], "tool_choice": tool_choice})
+    prompt = await worker_of(Tokenizer(TINY / "tokenizer.json"), ChatTemplate(source, {})).prepare(asked)
+    assert prompt.request.not_run == not_run
+
+
 @pytest.mark.parametrize("name", DIALECTS)
 async def test_tool_choice_none_changes_nothing_before_the_answer(engine: Engine, name: str) -> None:
     """Tools vanished from the prompt, and with them the prefix cache, at the last step of every agent."""

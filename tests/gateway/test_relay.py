@@ -18,7 +18,7 @@ import pytest
 from starlette.types import Message
 
 import sse
-from channels import Accepted, Finish, Output
+from channels import Accepted, Call, Finish, Output
 from gateway import refused, remote, upstreams
 from gateway.answers import Answer as Reader
 from gateway.answers import Asked
@@ -53,6 +53,7 @@ from helpers.upstream import (
 )
 from request import params
 from request.refusals import BadInput
+from responses import Builder
 
 ASK: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 FOR_EVER_S = 6 * upstreams.GRACE_S  # long enough to see that the front does not end it
@@ -238,6 +239,46 @@ async def test_reasoning_goes_back_by_both_names() -> None:
         await said(worker, input=[*items, items[0]])
     turn = asked.exchanges[0].body["messages"][1]
     assert (turn["reasoning"], turn["reasoning_content"]) == ("Hm.", "Hm.")
+
+
+SIGNED = {"google": {"thought_signature": "sig"}}
+SIGNED_CALL = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}, "extra_content": SIGNED}
+
+
+@pytest.mark.bug("P07")
+async def test_a_call_goes_back_with_its_thought_signature() -> None:
+    """Gemini answered the next turn with 400."""
+    answer = says(head() + delta(tool_calls=[SIGNED_CALL]) + finish() + DONE)
+    async with over(answer) as (worker, (asked,)):
+        (call,) = [output for output in await said(worker, tools=TOOLS) if isinstance(output, Call)]
+        builder = Builder({"id": "resp_1", "output": []}, lambda prefix: prefix, lambda *_: "")
+        builder.start()
+        (*_, added) = builder.feed(call)
+        assert added["item"]["extra_content"] == SIGNED
+        output = {"type": "function_call_output", "call_id": added["item"]["call_id"], "output": "1"}
+        done = added["item"] | {"arguments": "{}", "status": "completed"}
+        await said(worker, input=[{"role": "user", "content": "hi"}, done, output])
+    assert asked.exchanges[1].body["messages"][1]["tool_calls"][0]["extra_content"] == SIGNED
+
+
+@pytest.mark.bug("P07")
+async def test_an_error_in_a_list_is_read() -> None:
+    """As Gemini writes it: its message never reached the client."""
+    for status in ("400 Bad Request", "200 OK"):
+        async with over(says(json_answer([{"error": NO}], status))) as (worker, _):
+            with pytest.raises(Refused, match=NO["message"]):
+                await said(worker)
+
+
+async def test_the_warning_of_an_upstream_is_passed_on() -> None:
+    """Bug: behind a front nobody was told what had no effect; chat alone passed it on."""
+    theirs = '299 - "accepted, and without any effect here: top_k"'
+    answer = says(head("text/event-stream", "200 OK", f"Warning: {theirs}") + STREAM)
+    async with over(answer) as (worker, _):
+        prompt = await worker.prepare(params.from_responses({"model": "m", "input": "hi"}, {}))
+        prompt.headers["Warning"] = "ours"
+        await prompt.run(lambda _: None)
+    assert prompt.headers == {"Warning": f"ours, {theirs}"}
 
 
 # --- one request, in this process ---------------------------------------------------------------------------
@@ -624,6 +665,7 @@ REQUESTS: list[tuple[Json, Json]] = [
     (SAME | {"max_output_tokens": 7, "stop": "x"},          SAME | {"max_tokens": 7, "stop": ["x"]}),
     ({"reasoning": {"effort": "low"}},          {"reasoning_effort": "low", "chat_template_kwargs": LOW}),
     ({"tools": TOOLS},                                      {"tools": [F, G], "tool_choice": "auto"}),
+    ({"tools": [{"type": "function", "name": "f"}]},        {"tools": [NAMED], "tool_choice": "auto"}),
     ({"tools": TOOLS, "tool_choice": "none"},               {"tools": [F, G], "tool_choice": "none"}),
     ({"tools": TOOLS, "tool_choice": "required"},           {"tools": [F, G], "tool_choice": "required"}),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}},

@@ -1,6 +1,7 @@
 """Items: what is looked up, how often, what each becomes; what a compaction makes of a summary."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from openai.types.responses import ResponseItem
 
 from audit import schema
 from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
-from request import items
+from request import items, params
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
 from request.items import Shown, n_bytes, named, resolve, sealer, summary_request
 from request.messages import MAX_ITEMS
@@ -34,11 +35,11 @@ ITEMS, SHOWN = json.dumps([QUESTION]), json.dumps(RESPONSE)
 ROW = Row(KEPT, "", 0, 1, True, False, False, "{}", ITEMS, "completed", SHOWN)
 
 
-def resolved(input: Any, previous_response_id: str | None = None) -> tuple[Any, Any, list[str]]:
+def resolved(input: Any, previous_response_id: str | None = None, row: Row = ROW) -> tuple[Any, Any, Any]:
     """What resolve() returns, and the ids that it has looked up."""
     values = {"input": input, "previous_response_id": previous_response_id}
     ids = named(values)
-    found = {id_: ROW if id_ == KEPT else None for id_ in ids}
+    found = {id_: row if id_ == KEPT else None for id_ in ids}
     return *resolve(values, found, partial(sealer, b"", "")), ids
 
 
@@ -112,9 +113,9 @@ def test_what_is_listed_is_an_item_of_the_sdk(item: Json) -> None:
 # --- how long a conversation may be -------------------------------------------------------------------------
 
 
-def too_long(input: Any, previous_response_id: str | None = None) -> str:
+def too_long(*asked: Any) -> str:
     with pytest.raises(BadInput) as refusal:
-        resolved(input, previous_response_id)
+        resolved(*asked)
     assert (refusal.value.param, refusal.value.code) == ("input", "context_length_exceeded")
     assert "Compact it" in refusal.value.message
     return refusal.value.message
@@ -134,6 +135,19 @@ def test_a_chain_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(items, "MAX_CONVERSATION_BYTES", n_bytes_of_chain - 1)
     too_long([], KEPT)
     assert resolved([items.TRIGGER], KEPT)[0] == chain  # it can still be compacted
+
+
+def test_a_chain_that_is_too_long_can_be_compacted() -> None:
+    """Bug: the refusal of 4,097 items advises to compact them, and so did the refusal of the compaction."""
+    said = [QUESTION | {"id": f"msg_{n}"} for n in range(MAX_ITEMS + 1)]
+    ended = json.dumps(RESPONSE | {"output": []})
+    row = ROW._replace(items_json=json.dumps(said), response_json=ended)
+    assert "items" in too_long([QUESTION], KEPT, row)
+    chain, own, _ = resolved([items.TRIGGER], KEPT, row)
+    request = params.responses_request(read(RESPONSES, {"model": "m", "background": True}, {}), chain, own)
+    summary = summary_request(replace(request, not_run=("x",)), [*chain, *own], {})
+    assert len(summary.messages) > MAX_ITEMS
+    assert (summary.background, summary.not_run, summary.compacts) == (True, ("x",), True)
 
 
 @pytest.mark.bug("I06")

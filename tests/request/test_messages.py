@@ -425,6 +425,15 @@ def test_a_template_ends(source: str) -> None:
     assert template.render([user("a")], None, NOW) == ""
 
 
+def test_a_template_computes_no_endless_number() -> None:
+    """Bug: 10 ** (10 ** 10) was computed while Jinja read the template."""
+    with pytest.raises(BadTemplate, match="no powers"):
+        ChatTemplate("{{ 10 ** (10 ** 10) }}", {})
+    squares = "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"
+    with pytest.raises(BadInput, match="4300 digits"):
+        ChatTemplate(squares, {}).render([user("x")], None, NOW)
+
+
 def test_loops_are_as_jinja_has_them() -> None:
     loops = "{% for m in messages %}{{ loop.index }}{{ m.content }}{{ loop.last }}{% endfor %}"
     others = "{% for _ in no %}1{% endfor %}{% for a, b in {1: 2}.items() %}{{ a * b * '-' }}{% endfor %}"

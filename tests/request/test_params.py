@@ -258,6 +258,18 @@ ECHOES: list[tuple[Json, Json]] = [
 # fmt: on
 
 
+@pytest.mark.bug("P22")
+def test_a_hint_fits_its_parameter() -> None:
+    """min_tokens was told that for functions there are 'tools', and `messages: []` that it was missing."""
+    hints = {"min_tokens": "leave it out.", "functions": "there are 'tools' and 'tool_choice'."}
+    for name, hint in hints.items():
+        with pytest.raises(BadInput) as refusal:
+            read("chat", {name: 5})
+        assert refusal.value.message == f"Unsupported parameter: '{name}'. It is not built here: {hint}"
+    with pytest.raises(BadInput, match="with at least one message"):
+        read("chat", {"messages": []})
+
+
 @pytest.mark.parametrize(("api", "attribute", "value", "change"), MEANING)
 def test_meaning(api: str, attribute: str, value: Any, change: Json) -> None:
     found = getattr(read(api, change), attribute)

@@ -101,6 +101,14 @@ def test_images_are_refused_by_their_place_or_told_of(item: Json, param: str) ->
     assert IMAGE_TEXT in str(told)
 
 
+def test_what_a_tool_was_called_with_is_no_image() -> None:
+    """Bug: with --images placeholder the input of a call lost what looked like an image."""
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {"type": "image", "content": [IMAGE]}}
+    messages = [{"role": "assistant", "content": [use, IMAGE]}]
+    (told,) = with_image_texts(messages)
+    assert told["content"] == [use, {"type": "input_text", "text": IMAGE_TEXT}]
+
+
 def test_a_part_whose_type_is_not_a_text_is_refused_with_placeholders_too() -> None:
     """Bug: with --images placeholder its type was looked up as it came, and a list has no hash: a 500."""
     odd: list[Any] = [{"role": "user", "content": [{"type": []}]}, {"type": {}, "content": [{"type": []}]}]
