@@ -80,7 +80,8 @@ class Api:
         self.workers = self.registry.workers
         self._done = sse.DONE if self.done_line else b""
         self.metrics = Metrics(
-            self.workers.spoken_name(params.ALIAS), lambda: self.workers.counts() | self.registry.counts()
+            self.workers.spoken_name(params.ALIAS),
+            lambda: self.workers.counts() | {"live": self.registry.counts()},
         )
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:

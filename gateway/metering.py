@@ -65,7 +65,10 @@ class Meter:
             document["total_cost"] = prompt_cost + completion_cost
 
     def used(self) -> dict[str, int]:
-        """Return the tokens, each in one of the counts, their sum and its cost; nothing if unknown."""
+        """Return the tokens, each in one of the counts, their sum and its cost; nothing if unknown.
+
+        The order is that of the line in the log: prompt, cached, completion, reasoning, total, cost.
+        """
         usage = self.usage
         if usage is None:
             return {}

@@ -639,7 +639,7 @@ class Clients:
                 numbers[lane], newest[lane] = -1, response["id"]
             n_turns += self.saw_steer(event, steered)
             if "sequence_number" in event:
-                numbers[lane] += 1
+                numbers[lane] = numbers.get(lane, -1) + 1  # a steer may fail before a response began
                 self.law(event["sequence_number"] == numbers[lane], "socket: event", event, numbers)
         connection.leave()
 
