@@ -6,7 +6,8 @@
 Authority: https://platform.openai.com/docs/guides/background
 
 Rules of this file:
-1. A background response is stored before it begins, and then event by event (rule 3 of event_log.py).
+1. A background response is stored before it begins, and its events before they are shown (rule 3 of
+   event_log.py).
 2. The queue is bounded in bytes. No owner can fill it, and none waits for everything another has queued.
 3. A waiting response is held as its row of JSON text: its prompt would take many times the room.
 
@@ -164,6 +165,7 @@ class Registry:
             try:
                 while await self._call("", self._store.evict, time.time()):
                     pass
+                told = ""
             except Exception as error:
                 if told != str(error):
                     told = str(error)

@@ -4,7 +4,7 @@
     Job.start() --> its task: run() --> Builder.finish() --> the last event, stored before it is shown
 
 Every response runs here, in one way. A foreground response belongs to its HTTP request and ends with it. A
-background response (background.py) waits for its turn first, and its events are stored one by one.
+background response (background.py) waits for its turn first, and its events are stored as they come.
 
 Why one function that a worker calls with lists, and not `async for outputs in prompt.run()`: the engine's
 thread passes the outputs of a step, for all sequences, to the event loop in one turn. A generator for each

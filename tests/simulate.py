@@ -987,7 +987,7 @@ def plant(mutant: Mutant, n_seeds: int) -> str:
     command = [sys.executable, "tests/simulate.py", "--seeds", str(n_seeds), "--first-only", "--brief"]
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
-        path = copy / f"{mutant.module}.py"
+        path = copy / mutant.file
         text = path.read_text(encoding="utf-8")
         if text.count(mutant.old) != 1:
             return "CANNOT BE MADE"
