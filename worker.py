@@ -200,8 +200,8 @@ class LocalWorker:
         if request.tools and not request.called:  # tool_choice is none
             request = self._without_calls(request)
         source = self.template.with_tools.source
-        is_read = request.structured_output or families.teaches_calls(source, self.dialect)
-        if request.called and not is_read:  # its calls will be text
+        may_call = request.called and not request.structured_output  # else a grammar writes its calls
+        if may_call and not families.teaches_calls(source, self.dialect):  # its calls will be text
             request = replace(request, not_run=(*request.not_run, "tools"))
 
         added = self.tokenizer.added

@@ -16,7 +16,7 @@ from typing import Any
 from benches import decoding, gpu
 from benches.harness import Commands
 from devices import check
-from devices.cuda import NO_EARLY, NO_GRAPHS, OPS, CudaOps, plainly
+from devices.cuda import CudaOps, plainly
 from model import Span, forward
 from sampling import Context, Sampling
 
@@ -46,9 +46,7 @@ class Timed:
 
 def op_rows(ops: CudaOps) -> list[str]:
     """Return a row for each op: how far its logprobs are from plain kernels', its time and its floor."""
-    everything = [NO_EARLY, NO_GRAPHS, *map(plainly, OPS)]
-    with check.without(ops, *everything):
-        [plain] = check.run(ops, [0], are_chained=False)
+    plain = check.by_plain_kernels(ops)
     layer, bandwidth = ops.weights.layers[0], gpu.read_bandwidth()
     matrices = {"qkv": layer.wqkv, "out": layer.wo, "gate_up": layer.w_gate_up, "down": layer.w_down}
     matrices["logits"] = ops.weights.head
@@ -59,7 +57,7 @@ def op_rows(ops: CudaOps) -> list[str]:
         host.free.append(host)
     rows = ["| op | logprobs from plain | microseconds | floor |", "|---|---|---|---|"]
     for op, microseconds in timed.microseconds.items():
-        with check.without(ops, *[how for how in everything if how != plainly(op)]):
+        with check.without(ops, *[how for how in check.EVERYTHING if how != plainly(op)]):
             why, difference = check.flaw(ops, plain)
         floor = getattr(matrices.get(op), "nbytes", 0) / bandwidth * 1e6
         rows.append(f"| {op} | {why or f'{difference:.1g}'} | {microseconds:.1f} | {floor:.1f} |")

@@ -59,10 +59,14 @@ LIMIT = 0.5  # of the difference of a logprob from that of the plain kernels
 NUMPY_LIMIT = 0.2  # of the median from NumPy: it rounds nothing, and so may choose another expert
 MAX_OTHERS = 2  # tokens: a draw is another if it was near the next one's share
 N_LAYERS = 4  # among which are windows, layers without rotation and experts, if the model has any
+EVERYTHING = [NO_EARLY, NO_GRAPHS, *map(plainly, OPS)]  # ways to step back, in the order of their check
 
 
-def run(ops: Any, slots: Sequence[int], are_chained: bool) -> list[list[Choice]]:
-    """Return the choices of the steps, for slots with the same tokens; chained: the last ones ahead."""
+def run(ops: Any, slots: Sequence[int] = (0,), are_chained: bool = False) -> list[list[Choice]]:
+    """Return the choices of the steps, for slots with the same tokens; chained: the last ones ahead.
+
+    By default a sequence is alone, and each step is read before the next one.
+    """
     length = min(STEPS[-1][1], ops.max_seq_len, ops.n_pages * PAGE)
     token_ids = np.random.default_rng(0).integers(0, ops.config.vocab_size, length).tolist()
     found: list[list[Choice]] = [[] for _ in slots]
@@ -105,13 +109,20 @@ def without(ops: CudaOps, *fast: str) -> Iterator[None]:
         ops._graphs.clear()
 
 
+def by_plain_kernels(ops: CudaOps) -> list[Choice]:
+    """Return the choices of the steps by plain kernels alone, each launched directly."""
+    with without(ops, *EVERYTHING):
+        [choices] = run(ops)
+    return choices
+
+
 def flaw(ops: CudaOps, plain: list[Choice]) -> tuple[str, float]:
     """Say what is wrong with the tokens of a chained batch, "" if nothing, and how far logprobs are off."""
     slots = range(min(3, ops.max_batch, ops.n_pages // N_PAGES) or 1)
     difference = np.inf
     try:
         with without(ops, NO_GRAPHS):
-            alone = run(ops, [0], are_chained=False)
+            alone = run(ops)
         batch = run(ops, slots, are_chained=True)
     except Exception as error:
         return f"it raises {error!r}", difference
@@ -134,16 +145,14 @@ def check(ops: CudaOps) -> float:
     Raises RuntimeError if plain kernels are not what NumPy is.
     """
     weights, ops.weights = ops.weights, replace(ops.weights, layers=ops.weights.layers[:N_LAYERS])
-    fast = [NO_EARLY, NO_GRAPHS, *map(plainly, OPS)]
-    with without(ops, *fast):
-        [plain] = run(ops, [0], are_chained=False)
+    plain = by_plain_kernels(ops)
     numpy = NumpyOps(ops.config, on_device(ops.weights, download), ops.max_seq_len, 1, 1)
-    difference = np.median(gaps(run(numpy, [0], are_chained=False)[0], plain))
+    difference = np.median(gaps(run(numpy)[0], plain))
     if not difference <= NUMPY_LIMIT:
         raise RuntimeError(f"logprobs by plain kernels are {difference:.2g} from NumPy's")
     why, largest = flaw(ops, plain)
     if why:  # all of it is made plain, then one thing after another is fast again
-        fast = [how for how in fast if how not in ops.degraded]
+        fast = [how for how in EVERYTHING if how not in ops.degraded]
         while fast:
             how = fast.pop()
             with without(ops, *fast):

@@ -190,7 +190,7 @@ def free_memory() -> int:
 
 def facts(worker: LocalWorker) -> dict[str, str]:
     engine = worker.engine
-    facts = {
+    lines = {
         "model": f"{worker.names[0]} ({engine.config.model_type}), "
         f"{n_params(engine.config) / 1e6:.1f} M parameters",
         "context": f"{engine.max_seq_len} tokens; room for {engine.counts()['pages'] * PAGE} in the KV cache",
@@ -198,5 +198,5 @@ def facts(worker: LocalWorker) -> dict[str, str]:
         **engine.about,
     }
     if engine.degraded:
-        facts["degraded"] = ", ".join(engine.degraded)
-    return facts
+        lines["degraded"] = ", ".join(engine.degraded)
+    return lines

@@ -5,7 +5,6 @@ instead of dozens of skips.
 """
 
 import asyncio
-import hashlib
 import inspect
 import os
 import subprocess
@@ -79,14 +78,12 @@ def compile_kernels() -> None:
     """
     from filelock import FileLock  # here: tests/gpu runs where the server's packages are not installed
 
-    from checkpoint.default_model import cache_folder
+    from devices.kernels import cache_file
 
-    sources = [path.read_bytes() for path in sorted((ROOT / "devices").glob("*.py"))]
-    folder = cache_folder() / "kernels"
-    compiled = folder / f"{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}.compiled"
+    compiled = cache_file("compiled for the tests")  # of the code of devices/ as it is now
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "compile.lock", timeout=0):
+        compiled.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(compiled.parent / "compile.lock", timeout=0):
             if not compiled.exists():
                 command = [sys.executable, "-c", COMPILE]
                 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

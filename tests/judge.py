@@ -35,7 +35,7 @@ from oracle import ORACLES
 
 MAX_CPU_S = 60  # of a process: what takes longer does not end
 MAX_LINES, MAX_WIDTH = 12, 160  # of what a test says
-SAID = re.compile(r"> |E |.*: error:")  # lines of pytest, and of a compiler
+SAID = re.compile(r">|E |.*: error:")  # lines of pytest, and of a compiler
 CHAPTERS = tomllib.loads((ROOT / "course" / "exercises.toml").read_text("utf-8"))
 LAWS: dict[str, list[str]] = CHAPTERS.pop("laws")
 FIXES: dict[str, dict[str, list[Any]]] = tomllib.loads((ROOT / "course" / "fixes.toml").read_text("utf-8"))
@@ -95,11 +95,7 @@ def tested(tests: list[str], copy: Path) -> str:
     if cases and not failed:
         return ""
     name = f"{failed[0].get('classname')}::{failed[0].get('name')}" if failed else f"no test of {tests[0]}"
-    said = [
-        line[:MAX_WIDTH]
-        for line in ended.stdout.splitlines()
-        if line.startswith((">", "E ")) or ": error:" in line
-    ]
+    said = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if SAID.match(line)]
     why = said or [*(case[0].get("message", "") for case in failed), *ended.stderr.splitlines()[-3:]]
     verb = f"was not run to its end (exit status {ended.returncode})" if not failed else "does not pass"
     return "\n".join([f"{name} {verb}", *why[:MAX_LINES]])
