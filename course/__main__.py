@@ -38,7 +38,7 @@ PROGRESS = WORK / "progress.json"  # {"current": a number, "begun": and "done": 
 
 
 def save(progress: dict[str, Any]) -> None:
-    PROGRESS.write_text(json.dumps(progress, indent=1), encoding="utf-8")
+    PROGRESS.write_text(json.dumps(progress, indent=1))
 
 
 def start(number: str, exercise: Mutant, progress: dict[str, Any]) -> None:
@@ -85,20 +85,19 @@ def overview(known: dict[str, Mutant], progress: dict[str, Any]) -> str:
 
 def grade(known: dict[str, Mutant], folders: list[str], report: str) -> None:
     """Judge each exercise that was begun in these folders."""
-    found: dict[str, dict[str, str]] = {}
-    for folder in folders:
-        found[folder] = {}
+    found = {folder: dict[str, str]() for folder in folders}
+    for folder, grades in found.items():
         for number, exercise in known.items():
             if (work := Path(folder) / number).is_dir():
-                why = judge(exercise, work)
-                found[folder][number] = why or "solved"
-                print(folder, number, why.splitlines()[0] if why else "solved", flush=True)
-    Path(report).write_text(json.dumps(found, indent=1), encoding="utf-8")
+                verdict = judge(exercise, work) or "solved"
+                grades[number] = verdict
+                print(folder, number, verdict.splitlines()[0], flush=True)
+    Path(report).write_text(json.dumps(found, indent=1))
 
 
 def main() -> None:
     known = exercises()
-    numbers = [*known]
+    numbers = ["", *known]
     progress: dict[str, Any] = {"current": "", "begun": {}, "done": {}}
     if PROGRESS.exists():
         progress = json.loads(PROGRESS.read_text(encoding="utf-8"))
@@ -107,7 +106,7 @@ def main() -> None:
         case []:
             print(overview(known, progress))
         case ["next"]:
-            following = numbers[numbers.index(number) + 1 - len(numbers)] if number else numbers[0]
+            following = numbers[numbers.index(number) % len(known) + 1]
             start(following, known[following], progress)
         case ["check" | "hint" | "solution"] if not number:
             sys.exit(f"Start an exercise first: {PROGRAM} 1.1")

@@ -409,7 +409,7 @@ def answered(session: str) -> str:
     text = ""
     for example in doctest.DocTestParser().get_examples(session):
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):  # a server's log
             try:
                 exec(compile(example.source, "a chapter", "single"), names)
             except Exception as error:

@@ -4,12 +4,12 @@
 
     python tests/judge.py              judges all rows of course/fixes.toml, and those made by rule
     python tests/judge.py 8.1 7        those of these exercises, or chapters
-    python tests/judge.py --few        one wrong and one right fix a chapter
+    python tests/judge.py --few        one wrong and one right fix a chapter, without the laws
 
-We copy the checkout, and of the student's folder take only modules: no test, no conftest. In the copy run
-the test of the bug, the tests of the module, those of its mutants, and all replays. Then oracle.py compares a
-pure module with the original, and explore.py tries orders of events. No exit status counts, for a module
-can end its process as it likes: a test must be reported as passed, and an outcome must be there.
+We copy the checkout, and of the student's folder take only modules: no test, no conftest. In the copy we run
+the test of the bug; then oracle.py compares a pure module with the original, and explore.py tries orders of
+events; then come the laws: tests of the module, or of its mutants, and all replays. No exit status counts,
+for a module can end its process as it likes: a test must be reported as passed, and an outcome must be there.
 """
 
 import argparse
@@ -27,13 +27,15 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 from xml.etree import ElementTree
 
-from mutants import LEFT_OUT, REPLAY, ROOT, Mutant, copied, mutants, taken_out
+from mutants import LEFT_OUT, ROOT, Mutant, copied, mutants, taken_out
 from oracle import ORACLES
 
 MAX_CPU_S = 60  # of a process: what takes longer does not end
+# Of each chapter one exercise whose test is a quick one; no two of a module.
+FEW = ["1.1", "2.1", "3.1", "4.6", "5.1", "6.6", "7.1", "8.1", "9.3", "10.6", "11.4"]
 MAX_LINES, MAX_WIDTH = 12, 160  # of what a test says
 SAID = re.compile(r">|E |.*: error:")  # lines of pytest, and of a compiler
 CHAPTERS = tomllib.loads((ROOT / "course" / "exercises.toml").read_text("utf-8"))
@@ -51,47 +53,57 @@ def exercises() -> dict[str, Mutant]:
     return numbered
 
 
-def judge(exercise: Mutant, work: Path) -> str:
+def judge(exercise: Mutant, work: Path, has_laws: bool = True) -> str:
     """Return why a student's folder is refused, in a few lines, or ""."""
+    laws = LAWS.get(exercise.module) or [each.test for each in mutants() if each.module == exercise.module]
+    files = [law for law in laws if law.startswith("--") or "::" not in law]
+    named = [law for law in (exercise.test, *laws) if "::" in law and law not in files]
     with TemporaryDirectory() as folder:
-        copy = copied(Path(folder))
-        for path in [path for path in copy.rglob("*") if path.suffix in (".py", ".cu")]:
-            place = path.relative_to(copy)
-            if place.parts[0] not in ("tests", "course"):
-                path.unlink()
-                if (work / place).is_file():
-                    shutil.copy(work / place, path)
-        others = [mutant.test for mutant in mutants() if mutant.module == exercise.module]
-        replays = [test for test in others if test.startswith(REPLAY)]
-        laws = [*LAWS[exercise.module], *replays] if exercise.module in LAWS else others
-        options = [law for law in laws if law.startswith("--")]
-        own = [exercise.test, *options] if exercise.test not in LAWS.get(exercise.module, []) else []
-        for tests in filter(None, (own, laws)):
-            if why := tested(tests, copy) or compared(exercise.module, copy):
-                return why
-        return ""
+        copy = repaired(work, Path(folder))
+        why = tested(named, copy) if named else ""
+        return why or compared(exercise.module, copy) or (tested(files, copy) if files and has_laws else "")
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def repaired(work: Path, folder: Path) -> Path:
+    """Return a copy of the checkout with a student's modules."""
+    copy = copied(folder)
+    for path in [path for path in copy.rglob("*") if path.suffix in (".py", ".cu")]:
+        place = path.relative_to(copy)
+        if place.parts[0] not in ("tests", "course"):
+            path.unlink()
+            if (work / place).is_file():
+                shutil.copy(work / place, path)
+    return copy
+
+
+def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
-    few = {"EXAMPLES": "20", "PYTHONDONTWRITEBYTECODE": "1"}
+    few = {"EXAMPLES": "20", "PYTHONDONTWRITEBYTECODE": ""}  # without bytecode pytest takes a second to start
     command = [sys.executable, *command]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env=os.environ | few, preexec_fn=limit
+        command, cwd=folder, capture_output=True, text=True, env=os.environ | few | more, preexec_fn=limit
     )
 
 
-def tested(tests: list[str], copy: Path) -> str:
-    """Run tests; return what the first says that is not reported as passed."""
+def reported(tests: list[str], copy: Path, *options: str) -> tuple[list[Any], list[Any], Any]:
+    """Run tests; return what is reported of them, what is not reported as passed, and the ended process."""
+    is_named = all("::" in test for test in tests)
+    marks, more = ("", {}) if is_named else ("not sweep", {"REPLAYS_CUT_EVERY": "9"})
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-qx", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        ended = run(["-m", "pytest", *options, *dict.fromkeys(tests)], copy)
+        options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-m", marks, *options)
+        ended = run(["-m", "pytest", *options, *dict.fromkeys(tests)], copy, **more)
         try:
             cases = [*ElementTree.parse(report).iter("testcase")]
         except (OSError, ElementTree.ParseError):
             cases = []
     failed = [case for case in cases if len(case) and case[0].tag in ("failure", "error", "skipped")]
+    return cases, failed, ended
+
+
+def tested(tests: list[str], copy: Path) -> str:
+    """Run tests; return what the first says that is not reported as passed."""
+    cases, failed, ended = reported(tests, copy, "-x")
     if cases and not failed:
         return ""
     name = f"{failed[0].get('classname')}::{failed[0].get('name')}" if failed else f"no test of {tests[0]}"
@@ -130,8 +142,6 @@ def outcomes(module: str, folder: Path) -> dict[str, str]:
 class Rewritten(ast.NodeTransformer):
     """Write a program otherwise: the order of branches, and what is returned under a name first."""
 
-    MIRRORED = ((ast.Lt, ast.Gt), (ast.LtE, ast.GtE), (ast.Eq, ast.Eq), (ast.NotEq, ast.NotEq))
-
     def visit_If(self, node: ast.If) -> ast.If:
         self.generic_visit(node)
         if node.orelse and not any(isinstance(each, ast.NamedExpr) for each in ast.walk(node.test)):
@@ -147,37 +157,85 @@ class Rewritten(ast.NodeTransformer):
 
 
 class Mirrored(ast.NodeTransformer):
+    TURNED: ClassVar = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE, ast.Eq: ast.Eq}
+
     def visit_Compare(self, node: ast.Compare) -> ast.Compare:
         """Write a < b as b > a, if both are simple."""
         self.generic_visit(node)
-        pairs: dict[type[ast.cmpop], type[ast.cmpop]] = {
-            left: right for a, b in Rewritten.MIRRORED for left, right in ((a, b), (b, a))
-        }
-        sides = (node.left, *node.comparators)
-        if len(sides) > 2 or not all(isinstance(each, ast.Name | ast.Constant) for each in sides):
+        turned, sides = self.TURNED.get(type(node.ops[0])), (node.left, *node.comparators)
+        if (
+            len(sides) > 2
+            or not turned
+            or not all(isinstance(each, ast.Name | ast.Constant) for each in sides)
+        ):
             return node
-        turned = pairs.get(type(node.ops[0]))
-        return ast.Compare(sides[1], [turned()], [sides[0]]) if turned else node
+        return ast.Compare(sides[1], [turned()], [sides[0]])
 
 
-def versions(number: str, exercise: Mutant, is_first: bool = True) -> Iterator[tuple[bool, str, str]]:
-    """Yield (is it right, where it comes from, the module's text) of each fix that we know.
+def rewritten(exercise: Mutant, text: str) -> Iterator[str]:
+    """Yield the whole module, written otherwise by a rule."""
+    if exercise.file.endswith(".cu"):
+        yield re.sub(r"\b(\w+) < ([^;]+); \1\+\+", r"\2 > \1; ++\1", text)  # the loops
+    else:
+        for transformer in (Rewritten(), Mirrored()):
+            tree = ast.fix_missing_locations(transformer.visit(ast.parse(text)))
+            yield ast.unparse(tree)
 
-    `is_first`: of the exercises of a module, for which the whole module is rewritten by rule.
-    """
+
+def versions(number: str, exercise: Mutant) -> Iterator[tuple[bool, str, str]]:
+    """Yield (is it right, where it comes from, the module's text) of each fix that we know."""
     text = (ROOT / exercise.file).read_text(encoding="utf-8")
     for kind in ("right", "wrong"):
         for i, fix in enumerate(FIXES.get(number, {}).get(kind, []), 1):
             old, new = fix if isinstance(fix, list) else (exercise.old, fix)
             assert text.count(old) == 1, (number, kind, i, text.count(old))
             yield kind == "right", f"{kind} {i}", text.replace(old, new)
-    for transformer in (Rewritten(), Mirrored()) if is_first and exercise.file.endswith(".py") else ():
-        tree = ast.fix_missing_locations(transformer.visit(ast.parse(text)))
-        yield True, f"by rule: {type(transformer).__name__}", ast.unparse(tree)
+    yield from ((True, "rewritten by rule", other) for other in rewritten(exercise, text))
     yield False, "by rule: untouched", text.replace(exercise.old, exercise.new)
     siblings = [one for one in mutants() if one.module == exercise.module and one.old != exercise.old]
     for one in siblings[: max(0, 2 - len(FIXES.get(number, {}).get("wrong", [])))]:
         yield False, f"by rule: solved, and {one.undoes}", text.replace(one.old, one.new)
+
+
+Judged = Iterator[
+    tuple[str, bool, str, str]
+]  # the exercise, is the fix right, where it comes from, why it is refused
+
+
+def judged(known: dict[str, Mutant], numbers: list[str]) -> Judged:
+    modules = set[str]()
+    for number, exercise in known.items():
+        if numbers and not {number, number.split(".")[0]} & {*numbers}:
+            continue
+        for is_right, name, text in versions(number, exercise):
+            with TemporaryDirectory() as folder:
+                work = shutil.copytree(ROOT, Path(folder) / "work", ignore=LEFT_OUT)
+                (work / exercise.file).write_text(text, encoding="utf-8")
+                # A module that is rewritten as a whole has met the laws in its first exercise.
+                has_laws = exercise.module not in modules or name != "rewritten by rule"
+                yield number, is_right, name, judge(exercise, work, has_laws)
+        modules.add(exercise.module)
+
+
+def few(known: dict[str, Mutant]) -> Judged:
+    """Judge the first right and the first wrong fix of each of FEW, in a copy that all share."""
+    chosen = {number: known[number] for number in FEW}
+    for kind in ("right", "wrong"):
+        with TemporaryDirectory() as folder:
+            copy = copied(Path(folder))
+            for number, exercise in chosen.items():
+                texts = {name: text for _, name, text in versions(number, exercise)}
+                (copy / exercise.file).write_text(texts[f"{kind} 1"], encoding="utf-8")
+            cases, failed, _ = reported([exercise.test for exercise in chosen.values()], copy)
+            passed = {
+                f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}": case not in failed
+                for case in cases
+            }
+            for number, exercise in chosen.items():
+                own = [passed[name] for name in passed if name.startswith(exercise.test)]
+                is_right = len(own) > 0 and all(own)
+                why = compared(exercise.module, copy) if is_right else f"{exercise.test} does not pass"
+                yield number, kind == "right", f"{kind} 1", why
 
 
 def main(known: dict[str, Mutant]) -> int:
@@ -185,28 +243,15 @@ def main(known: dict[str, Mutant]) -> int:
     parser.add_argument("numbers", nargs="*", default=[], help="exercises, or chapters")
     parser.add_argument("--few", action="store_true", help="one wrong and one right fix a chapter")
     arguments = parser.parse_args()
-    wrong_verdicts, counts, seen, modules = [], Counter[str](), set[tuple[str, bool]](), set[str]()
-    for number, exercise in known.items():
-        chapter = number.split(".")[0]
-        if arguments.numbers and not {number, chapter} & {*arguments.numbers}:
-            continue
-        is_first = exercise.module not in modules
-        modules.add(exercise.module)
-        for is_right, name, text in versions(number, exercise, is_first):
-            if arguments.few and (chapter, is_right) in seen:
-                continue
-            seen.add((chapter, is_right))
-            with TemporaryDirectory() as folder:
-                work = shutil.copytree(ROOT, Path(folder) / "work", ignore=LEFT_OUT)
-                (work / exercise.file).write_text(text, encoding="utf-8")
-                began = cpu_s()
-                why = judge(exercise, work)
-            verdict = f"{'right' if is_right else 'wrong'} and {'refused' if why else 'accepted'}"
-            counts[verdict] += 1
-            line = f"{number:5} {verdict:18} {cpu_s() - began:5.1f} s  {name}"
-            print(line, (why.splitlines() or [""])[0][:90], flush=True)
-            if is_right == bool(why):
-                wrong_verdicts.append(f"{line}\n{why}")
+    wrong_verdicts, counts, began = [], Counter[str](), cpu_s()
+    for number, is_right, name, why in few(known) if arguments.few else judged(known, arguments.numbers):
+        verdict = f"{'right' if is_right else 'wrong'} and {'refused' if why else 'accepted'}"
+        counts[verdict] += 1
+        line = f"{number:5} {verdict:18} {cpu_s() - began:5.1f} s  {name}"
+        began = cpu_s()
+        print(line, (why.splitlines() or [""])[0][:90], flush=True)
+        if is_right == bool(why):
+            wrong_verdicts.append(f"{line}\n{why}")
     print(*wrong_verdicts, *(f"{n:4} {verdict}" for verdict, n in sorted(counts.items())), sep="\n")
     return int(bool(wrong_verdicts))
 
