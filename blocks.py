@@ -127,9 +127,12 @@ class Builder:
                     self._end = "refusal"
                 started = [] if not text or self._open is KINDS[channel] else self._start(KINDS[channel], {})
                 return [*started, *self._grow(text)]
-            case Call(name):
+            case Call(name, _, _, extra):
                 self._end = "tool_use"
-                return self._start(CALL, {"id": self._new_id("toolu"), "name": name})
+                call: Event = {"id": self._new_id("toolu"), "name": name}
+                if extra:
+                    call["extra_content"] = extra
+                return self._start(CALL, call)
             case Arguments(text):
                 return self._grow(text)
             case Finish("failed"):

@@ -243,10 +243,15 @@ def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) 
     else:
         written = call.need("arguments", text)
     is_cut = call.members.get("status") == "incomplete"
-    # Gemini's thought signature, without which it refuses the next turn:
-    # https://github.com/securo-finance/securo/issues/884
-    kept = {name: call.members[name] for name in ("extra_content",) if name in call.members}
-    conversation.add_call(call_id, name, written, is_cut, **kept)
+    conversation.add_call(call_id, name, written, is_cut, **kept(call))
+
+
+def kept(call: Place) -> Object:
+    """Return what an upstream wants back with a call: Gemini's thought signature, for example.
+
+    It refuses the next turn without it: https://github.com/securo-finance/securo/issues/884
+    """
+    return {name: call.members[name] for name in ("extra_content",) if name in call.members}
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
@@ -374,7 +379,7 @@ def add_block(conversation: Conversation, role: str, block: Place) -> str:
             return "redacted_thinking"  # only the server that wrote it can read it
         case "tool_use":
             written = as_json(block.need("input", mapping))
-            conversation.add_call(block.need("id", text), block.need("name", text), written)
+            conversation.add_call(block.need("id", text), block.need("name", text), written, **kept(block))
         case "tool_result":
             result = block.get("content", content_text, "")
             if block.get("is_error", boolean, False):

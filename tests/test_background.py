@@ -277,6 +277,7 @@ async def test_what_is_damaged_on_a_full_disk_does_not_end_the_start() -> None:
         await execute(registry, "PRAGMA query_only = OFF")
 
 
+@pytest.mark.bug("P09")
 @pytest.mark.parametrize("max_batch", [1, 2])
 async def test_what_waits_is_queued(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
     """For a place that is not the foreground's; or, bug: it failed, for an upstream to come back."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+import blocks
 import sse
 from channels import Accepted, Call, Finish, Output
 from gateway import refused, remote, upstreams
@@ -259,6 +260,18 @@ async def test_a_call_goes_back_with_its_thought_signature() -> None:
         done = added["item"] | {"arguments": "{}", "status": "completed"}
         await said(worker, input=[{"role": "user", "content": "hi"}, done, output])
     assert asked.exchanges[1].body["messages"][1]["tool_calls"][0]["extra_content"] == SIGNED
+
+
+@pytest.mark.bug("P07")
+def test_a_call_goes_back_with_its_thought_signature_over_messages() -> None:
+    builder = blocks.Builder({}, lambda prefix: prefix, lambda *_: "")
+    (_, started) = [*builder.feed(0, Accepted(1)), *builder.feed(0, Call("f", extra=SIGNED))]
+    block = started["content_block"]
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "1"}
+    turns = [("user", "hi"), ("assistant", [block]), ("user", [result])]
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": r, "content": c} for r, c in turns]}
+    sent = remote.chat_body(params.from_messages(body, {}), "m")
+    assert sent["messages"][1]["tool_calls"][0]["extra_content"] == SIGNED
 
 
 @pytest.mark.bug("P07")
