@@ -1,6 +1,6 @@
 """The matcher process: it compiles and follows a grammar, so that no grammar can delay or crash the server.
 
-    python matcher_process.py TOKENIZER SIZE [EOS,EOS] FD   the root: builds the token trie, then forks
+    python matcher_process.py TOKENIZER [EOS,EOS] FD   the root: builds the token trie, then forks
     fork --what to check and compile--> a mask, or an error; then tokens --> a mask, until the end of file
 
 llguidance compiles some small schemas for minutes, such as one with a large multipleOf, and one mask can take
@@ -49,11 +49,11 @@ TOO_COSTLY = (
 MASK, ERROR = b"m", b"e"
 
 
-def main(tokenizer: str, vocab_size: str, eos_token_ids: str, fd: str) -> None:
+def main(tokenizer: str, eos_token_ids: str, fd: str) -> None:
     """Be the root: fork for each connection that comes, until the server's end is closed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the server, whose streams have a grace
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets forks that have ended
-    tokens = LLTokenizer(tokenizer, n_vocab=int(vocab_size), eos_token=json.loads(eos_token_ids))
+    tokens = LLTokenizer(tokenizer, eos_token=json.loads(eos_token_ids))
     gc.freeze()  # the collector no longer writes to these pages, so forks share them
     with socket.socket(fileno=int(fd)) as orders:
         while True:

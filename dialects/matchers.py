@@ -107,7 +107,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         eos = json.dumps(eos_token_ids)
-        self._command = [sys.executable, matcher_process.__file__, str(tokenizer), str(vocab_size), eos]
+        self._command = [sys.executable, matcher_process.__file__, str(tokenizer), eos]
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # held while we replace the root, or order a fork
         self._root = Root(self._command)
@@ -176,6 +176,8 @@ class Grammars:
             raise BadGrammar(TOO_COSTLY) from error
         if answer.startswith(ERROR):
             raise BadGrammar(*json.loads(answer[1:]))
+        # A vocabulary may have fewer tokens than the model, which rounds it up, or more:
+        # https://github.com/vllm-project/vllm/pull/33509. Bits that are missing are 0.
         packed = np.frombuffer(answer, np.uint8, offset=1)
         return np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
 

@@ -1,6 +1,7 @@
 """The processes that follow grammars: what they cost is limited, and they end with whoever asked for them."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -11,7 +12,9 @@ from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 
 from dialects import matchers
 from dialects.families import DIALECTS
@@ -128,6 +131,23 @@ def test_a_mask_may_be_asked_for_again(grammars: Grammars) -> None:
         first = wait_for_mask(constraint, [])
         assert constraint.mask([]) is first
         assert wait_for_mask(constraint, first.nonzero()[0].tolist()) is not first
+
+
+@pytest.mark.bug("P23")
+@pytest.mark.parametrize("size", [2048 + 64, 2048 - 3])
+def test_only_tokens_that_both_have_come_under_a_schema(size: int) -> None:
+    """A model may have more tokens than the tokenizer, without a text, or fewer."""
+    random, end, output = np.random.default_rng(size), 2041, list[int]()
+    with closing(Grammars(TINY / "tokenizer.json", size, (end,))) as grammars:
+        schema: Json = {"type": "array", "items": {"type": "string", "maxLength": 9}, "maxItems": 9}
+        with closing(grammars.constraint(of(schema))) as constraint:
+            while output[-1:] != [end]:
+                allowed = wait_for_mask(constraint, output).nonzero()[0]
+                assert allowed[-1] < min(size, 2048)
+                output.append(int(random.choice(allowed)))
+    said = json.loads(tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json")).decode(output[:-1]))
+    assert len(said) <= 9
+    assert all(len(text) <= 9 for text in said)
 
 
 async def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
