@@ -129,10 +129,7 @@ class Builder:
                 return [*started, *self._grow(text)]
             case Call(name, _, _, extra):
                 self._end = "tool_use"
-                call: Event = {"id": self._new_id("toolu"), "name": name}
-                if extra:
-                    call["extra_content"] = extra
-                return self._start(CALL, call)
+                return self._start(CALL, {"id": self._new_id("toolu"), "name": name, **extra})
             case Arguments(text):
                 return self._grow(text)
             case Finish("failed"):

@@ -46,7 +46,7 @@ class Call(NamedTuple):
     name: str
     custom: bool = False  # request/tool_calls.py sets it and the namespace: a model knows only functions
     namespace: str = ""
-    extra: Mapping[str, Any] | None = None  # `extra_content` of an upstream's call, which has it back
+    extra: Mapping[str, Any] = {}  # members of an upstream's call that it wants back: `extra_content`
 
 
 class Close(NamedTuple):

@@ -269,11 +269,9 @@ class Builder:
             case Compaction(summary):
                 return [*self._close("completed"), *self._compaction(self._seal("compaction", summary))]
             case Call(name, custom, namespace, extra):
-                call: Event = {"call_id": self._new_id("call"), "name": name}
+                call: Event = {"call_id": self._new_id("call"), "name": name, **extra}
                 if namespace:
                     call["namespace"] = namespace
-                if extra:
-                    call["extra_content"] = extra
                 return self._open("custom" if custom else "call", call)
             case Arguments(text):
                 return self._grow(text)

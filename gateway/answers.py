@@ -64,6 +64,7 @@ from channels import Channel, is_object
 from completions import CALL_MEMBERS, Chunk
 from gateway.metering import Meter
 from request import ids
+from request.messages import kept
 from request.refusals import BadInput, error_body, shown
 from request.tools import as_json
 
@@ -254,8 +255,8 @@ class ToolCall:
     type: str  # function or custom
     id: str  # the server's; "": it has given none
     name: str = ""
-    extra: Chunk | None = None  # its extra_content
     fragments: list[str] = field(default_factory=list)  # of its arguments
+    extra: Chunk = field(default_factory=dict)  # see channels.Call
 
     def has_object(self) -> bool:
         """Return whether its arguments are a JSON object, and so are whole."""
@@ -388,7 +389,7 @@ class Choice:
         call = self._call_of(fragment, type_, name)
         piece = name.removeprefix(call.name)  # https://github.com/continuedev/continue/pull/5849
         call.name += piece
-        call.extra = fragment.get("extra_content") or call.extra
+        call.extra |= kept(fragment)
         if arguments:
             call.fragments.append(arguments)
         self._n_characters += len(piece) + len(arguments)

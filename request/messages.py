@@ -243,15 +243,15 @@ def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) 
     else:
         written = call.need("arguments", text)
     is_cut = call.members.get("status") == "incomplete"
-    conversation.add_call(call_id, name, written, is_cut, **kept(call))
+    conversation.add_call(call_id, name, written, is_cut, **kept(call.members))
 
 
-def kept(call: Place) -> Object:
-    """Return what an upstream wants back with a call: Gemini's thought signature, for example.
+def kept(call: Object) -> Object:
+    """Return what an upstream wants back with a call, such as Gemini's thought signature.
 
     It refuses the next turn without it: https://github.com/securo-finance/securo/issues/884
     """
-    return {name: call.members[name] for name in ("extra_content",) if name in call.members}
+    return {name: call[name] for name in ("extra_content",) if call.get(name)}
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
@@ -379,7 +379,9 @@ def add_block(conversation: Conversation, role: str, block: Place) -> str:
             return "redacted_thinking"  # only the server that wrote it can read it
         case "tool_use":
             written = as_json(block.need("input", mapping))
-            conversation.add_call(block.need("id", text), block.need("name", text), written, **kept(block))
+            conversation.add_call(
+                block.need("id", text), block.need("name", text), written, **kept(block.members)
+            )
         case "tool_result":
             result = block.get("content", content_text, "")
             if block.get("is_error", boolean, False):

@@ -293,13 +293,12 @@ def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: st
     """
     values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
     given = [name for name in body if body[name] is not None]
-    for name in given:
-        if name in rows:
-            values[name] = rows[name].check(body[name], name)
+    known = [name for name in given if name in rows]
+    values |= {name: rows[name].check(body[name], name) for name in known}
     if "stream_options" in given and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
     not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
-    return values | {"explicit": frozenset(rows.keys() & given), "not_run": not_run, "owner": owner}
+    return values | {"explicit": frozenset(known), "not_run": not_run, "owner": owner}
 
 
 def responses_request(values: Object, chain: messages.Items, input: messages.Items) -> Request:

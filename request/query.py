@@ -40,9 +40,8 @@ def number(query: Query, name: str, default: int, low: int = 0, high: int = 10**
 def page(items: Sequence[Mapping[str, Any]], query: Query) -> dict[str, Any]:
     """Return the page of `items` (oldest first) that `limit`, `order`, `after` ask for; raises BadInput."""
     limit = number(query, "limit", 20, 1, 100)
-    ordered = list(items)
-    if one_of("asc", "desc")(query.get("order", "desc"), "order") == "desc":
-        ordered.reverse()
+    order = one_of("asc", "desc")(query.get("order", "desc"), "order")
+    ordered = items[::-1] if order == "desc" else items
     ids = [item["id"] for item in ordered]
     start = 0
     if after := query.get("after"):

@@ -97,21 +97,17 @@ STATUS = {
     "server_is_overloaded":         503,
 }
 
-#  status   type
+#  status   type; other 5xx have the API's own
 ERROR_TYPES = {
     401:    "authentication_error",
     429:    "rate_limit_error",
 }
 
 #  status   type in the Messages API
-MESSAGES_TYPES = {
-    401:    "authentication_error",
+MESSAGES_TYPES = ERROR_TYPES | {
     403:    "permission_error",
     404:    "not_found_error",
     413:    "request_too_large",
-    429:    "rate_limit_error",
-    500:    "api_error",
-    502:    "api_error",
     503:    "overloaded_error",
 }
 # fmt: on
@@ -130,5 +126,6 @@ def messages_error(error: BadInput, request_id: str) -> dict[str, Any]:
     message = error.message
     if error.code == "context_length_exceeded":  # by these words Claude Code knows that it has to compact
         message = f"prompt is too long: {message}"
-    members = {"type": MESSAGES_TYPES.get(error.status, "invalid_request_error"), "message": message}
+    others = "api_error" if error.status >= 500 else "invalid_request_error"
+    members = {"type": MESSAGES_TYPES.get(error.status, others), "message": message}
     return {"type": "error", "error": members, "request_id": request_id}

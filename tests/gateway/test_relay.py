@@ -243,7 +243,8 @@ async def test_reasoning_goes_back_by_both_names() -> None:
 
 
 SIGNED = {"google": {"thought_signature": "sig"}}
-SIGNED_CALL = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}, "extra_content": SIGNED}
+KEPT = {"extra_content": SIGNED}
+SIGNED_CALL = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}} | KEPT
 
 
 @pytest.mark.bug("P07")
@@ -265,7 +266,7 @@ async def test_a_call_goes_back_with_its_thought_signature() -> None:
 @pytest.mark.bug("P07")
 def test_a_call_goes_back_with_its_thought_signature_over_messages() -> None:
     builder = blocks.Builder({}, lambda prefix: prefix, lambda *_: "")
-    (_, started) = [*builder.feed(0, Accepted(1)), *builder.feed(0, Call("f", extra=SIGNED))]
+    (_, started) = [*builder.feed(0, Accepted(1)), *builder.feed(0, Call("f", extra=KEPT))]
     block = started["content_block"]
     result = {"type": "tool_result", "tool_use_id": block["id"], "content": "1"}
     turns = [("user", "hi"), ("assistant", [block]), ("user", [result])]
