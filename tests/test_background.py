@@ -33,7 +33,6 @@ pytestmark = pytest.mark.timeout(PATIENCE_S)
 BODY = {"model": "m", "input": "hi", "background": True, "stream": True}
 HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_responses(BODY, {}).echo
 DONE = Finish("stop", Usage(3, 2))
-SHUT_DOWN = "The server is shutting down."
 INTERRUPTED = "interrupted by a restart"
 FULL = "PRAGMA max_page_count = 1"  # SQLite's own limit: as much as there is, and no more
 NOT_FULL = "PRAGMA max_page_count = 1000000"

@@ -34,23 +34,6 @@ def test_text_is_the_models(engine: Engine) -> None:
 # ---- Who leaves, and who runs when -------------------------------------------------------------------------
 
 
-def test_nothing_stays_of_a_sequence_whose_reader_leaves(engine: WatchedEngine) -> None:
-    async def leave() -> None:
-        reader = asyncio.create_task(steps_of(engine, endless(1, 700)))
-        await engine.held()
-        reader.cancel()
-        await asyncio.wait([reader])
-        assert reader.cancelled()
-
-    engine.hold_at = {12}
-    play(leave())
-    engine.release()
-    alone(engine, endless(1, 1))
-    assert engine.steps == [[1]] * 14  # the last of them is that of the second request
-    counts = engine.counts()
-    assert (counts["running"], counts["waiting"]) == (0, 0)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_reader_that_wants_no_more_or_fails_ends_its_sequence(engine: WatchedEngine, fails: bool) -> None:
     """Another one, which is fed after it, misses nothing."""

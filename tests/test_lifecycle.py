@@ -11,18 +11,15 @@ import socket
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
-import openai
 import pytest
 
 import sse
-from background import MAX_RUNNING
 from dialects.matchers import N_CHECKS
 from helpers import laws
-from helpers.asked import FAULTY, HELLO, HI, NO_END, RESPONSES
+from helpers.asked import FAULTY, HI, NO_END, RESPONSES
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
 from request import items, params
@@ -48,12 +45,6 @@ def server() -> Iterator[Server]:
     with serve(script=FAULTY) as started:
         yield started
         assert "Task exception was never retrieved" not in started.log()
-
-
-@pytest.fixture(scope="module")
-def sdk(server: Server) -> Iterator[openai.OpenAI]:
-    with server.sdk() as client:
-        yield client
 
 
 def path(id: str, *rest: str) -> str:
@@ -255,74 +246,6 @@ def test_foreground_response_that_runs_is_its_clients_alone(server: Server) -> N
     until(lambda: is_idle(server), "the engine is idle")
 
 
-# --- the official client ------------------------------------------------------------------------------------
-
-
-def test_sdk_background(sdk: openai.OpenAI) -> None:
-    """It resumes by a plain stream; by a helper that asks for all, and shows a part: openai-node#1984."""
-    with sdk.responses.create(model="tiny", input="hi", background=True, stream=True) as stream:
-        seen = list(stream)
-    assert seen[0].type == "response.created"
-    id_ = seen[0].response.id
-    for after in (0, 17, len(seen) - 2, len(seen) - 1):
-        with sdk.responses.retrieve(id_, stream=True, starting_after=after) as rest:
-            assert list(rest) == seen[after + 1 :]
-        with sdk.responses.stream(response_id=id_, starting_after=after) as helper:
-            assert [e.sequence_number for e in helper] == [e.sequence_number for e in seen[after + 1 :]]
-            assert helper.get_final_response().output_text == HELLO
-    found = sdk.responses.retrieve(id_)
-    assert (found.status, found.output_text, found.background) == ("completed", HELLO, True)
-    with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a completed response\."):
-        sdk.responses.cancel(id_)
-    sdk.responses.delete(id_)
-    with pytest.raises(openai.NotFoundError):
-        sdk.responses.retrieve(id_)
-
-
-def test_sdk_pages_through_the_input_of_a_chain(sdk: openai.OpenAI) -> None:
-    last: Any = openai.omit
-    for i in range(4):
-        said: Any = [{"role": "user", "content": f"hi {i}"}, {"role": "user", "content": "hello"}]
-        made = sdk.responses.create(model="tiny", input=said, previous_response_id=last, max_output_tokens=3)
-        last = made.id
-    forward = sdk.responses.input_items.list(last, order="asc", limit=100).data
-    assert len({item.id for item in forward}) == len(forward) == 11
-    for limit in (1, 11, 12):
-        assert list(sdk.responses.input_items.list(last, order="asc", limit=limit)) == forward
-        assert list(sdk.responses.input_items.list(last, limit=limit)) == forward[::-1]
-    after = str(forward[4].id)
-    assert list(sdk.responses.input_items.list(last, order="asc", after=after)) == forward[5:]
-
-
-def test_sdk_counts_as_create_does(sdk: openai.OpenAI) -> None:
-    first = sdk.responses.create(model="tiny", input="hi", instructions="Be brief.")
-    second = sdk.responses.create(model="tiny", input="hello", previous_response_id=first.id)
-    counted = sdk.responses.input_tokens.count(input="hello", previous_response_id=first.id)
-    assert second.usage
-    assert (counted.object, counted.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
-    alone = sdk.responses.input_tokens.count(previous_response_id=first.id)
-    said: Any = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in first.output)]
-    assert alone == sdk.responses.input_tokens.count(input=said)
-
-
-def test_sdk_compacts(sdk: openai.OpenAI) -> None:
-    """User messages stay, the rest is one item, which later requests, chains and compactions take."""
-    first = sdk.responses.create(model="tiny", input="hi")
-    compacted = sdk.responses.compact(model="tiny", previous_response_id=first.id)
-    assert compacted.object == "response.compaction"
-    assert [item.type for item in compacted.output] == ["message", "compaction"]
-    assert compacted.usage.output_tokens > 0
-    items: list[Any] = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
-    hello: Any = {"role": "user", "content": "hello"}
-    second = sdk.responses.create(model="tiny", input=[*items, hello])
-    listed = sdk.responses.input_items.list(second.id, order="asc").data
-    assert [item.type for item in listed] == ["message", "compaction", "message"]
-    third = sdk.responses.create(model="tiny", input="hi", previous_response_id=second.id)
-    assert third.status == "completed"
-    again = sdk.responses.compact(model="tiny", input="hello", previous_response_id=third.id)
-    assert [item.type for item in again.output] == ["message"] * 4 + ["compaction"]
-
-
 # --- chains -------------------------------------------------------------------------------------------------
 
 
@@ -411,9 +334,13 @@ ODD: Json = HI | {
 
 
 @pytest.mark.bug("I06")
-def test_what_is_kept_of_a_request_is_what_means_something() -> None:
-    """Its members that no table knows were held as long as it waited, and stored: 200 MB of 8 kB of gzip."""
-    values = params.read(params.RESPONSES, ODD, {})
+@pytest.mark.parametrize("body", [ODD, ODD | {"input": [{"role": "user", "content": "hi"}, items.TRIGGER]}])
+def test_what_is_kept_of_a_request_is_what_means_something(body: Json) -> None:
+    """Its members that no table knows were held as long as it waited, and stored: 200 MB of 8 kB of gzip.
+
+    What is left asks for the same after a restart, also for a compaction.
+    """
+    values = params.read(params.RESPONSES, body, {})
     asked = params.responses_request(values, [], values["input"])
     kept = items.new_row(asked, values, values["input"])
     assert "zz" not in kept.request_json
@@ -423,36 +350,6 @@ def test_what_is_kept_of_a_request_is_what_means_something() -> None:
 
 
 # --- the end of a process -----------------------------------------------------------------------------------
-
-
-def test_stop_with_background_work(tmp_path: Path) -> None:
-    """What runs may finish for a while, then it fails with a last event; what waits is run by the next."""
-    flags = ("--store", str(tmp_path / "store.db"), "--shutdown-grace", "0.5")
-    with serve(*flags, script=FAULTY) as server, ExitStack() as stack:
-        short = created(server, HI | NO_END | BACKGROUND | {"max_output_tokens": 20})["id"]
-        reader = stack.enter_context(streaming(server, LONG | BACKGROUND))
-        running = [created(server, LONG | BACKGROUND)["id"] for _ in range(MAX_RUNNING - 1)]
-        queued = [created(server, HI | BACKGROUND)["id"] for _ in range(2)]
-        trigger = {"input": [{"role": "user", "content": "hi"}, {"type": "compaction_trigger"}]}
-        compaction = created(server, HI | BACKGROUND | trigger)["id"]
-        until(lambda: server.get(path(short)).json["status"] == "incomplete", "the short one has ended")
-        assert server.get(path(queued[0])).json["status"] == "queued"
-        server.interrupt()
-        seen = [frame for frame in reader[1] if frame != sse.DONE]
-        assert server.exit_status() == 0
-        assert "Traceback" not in server.log()
-    laws.check_response([parsed(frame) for frame in seen])
-    last = parsed(seen[-1])["response"]
-    assert (last["status"], last["error"]["message"]) == ("failed", "The server is shutting down.")
-    with serve(*flags, script=FAULTY) as server:
-        assert replay(server, reader[0]).body == b"".join(seen) + sse.DONE
-        assert server.get(path(reader[0])).json == last
-        assert server.get(path(short)).json["status"] == "incomplete"
-        for id_ in running:
-            assert ended(server, id_)["error"]["message"] == last["error"]["message"]
-        for id_ in queued:
-            assert ended(server, id_)["output"][-1]["content"][0]["text"] == HELLO
-        assert [item["type"] for item in ended(server, compaction)["output"]] == ["compaction"]
 
 
 def costly(factor: int) -> Json:
@@ -473,24 +370,3 @@ def test_stop_waits_for_what_is_prepared() -> None:
         for reply in replies:
             assert reply.result().json["error"]["code"] == "invalid_json_schema"
         assert server.exit_status() == 0
-
-
-def test_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
-    """kill -9 amid the work: what got a 200 ends, what was seen stays seen, and the file is whole."""
-    file = tmp_path / "store.db"
-    with serve("--store", str(file), script=FAULTY) as server:
-        running = [created(server, LONG | BACKGROUND)["id"] for _ in range(MAX_RUNNING - 1)]
-        with streaming(server, LONG | BACKGROUND) as (id_, frames):
-            seen = b"".join(itertools.islice(frames, 20))
-            queued = [created(server, HI | BACKGROUND)["id"] for _ in range(2)]
-            server.process.kill()
-    with serve("--store", str(file), script=FAULTY) as server:
-        last = {id_: ended(server, id_) for id_ in (*running, id_, *queued)}
-        replayed = replay(server, id_).body
-    assert [last[one]["status"] for one in queued] == ["completed"] * 2
-    for one in (*running, id_):
-        assert last[one]["error"] == {"code": "server_error", "message": "interrupted by a restart"}
-    assert replayed.startswith(seen)
-    laws.check_response([parsed(frame) for frame in frames_of(replayed)])
-    with closing(sqlite3.connect(file)) as db:
-        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

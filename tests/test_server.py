@@ -5,22 +5,17 @@ unless a test is about server.py itself: its start takes a second.
 """
 
 import contextlib
-import http.client
 import itertools
 import json
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import ParsedResponse
 
-import engine
 import sse
 from completions import fold
 from helpers import laws
@@ -134,6 +129,7 @@ def test_responses(server: Server, asked: str) -> None:
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_chat(server: Server, asked: str) -> None:
+    """The chunks add up to the whole, and both APIs say the same."""
     body = chat_body(asked)
     streamed = events(server, CHAT, body)
     for chunk in streamed:
@@ -142,6 +138,14 @@ def test_chat(server: Server, asked: str) -> None:
     whole = server.post(CHAT, body).json
     laws.check_completion(whole)
     assert timeless(fold(streamed)) == timeless(without(whole, {"usage"}))
+    (choice,), output = whole["choices"], server.post(RESPONSES, responses_body(asked)).json["output"]
+    message = choice["message"]
+    parts = {item["type"]: item["content"][0] for item in output if "content" in item}
+    assert parts.get(THOUGHT, {}).get("text") == message.get("reasoning") == message.get("reasoning_content")
+    assert parts.get(TEXT, {}).get("text") == (message["content"] or None)
+    assert parts.get(TEXT, {}).get("logprobs", []) == (choice["logprobs"] or {"content": []})["content"]
+    calls = [{k: item[k] for k in ("name", "arguments")} for item in output if item["type"] == CALL]
+    assert calls == [call["function"] for call in message.get("tool_calls", [])]
 
 
 def test_a_completion_has_what_openais_has(server: Server) -> None:
@@ -155,48 +159,7 @@ def test_a_completion_has_what_openais_has(server: Server) -> None:
         assert one["service_tier"] == "default"
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_both_apis_say_the_same(server: Server, asked: str) -> None:
-    output = server.post(RESPONSES, responses_body(asked)).json["output"]
-    choice = server.post(CHAT, chat_body(asked)).json["choices"][0]
-    message = choice["message"]
-    parts = {item["type"]: item["content"][0] for item in output if "content" in item}
-    assert parts.get(THOUGHT, {}).get("text") == message.get("reasoning") == message.get("reasoning_content")
-    assert parts.get(TEXT, {}).get("text") == (message["content"] or None)
-    assert parts.get(TEXT, {}).get("logprobs", []) == (choice["logprobs"] or {"content": []})["content"]
-    calls = [{k: item[k] for k in ("name", "arguments")} for item in output if item["type"] == CALL]
-    assert calls == [call["function"] for call in message.get("tool_calls", [])]
-
-
-def test_what_the_tiny_model_says(server: Server) -> None:
-    stopped = server.post(RESPONSES, responses_body("stopped")).json
-    assert stopped["output"][-1]["content"][0]["text"] == "Hello! How can I "
-    choice = server.post(CHAT, chat_body("thought, call")).json["choices"][0]
-    (called,) = choice["message"]["tool_calls"]
-    assert called["function"] == {"name": "get_weather", "arguments": '{"city": "Tokyo"}'}
-    assert choice["finish_reason"] == "tool_calls"
-    first = server.post(RESPONSES, responses_body("call")).json["output"]
-    output = {"type": "function_call_output", "output": '{"temperature": 21, "condition": "sunny"}'}
-    turns = [{"role": "user", "content": TOKYO}, *first, output | {"call_id": first[0]["call_id"]}]
-    answer = server.post(RESPONSES, responses_body("call") | {"input": turns}).json
-    assert answer["output"][0]["content"][0]["text"] == "It is 21 degrees and sunny in Tokyo."
-
-
 # --- the official client ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("asked", [asked for asked in ASKED if not asked.startswith("cut")])
-def test_sdk_stream_of_responses(sdk: openai.OpenAI, asked: str) -> None:
-    """The strictest reader there is: openai-python, src/openai/lib/streaming/responses/_responses.py."""
-    body = responses_body(asked)
-    ours = {k: body.pop(k) for k in ("stop", "seed", "chat_template_kwargs") if k in body}
-    with sdk.responses.stream(**body, extra_body=ours) as stream:
-        assert next(stream).type == "response.created"
-        final: ParsedResponse[Any] = stream.get_final_response()
-    whole = sdk.responses.create(**body, extra_body=ours)
-    said = [without(item.model_dump(), {"parsed", "parsed_arguments"}) for item in final.output]
-    assert timeless(said) == timeless([item.model_dump() for item in whole.output])
-    assert final.output_text == whole.output_text
 
 
 @pytest.mark.bug("H02")
@@ -207,21 +170,6 @@ def test_sdk_is_told_of_a_cut(sdk: openai.OpenAI) -> None:
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details
     assert last.response.incomplete_details.reason == "max_output_tokens"
-
-
-@pytest.mark.parametrize("asked", [asked for asked in ASKED if not asked.startswith("cut")])
-def test_sdk_stream_of_chat(sdk: openai.OpenAI, asked: str) -> None:
-    body = chat_body(asked)
-    ours = {"chat_template_kwargs": body.pop("chat_template_kwargs", {})}
-    with sdk.chat.completions.stream(**body, extra_body=ours) as stream:
-        final = stream.get_final_completion().choices[0].model_dump()
-    whole = sdk.chat.completions.create(**body, extra_body=ours).choices[0].model_dump()
-    for call in final["message"]["tool_calls"] or ():
-        del call["index"], call["function"]["parsed_arguments"]
-    assert (final["message"]["content"] or None) == whole["message"]["content"]
-    assert timeless(final["message"]["tool_calls"]) == timeless(whole["message"].get("tool_calls"))
-    for name in ("finish_reason", "logprobs"):
-        assert final[name] == whole[name]
 
 
 def test_choices_are_drawn_apart(server: Server) -> None:
@@ -483,35 +431,6 @@ def test_engine_fails(server: Server) -> None:
 
 
 # --- the end ------------------------------------------------------------------------------------------------
-
-
-def test_signal_ends_every_answer_properly() -> None:
-    """Bug: the process waits for its open streams, or breaks them off. Each ends with its last event."""
-    with serve("--shutdown-grace", "0", script=FAULTY) as server, contextlib.ExitStack() as held:
-
-        def connect(path: str, stream: bool) -> socket.socket:
-            body = ENDLESS | says(path, STORY) | {"stream": stream}
-            return held.enter_context(server.connect(http_bytes(path, body)))
-
-        streams = [http_frames(connect(path, stream=True)) for path in (RESPONSES, CHAT)]
-        for stream in streams:
-            next(stream)
-        whole = [connect(path, stream=False) for path in (RESPONSES, CHAT)]
-        until(lambda: server.health()["running"] == 4, "all four are being answered")
-        server.interrupt(signal.SIGTERM)
-        for stream in streams:
-            *_, last, done = stream
-            assert done == sse.DONE
-            said = json.loads(last.partition(b"data: ")[2])
-            assert said.get("response", said)["error"]["message"] == engine.CLOSING
-        for connection in whole:  # clients try again: nothing has been said
-            reply = http.client.HTTPResponse(connection)
-            reply.begin()
-            assert (reply.status, int(reply.headers["retry-after"]) > 0) == (503, True)
-            error = json.loads(reply.read())["error"]
-            assert (error["message"], error["code"]) == (engine.CLOSING, "server_is_overloaded")
-        assert server.exit_status() == 0
-        assert "Traceback" not in server.log()
 
 
 def test_a_stop_drops_clients_that_do_not_read() -> None:

@@ -5,8 +5,6 @@ without a model of its own, which asks the worker behind it by /v1/chat/completi
 only a relay does.
 """
 
-import itertools
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,10 +13,8 @@ from pathlib import Path
 import openai
 import pytest
 
-import sse
 from gateway.upstreams import Timeouts
-from helpers import laws
-from helpers.asked import CHAT, FAULTY, HI, RESPONSES
+from helpers.asked import CHAT, FAULTY, RESPONSES
 from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, delta, finish, hangs, head, says, upstream
 from service import options
@@ -33,21 +29,16 @@ from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures 
     test_background_stream_unexpected_type,
     test_foreground_response_that_runs_is_its_clients_alone,
     test_previous_response,
-    test_sdk_background,
 )
 from test_server import (  # noqa: F401
     ASKED,
     chat_body,
     events,
     responses_body,
-    test_both_apis_say_the_same,
     test_chat,
     test_choices_are_drawn_apart,
     test_responses,
     test_sdk_is_told_of_a_cut,
-    test_sdk_stream_of_chat,
-    test_sdk_stream_of_responses,
-    test_what_the_tiny_model_says,
     timeless,
 )
 from test_server import says as says_in
@@ -129,57 +120,7 @@ def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) ->
     assert (counted.status, counted.json["error"]["param"]) == (404, None)
 
 
-@pytest.mark.bug("I03")
-@pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_the_worker_is_idle_once_no_client_waits(server: Server, worker: Server, how: str) -> None:
-    """https://github.com/BerriAI/litellm/pull/30245"""
-    with streaming(server, LONG | (BACKGROUND if how == "cancel" else {})) as (id_, frames):
-        list(itertools.islice(frames, 9))
-        assert worker.health()["running"] == 1
-        if how == "cancel":
-            reply = server.post(f"{RESPONSES}/{id_}/cancel", {}).json
-            assert (reply["status"], reply["usage"]) == ("cancelled", None)
-    until(lambda: worker.health()["running"] == 0, "the worker is idle")
-    until(lambda: server.health()["running"] == 0, "the front is too")
-
-
-def test_a_stop_ends_what_an_upstream_still_says() -> None:
-    with (
-        upstream(hangs) as endless,
-        serve("--upstream", endless.url, "--shutdown-grace", "0.1", model=None) as front,
-        streaming(front, {"model": "m", "input": "hi"} | BACKGROUND) as (_, followed),
-    ):
-        next(followed)
-        front.interrupt()
-        assert [parsed(frame) for frame in followed if frame != sse.DONE][-1]["type"] == "response.failed"
-        assert front.exit_status() == 0
-
-
 # --- what breaks --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.bug("B13", "C19")
-def test_a_worker_that_is_killed_ends_every_answer() -> None:
-    with ExitStack() as stack:
-        worker = stack.enter_context(serve())
-        front = stack.enter_context(serve("--upstream", worker.url + "/v1", *QUICK, model=None))
-        _, frames = stack.enter_context(streaming(front, LONG))
-        in_background, followed = stack.enter_context(streaming(front, LONG | BACKGROUND))
-        begun = [list(itertools.islice(each, 9)) for each in (frames, followed)]
-        worker.process.send_signal(signal.SIGKILL)
-        for seen, rest in zip(begun, (frames, followed), strict=True):
-            found = [parsed(frame) for frame in [*seen, *rest] if frame != sse.DONE]
-            laws.check_response(found)
-            assert found[-1]["type"] == "response.failed"
-            assert found[-1]["response"]["error"]["code"] == "server_error"
-        assert ended(front, in_background)["status"] == "failed"
-        until(lambda: front.health()["upstreams_down"] == 1, "the front has noticed")
-        reply = front.post(RESPONSES, HI)
-        assert (reply.status, reply.headers["retry-after"]) == (503, "10")
-        log = front.log()
-    assert "/models failed 3 times" in log
-    assert "disconnect" not in log
-    assert log.count(f"tiny of {worker.url}/v1: error, usage: unknown (null)") == 2
 
 
 def test_two_workers_and_a_model_here(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from request.ids import PREFIXES, item_ids, new_id, response_id_of
 from request.items import Shown, n_bytes, named, resolve, sealer, summary_request
 from request.messages import MAX_ITEMS
 from request.params import RESPONSES, from_responses, read
+from request.query import page
 from request.refusals import BadInput
 from store import Row
 
@@ -49,6 +50,18 @@ def blob(purpose: str) -> str:
 
 def without_id(item: Json) -> Json:
     return {name: value for name, value in item.items() if name != "id"}
+
+
+@given(st.integers(0, 9), st.integers(1, 10), st.sampled_from(["asc", "desc"]))
+def test_pages_add_up_to_the_list(n_items: int, limit: int, order: str) -> None:
+    listed: list[Json] = [{"id": f"msg_{n}"} for n in range(n_items)]
+    asked, seen = {"limit": str(limit), "order": order}, list[Json]()
+    while (found := page(listed, asked))["data"]:
+        assert len(found["data"]) <= limit
+        seen += found["data"]
+        assert found["has_more"] == (len(seen) < n_items)
+        asked["after"] = seen[-1]["id"]
+    assert seen == listed[:: 1 if order == "asc" else -1]
 
 
 @given(st.sampled_from(sorted(PREFIXES.values())))

@@ -59,24 +59,6 @@ def shares_until_ended(server: Server, key: str, request_id: str) -> list[Json]:
 # --- what is seen, and by whom ------------------------------------------------------------------------------
 
 
-def test_the_tokens_of_the_steps_are_those_of_the_response(server: Server) -> None:
-    request_id, response = ask(server, "ada", "What is 2+2?")
-    shares = [
-        share
-        for share in shares_until_ended(server, "ada", request_id)
-        if share.get("request_id") == request_id and "phase" in share
-    ]
-    usage = response["usage"]
-    tokens = [token for share in shares for token in share["tokens"]]
-    assert len(tokens) == usage["output_tokens"]
-    text = "".join(token["text"] for token in tokens)
-    reasoning_text, answer = (item["content"][0]["text"] for item in response["output"])
-    assert text == f"<think>\n{reasoning_text}\n</think>\n\n{answer}<|im_end|>"
-    assert [share["phase"] for share in shares] == ["prefill", *["decode"] * (len(shares) - 1)]
-    assert (shares[0]["start"], shares[0]["end"]) == (0, usage["input_tokens"])
-    assert shares[-1]["ended"] == "stop"
-
-
 def test_each_key_reads_its_own_texts(server: Server) -> None:
     """Of others the shapes: how many tokens, which pages, when."""
     assert server.get("/debug/steps").status == 401

@@ -26,7 +26,7 @@ from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection
 
 from background import Registry
-from helpers.asked import FAULTY, HELLO, HI, NO_END, RESPONSES, large
+from helpers.asked import FAULTY, HI, NO_END, RESPONSES, large
 from helpers.serving import Json, Server, http_bytes, serve, until
 from helpers.upstream import head, upstream
 from helpers.wire import Wire
@@ -100,30 +100,6 @@ def close_code(client: ClientConnection) -> int:
 
 NOT_FOUND = (400, "previous_response_not_found")
 
-# --- the official client ------------------------------------------------------------------------------------
-
-
-async def test_async_sdk(server: Server) -> None:
-    """Two lanes at once: the events of each are those of its own response."""
-    sdk = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="any")
-    async with sdk, sdk.responses.connect() as connection:
-        ask = connection.response.create
-        await ask(model="tiny", input="hi", stream_id="a", previous_response_id="resp_1")
-        event = await connection.recv()
-        assert event.type == "error"
-        assert (event.stream_id, event.status) == ("a", 400)
-        assert event.error.code == "previous_response_not_found"
-        texts = {"a": "", "b": ""}
-        for lane in texts:
-            await ask(model="tiny", input="hi", stream_id=lane, temperature=0)
-        n_completed = 0
-        while n_completed < 2:
-            event = await connection.recv()
-            if event.type == "response.output_text.delta":
-                texts[event.stream_id or ""] += event.delta
-            n_completed += event.type == "response.completed"
-        assert texts == {"a": HELLO, "b": HELLO}
-
 
 # --- the law: one stream of events --------------------------------------------------------------------------
 
@@ -140,10 +116,6 @@ def same_as_http(server: Server, client: ClientConnection, body: Json) -> None:
         text = client.recv(timeout=30)
         assert isinstance(text, str)
         assert DRAWN.sub("*", text) == DRAWN.sub("*", frame.split("\ndata: ", 1)[1])
-
-
-def test_a_turn_is_the_stream_of_http(server: Server, client: ClientConnection) -> None:
-    same_as_http(server, client, ASKED)
 
 
 @pytest.fixture(scope="module")
