@@ -1,6 +1,6 @@
-"""How fast, beside others: `python bench.py WHAT` prints a table in Markdown.
+"""How fast, beside others: `python bench.py WHAT` prints a table in Markdown, and its progress on stderr.
 
-    a row of BENCHES --COMMANDS of benches/MODULE.py: its run and its options--> table
+    a row of COMMANDS --of benches/: a function and its options--> table
 
 Rules of the measurements:
 1. The ratio is the result. The contenders take turns in each round: if the machine is busy for a while, it
@@ -11,47 +11,28 @@ Not here: how good what is said is.
 """
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-# fmt: off
-BENCHES = {
-    # command    module
-    "cpu":       ("cpu",    "prefill and decoding of the model, beside NumPy and llama.cpp"),
-    "http":      ("http",   "running servers beside each other"),
-    "server":    ("server", "many streams, requests and a full store, beside the least that any server does"),
-    "relay":     ("server", "what it costs to ask through --upstream"),
-    "gpu":       ("gpu",    "decoding on a GPU, with random weights, beside what its memory allows"),
-    "gpu-parts": ("gpu",    "all that a GPU is needed for, in three commands of less than ten minutes"),
-    "gpu-report": ("gpu_report", "a page about one GPU for an issue: its check, each op, tokens a second"),
-}
-# fmt: on
+from benches import decoding, http, server
+
+COMMANDS = decoding.COMMANDS | http.COMMANDS | server.COMMANDS
 
 
 def main(argv: Sequence[str]) -> None:
-    rows = "\n".join(f"  {name:12} {about}" for name, (_, about) in BENCHES.items())
-    parser = argparse.ArgumentParser(
-        description=f"Measure speeds, beside others.\n\n{rows}",
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("what", choices=BENCHES, metavar="WHAT", help="and its options: WHAT --help")
-    name = parser.parse_args(argv[:1]).what
-    module, about = BENCHES[name]
-    # It alone: the others may need what is not installed.
-    run, options = importlib.import_module(f"benches.{module}").COMMANDS[name]
-    parser = argparse.ArgumentParser(
-        prog=f"{parser.prog} {name}",
-        description=about,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, help="a file that the table is written to, too")
-    for flag, (default, about) in {"--repeat": (5, "rounds"), **options}.items():
-        nargs = "+" if isinstance(default, list) else None
-        kind = type(default[0] if nargs else default)
-        parser.add_argument(flag, type=kind, nargs=nargs, default=default, help=about)
-    run(parser.parse_args(argv[1:]))
+    parser = argparse.ArgumentParser(description="Measure speeds, beside others.")
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    for name, (run, options) in COMMANDS.items():
+        about = str(run.__doc__).partition("\n")[0]
+        kind = argparse.ArgumentDefaultsHelpFormatter
+        command = commands.add_parser(name, help=about, description=about, formatter_class=kind)
+        command.set_defaults(run=run)
+        for flag, (default, about) in {"--repeat": (5, "rounds"), **options}.items():
+            nargs = "+" if isinstance(default, list) else None
+            convert = type(default[0] if nargs else default)
+            command.add_argument(flag, type=convert, nargs=nargs, default=default, help=about)
+    args = parser.parse_args(argv)
+    args.run(args)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ Rules of this file:
 1. A row has the same bits alone, in any batch and in a prefill chunk (cpu_kernels.py).
 2. We round: weights, if they are packed in fewer bits; the inputs of a product with blocks to 16 bits;
    those of a product with bfloat16 to bfloat16 if that product is faster (FAST_BFLOAT16); keys and values in
-   the KV cache to bfloat16. `bench.py cpu` has the perplexity of each.
+   the KV cache to bfloat16. `tests/perplexity.py` prints the perplexity of each.
 
 Not here: the spec of the ops (model.py), packing weights (panels.py), the kernels (cpu_kernels.py, and
 microkernel.py for the loop of all products).

@@ -317,7 +317,11 @@ class Emulator:
             Device=lambda: SimpleNamespace(mem_info=(self.free, self.total), compute_capability="90"),
             get_current_stream=lambda: self.current,
             alloc_pinned_memory=lambda n_bytes: bytearray(b"\xff" * n_bytes),
-            runtime=SimpleNamespace(getDeviceProperties=lambda i: PROPERTIES, driverGetVersion=lambda: 13000),
+            runtime=SimpleNamespace(
+                getDeviceProperties=lambda i: PROPERTIES,
+                driverGetVersion=lambda: 13000,
+                deviceGetAttribute=lambda attribute, i: 1000,
+            ),
             get_elapsed_time=lambda begin, end: 1.0,  # it tells no time
         )
         self.driver = Driver(self)
