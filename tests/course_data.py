@@ -3,7 +3,7 @@
 chapter --BLOCKS[chapter]()--> its lines --written()--> the page; its sessions (>>>) are run as well
 
 python tests/course_data.py             prints the blocks
-python tests/course_data.py --write     puts each into its chapter; test_course.py checks it there
+python tests/course_data.py --write     puts each into its chapter, and its picture beside; a test checks both
 """
 
 import argparse
@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
+import explore
 import sse
 from channels import Arguments, Call, Delta, Finish, Parser, Piece
 from checkpoint.config import read_config
@@ -42,6 +43,7 @@ from walkthrough import ROOT, TINY, counted_ids, in_page, shown
 
 sys.argv, ARGUMENTS = ["micro.py", str(TINY)], sys.argv  # micro.py reads its arguments when it is imported
 from course import micro  # noqa: E402
+from course_pictures import picture  # noqa: E402
 
 sys.argv = ARGUMENTS
 
@@ -165,6 +167,9 @@ def batching() -> Lines:
         yield f"{number:4}  {columns}{scheduler.pool.n_free:6}  {waiting}"
         for one in batch.values():
             scheduler.postprocess(one, [Choice(7) for _ in one.contexts])
+    yield "\ntests/explore.py: pages of 2 tokens, and a bug: a shared page is freed by the first who leaves"
+    (bug,) = (bug for bug in explore.bugs() if bug.undoes.startswith("a page that two use is freed"))
+    yield from (f"  {i}. {line}" for i, line in enumerate(explore.found(bug, "turns")[1], 1))
 
 
 def share(scheduled: Scheduled | None, sequence: Sequence) -> str:
@@ -397,6 +402,10 @@ def page(chapter: str) -> Path:
     return ROOT / "course" / f"{chapter}.md"
 
 
+def drawing(chapter: str) -> Path:
+    return ROOT / "pictures" / f"{chapter}.svg"
+
+
 def block(chapter: str) -> str:
     lines = [line.rstrip() for line in BLOCKS[chapter]()]
     cut = [f"{line[: MAX_WIDTH - 2]} …" if len(line) > MAX_WIDTH else line for line in lines]
@@ -440,5 +449,6 @@ if __name__ == "__main__":
     for name in BLOCKS:
         if is_written:
             page(name).write_text(written(name), encoding="utf-8")
+            drawing(name).write_text(picture(name), encoding="utf-8")
         else:
             print(f"{name}\n\n{block(name)}")

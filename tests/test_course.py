@@ -16,7 +16,11 @@ from typing import Any
 import openai
 import pytest
 
-from course_data import BLOCKS, page, written  # isort: skip  (it says where micro.py finds its model)
+# isort: split  (course_data says where micro.py finds its model)
+from course_data import BLOCKS, drawing, page, written
+from course_pictures import PICTURES, picture
+
+# isort: split
 from course import micro, numpy_micro
 from helpers.emulator import MISSING
 from helpers.serving import ROOT, TINY, Server, environment, serve, without
@@ -164,6 +168,10 @@ def test_a_chapter_holds_its_data_and_lists_its_exercises(chapter: str) -> None:
         pytest.skip(MISSING)
     text = page(chapter).read_text(encoding="utf-8")
     assert text == written(chapter), "python tests/course_data.py --write"
+    assert drawing(chapter).read_text(encoding="utf-8") == picture(chapter), (
+        "python tests/course_data.py --write"
+    )
+    assert f"![{PICTURES[chapter][0]}](../pictures/{chapter}.svg)" in text
     listed = re.findall(r"^\* ([\d.]+) .*\(`python -m course ([\d.]+)`\)$", text, re.MULTILINE)
     own = [number for number in EXERCISES if number.split(".")[0] == str(int(chapter[:2]))]
     assert listed == [(number, number) for number in own]

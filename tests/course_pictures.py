@@ -1,0 +1,291 @@
+"""One picture a chapter of the course, of what the tiny model says: rows of boxes, drawn by one function.
+
+pictures()[chapter] --drawn()--> pictures/<chapter>.svg; `python tests/course_data.py --write` writes them
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from html import escape
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import sse
+from channels import Arguments, Call, Delta, Parser
+from course import micro, numpy_micro
+from dialects.families import DIALECTS
+from event_log import EventLog
+from gateway.answers import Answer, Asked
+from gateway.metering import Meter
+from model import PAGE
+from sampling import Choice, Sampling, apply_temperature, apply_top_p
+from scheduler import Scheduler, Sequence
+from tokenizer import Decoder, Tokenizer
+
+LEFT, HEIGHT, LETTER = 170, 22, 6.1  # of the boxes, of a row, of a letter: pixels
+STYLE = """text { font: 10px ui-monospace, monospace; fill: #24292f } .mid { text-anchor: middle }
+rect { stroke: #57606a; stroke-width: 1; fill: #f6f8fa } .blue { fill: #54aeff } .green { fill: #4ac26b }
+.red { fill: #ff8182 } .gold { fill: #eac54f } .none { fill: none; stroke: none }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } rect { fill: #161b22 }
+.blue { fill: #1f6feb } .green { fill: #238636 } .red { fill: #b62324 } .gold { fill: #9e6a03 } }"""
+
+
+class Box(NamedTuple):
+    start: float
+    width: float
+    text: str = ""
+    kind: str = ""  # a class of STYLE
+    shade: float = 1
+
+
+Rows = dict[str, list[Box]]  # by the text at their left
+
+
+def drawn(title: str, unit: float, rows: Rows) -> str:
+    right = LEFT + unit * max(box.start + box.width for boxes in rows.values() for box in boxes) + 8
+    size = f'viewBox="0 0 {right:.0f} {HEIGHT * (len(rows) + 1) + 4}" width="{right:.0f}"'
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
+    lines += [f"<style>{STYLE}</style>", f'<text x="4" y="14">{escape(title)}</text>']
+    for i, (label, boxes) in enumerate(rows.items(), 1):
+        y = 2 + i * HEIGHT
+        lines.append(f'<text x="4" y="{y + 14}">{escape(label)}</text>')
+        for box in boxes:
+            x, width = LEFT + unit * box.start, unit * box.width
+            place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT - 3}"'
+            shade = "" if box.shade == 1 else f' fill-opacity="{box.shade:.2f}"'
+            lines.append(f'<rect class="{box.kind}" {place}{shade}/>')
+            text = box.text if len(box.text) * LETTER < width else ""
+            if text:
+                lines.append(f'<text class="mid" x="{x + width / 2:.1f}" y="{y + 13}">{escape(text)}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def in_a_row(texts: Iterable[str], kind: str = "", width: float = 1) -> list[Box]:
+    return [Box(i * width, width, text, kind) for i, text in enumerate(texts)]
+
+
+def asked(text: str) -> list[int]:
+    return micro.encode_chat([{"role": "user", "content": text}])
+
+
+def said(text: str) -> list[int]:
+    """Return the tokens of the answer at temperature 0."""
+    numpy_micro.take_over()
+    return [*micro.generate(asked(text), 400, 0, None)]
+
+
+def responded(text: str) -> list[dict[str, Any]]:
+    numpy_micro.take_over()
+    return [*micro.respond(micro.RESPONSE | {"input": text, "temperature": 0})]
+
+
+def visible(token: int) -> str:
+    return micro.BYTES[token].decode("utf-8", "replace").replace("\n", "⏎").replace(" ", "␣")
+
+
+def tokens() -> Rows:
+    text, start = "Well done 🙂!", 0
+    rows: Rows = {"characters": [], "bytes": in_a_row(f"{byte:02x}" for byte in text.encode()), "tokens": []}
+    for character in text:
+        rows["characters"].append(Box(start, n := len(character.encode()), character))
+        start += n
+    start = 0
+    for token in micro.encode(text):
+        rows["tokens"].append(Box(start, n := len(micro.BYTES[token]), str(token), "blue"))
+        start += n
+    return rows
+
+
+def forward_pass() -> Rows:
+    shares, softmax = list[Any](), numpy_micro.softmax
+
+    def recorded(x: Any) -> Any:
+        shares.append(softmax(x))
+        return shares[-1]
+
+    numpy_micro.softmax = recorded
+    prompt = asked("What is 2+2?")
+    numpy_micro.forward(prompt, 0, numpy_micro.new_cache(len(prompt)))
+    numpy_micro.softmax = softmax
+    heads, names = np.array(shares), [visible(token) or "marker" for token in prompt]
+    rows = {"key of the token": in_a_row(names)}
+    for i, row in enumerate(heads[-1]):
+        shaded = [Box(k, 1, "", "blue", round(float(share), 2)) for k, share in enumerate(row[: i + 1])]
+        rows[f"query {i}: {names[i]}"] = shaded
+    return rows
+
+
+def pages() -> Rows:
+    scheduler = Scheduler(n_pages=24, max_batch=2, chunk=1024, speculate=0, max_wanted=2)
+    history = [{"role": "user", "content": "Tell me a story about a cat. " * 60}]
+    more = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "And then?"}]
+    rows: Rows = {}
+    for name, messages in (("first", history), ("second", history + more)):
+        sequence = Sequence(micro.encode_chat(messages), 1, frozenset(), Sampling())
+        n, label = len(sequence.prompt), f"{name} turn, {len(sequence.prompt)} tokens"
+        scheduler.add(sequence)
+        while not sequence.finish:
+            for one in scheduler.schedule():
+                rows.setdefault(label, [Box(i, 1, "found", "green") for i in range(one.span.start // PAGE)])
+                for i in range(len(rows[label]), len(sequence.page_table)):
+                    rows[label].append(Box(i, min(1, n / PAGE - i), f"page {sequence.page_table[i]}", "blue"))
+                scheduler.postprocess(one, [Choice(7) for _ in one.contexts])
+    return rows
+
+
+def batching() -> Rows:
+    scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE, speculate=0, max_wanted=3)
+    texts = {"A": "Count to five. " * 16, "B": "What is 2+2? " * 6, "C": "Hello! " * 48}
+    rows: Rows = {f"{name}, {len(asked(text))} tokens": [] for name, text in texts.items()}
+    answers = [said(text)[:9] for text in texts.values()]
+    sequences = [Sequence(asked(text), 9, frozenset(), Sampling()) for text in texts.values()]
+    for step in range(30):
+        if step < 6 and step % 2 == 0:
+            scheduler.add(sequences[step // 2])
+        batch = {one.sequence: one for one in scheduler.schedule()}
+        for sequence, boxes in zip(sequences, rows.values(), strict=True):
+            if one := batch.get(sequence):
+                n = one.span.end - one.span.start
+                boxes.append(Box(step, 1, f"{n}", "gold" if one.is_prefill else "blue"))
+            elif sequence in scheduler.waiting:
+                boxes.append(Box(step, 1, "", "red" if sequence.n_preemptions else ""))
+        for sequence, one in batch.items():
+            answer = answers[sequences.index(sequence)]
+            chosen = [Choice((answer * 2)[len(sequence.output)]) for _ in one.contexts]
+            scheduler.postprocess(one, chosen)
+    return rows
+
+
+def sampling() -> Rows:
+    prompt = asked("Hello!")
+    logits = numpy_micro.forward(prompt + said("Hello!")[:3], 0, numpy_micro.new_cache(90))
+    best = np.argsort(-logits)[:9].tolist()
+    rows = {"token": in_a_row(map(visible, best))}
+    for name, temperature, top_p in (("1", 1, 1.0), ("2", 2, 1.0), ("4", 4, 1.0), ("4, top_p 0.5", 4, 0.5)):
+        probs = apply_top_p(apply_temperature(logits, temperature), top_p)
+        shares = (probs / probs.sum())[best].tolist()
+        rows[f"temperature {name}"] = [
+            Box(i, 1, f"{share:.1%}", "blue", round(share**0.5, 2)) for i, share in enumerate(shares)
+        ]
+    return rows
+
+
+def channels() -> Rows:
+    tokenizer = Tokenizer(micro.DIRECTORY / "tokenizer.json")
+    hermes = DIALECTS["hermes"]
+    known = frozenset(filter(micro.MARKERS.__contains__, hermes.tokens | {"<think>", "</think>"}))
+    parser, decoder = Parser(hermes._replace(tokens=known)), Decoder(tokenizer)
+    rows: Rows = {name: [] for name in ("token", "reasoning", "answer", "call", "arguments", "nothing yet")}
+    names = {"analysis": "reasoning", "final": "answer"}
+    for i, token in enumerate(said("What is the weather in Tokyo?")[:-1]):
+        found = [one for piece in decoder.feed(token) for one in parser.feed(piece)]
+        rows["token"].append(Box(i, 1, visible(token) or "<…>"))
+        kinds = {names[one.channel] for one in found if isinstance(one, Delta)}
+        kinds |= {"call" for one in found if isinstance(one, Call)}
+        kinds |= {"arguments" for one in found if isinstance(one, Arguments)}
+        for kind in kinds or {"nothing yet"}:
+            rows[kind].append(Box(i, 1, "", "blue" if kinds else "gold"))
+    return rows
+
+
+def events() -> Rows:
+    rows: Rows = {name: [] for name in ("response", "output_item", "content_part", "text, its deltas")}
+    opened: dict[str, int] = {}
+    made = responded("Hello!")
+    for number, event in enumerate(made):
+        name, _, what = event["type"].removeprefix("response.").partition(".")
+        if what == "added":
+            opened[name] = number
+        elif what == "done" and name in opened:
+            text = event["item"]["type"] if name == "output_item" else event["part"]["type"]
+            rows[name].append(Box(opened[name], number + 1 - opened[name], text, "blue"))
+        elif what == "delta":
+            rows["text, its deltas"].append(Box(number, 1, "", "green"))
+    rows["response"].append(Box(0, len(made), f"{len(made)} events", "blue"))
+    rows["sequence_number"] = in_a_row(map(str, range(len(made))), "none")
+    return rows
+
+
+def frames() -> Rows:
+    made, size, start = responded("Hello!")[2:13], 536, 0
+    rows: Rows = {"events": [], f"chunks of {size} bytes": []}
+    for number, event in enumerate(made, 2):
+        frame = f"event: {event['type']}\ndata: {sse.dumps(event | {'sequence_number': number})}\n\n".encode()
+        rows["events"].append(Box(start, len(frame), str(number), "blue"))
+        start += len(frame)
+    for i in range(0, start, size):
+        inside = [box for box in rows["events"] if i < box.start + box.width <= i + size]
+        rows[f"chunks of {size} bytes"].append(Box(i, min(size, start - i), f"ends {len(inside)}", "gold"))
+    return rows
+
+
+async def followed() -> Rows:
+    made, log = responded("Hello!"), EventLog()
+    rows: Rows = {"first stream": [], "starting_after=7": [], "came late": []}
+
+    async def follow(name: str, after: int, most: int = 10**6) -> None:
+        number = after + 1
+        async for some in log.read(after):
+            for _ in some:
+                rows[name].append(Box(number, 1, str(number), "blue"))
+                number += 1
+                if len(rows[name]) == most:
+                    return
+
+    first = asyncio.create_task(follow("first stream", -1, 8))
+    for event in made:
+        log.extend([event])
+        await asyncio.sleep(0)
+    log.close()
+    await asyncio.gather(first, follow("starting_after=7", 7), follow("came late", -1))
+    return {"log": in_a_row(map(str, range(len(made)))), **rows}
+
+
+def upstreams() -> Rows:
+    pieces = [*filter(None, map(visible, said("Hello!")))]
+    sent: list[Any] = [{"delta": {"content": piece}} for piece in pieces]
+    sent.append({"delta": {}, "finish_reason": "stop"})
+    rows: Rows = {"chunk": in_a_row([*pieces, "stop", "[DONE]"]), "if the end comes here": []}
+    frames = [sse.encode({"choices": [choice]}) for choice in sent] + [b"data: [DONE]\n\n"]
+    for i in range(len(frames)):
+        answer = Answer(Meter(), Asked(new_id=str))
+        made = answer.feed(b"".join(frames[: i + 1])) + answer.close()
+        is_error = any("error" in chunk for chunk in made)
+        rows["if the end comes here"].append(
+            Box(i, 1, "error" if is_error else "whole", "red" if is_error else "green")
+        )
+    return rows
+
+
+def kernels() -> Rows:
+    lanes = np.array(micro.WEIGHTS["model.embed_tokens.weight"][700][:32], np.float32) ** 2
+    rows = {"lane": in_a_row(map(str, range(32)))}
+    total = float(lanes.sum())
+    for m in (0, 16, 8, 4, 2, 1):
+        lanes = lanes + lanes[np.arange(32) ^ m] if m else lanes
+        shades = np.round(np.sqrt(lanes / total), 2).tolist()
+        rows[f"+ that of lane ^ {m}" if m else "x * x"] = [
+            Box(i, 1, "", "blue", one) for i, one in enumerate(shades)
+        ]
+    return rows
+
+
+# of each chapter what the picture shows, how wide a box is, and what makes its rows
+PICTURES: dict[str, tuple[str, float, Callable[[], Rows]]] = {
+    "01-tokens-and-text": ("A text as characters, bytes and tokens", 34, tokens),
+    "02-the-forward-pass": ("Attention: what share of each token's value a row takes", 44, forward_pass),
+    "03-pages": ("The pages of the two turns of a conversation; green: found in the prefix cache", 62, pages),
+    "04-batching": ("Rows of each step; gold: prefill, blue: decode, red: preempted", 24, batching),
+    "05-sampling": ("The likeliest next tokens, and what temperature and top_p make of them", 58, sampling),
+    "06-channels": ("Where each token of an answer went; gold: nothing leaves yet", 40, channels),
+    "07-events": ("A response: what is open at each event", 22, events),
+    "08-sse": ("The bytes of the events 2 to 12, and the chunks in which they come", 0.28, frames),
+    "09-background": ("One log, three readers", 22, lambda: asyncio.run(followed())),
+    "10-upstreams": ("An upstream's answer that ends after one of its chunks", 36, upstreams),
+    "11-kernels": ("A sum by 32 lanes: how much of it each has after each round", 22, kernels),
+}
+
+
+def picture(chapter: str) -> str:
+    title, unit, rows = PICTURES[chapter]
+    return drawn(title, unit, rows())
