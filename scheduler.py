@@ -230,11 +230,13 @@ class Scheduler:
     def schedule(
         self, in_flight: Collection[list[Scheduled]] = (), max_rows: float = math.inf
     ) -> list[Scheduled]:
-        """Choose what the next step computes. What is returned counts as launched.
+        """Choose what the next step computes. What is returned counts as launched: n_computed, n_unread.
 
-        `in_flight`: the steps that earlier calls returned and postprocess() has not seen yet. Return [] if
-        the oldest step in flight must be read first. `max_rows`: about the most rows of the step while any
-        sequence decodes; prompts always get MIN_ROWS.
+        First we admit. If a sequence waits and _surplus() names one that should give way to it, that one is
+        preempted, and we admit again. While the step does not find enough pages, the youngest sequence of the
+        owner with the most is preempted. `in_flight`: the steps that earlier calls returned and postprocess()
+        has not seen yet. Return [] instead of preempting beside one: when it is read, it may end a sequence.
+        `max_rows`: about the most rows of the step while any sequence decodes; prompts always get MIN_ROWS.
         """
         self._admit()
         if self.waiting and (surplus := self._surplus()):

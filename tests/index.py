@@ -46,11 +46,18 @@ def told(mutant: Mutant) -> tuple[str, str]:
     hint = f"Read {mutant.test}."
     name, _, is_written = mutant.undoes.partition("() has been taken out")
     if is_written:
-        test = mutant.test.partition("::")[0]
+        test, is_imported = (
+            mutant.test.partition("::")[0],
+            re.compile(rf"^(from|import) {mutant.module}\b", re.M),
+        )
         uses = [f"It is judged by {mutant.test}. It is used here:"]
-        for path in (*ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"), *ROOT.glob(mutant.file), ROOT / test):
-            for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                if re.search(rf"\b{name}\(", line):
+        for path in dict.fromkeys(
+            (ROOT / mutant.file, ROOT / test, *ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"))
+        ):
+            text = path.read_text(encoding="utf-8")
+            is_near = path in (ROOT / mutant.file, ROOT / test) or mutant.file.endswith(".cu")
+            for n, line in enumerate(text.splitlines() if is_near or is_imported.search(text) else (), 1):
+                if re.search(rf"^\s+(?!.*def ).*\b{name}\(", line):
                     uses.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()}")
         return mutant.undoes, "\n".join(uses[:12])
     for path, fields in files():
