@@ -1,7 +1,7 @@
 """Usage metering: usage objects to counts of tokens, and counts of tokens to costs.
 
     usage object of a chunk --Meter.read()--> counted, and given its costs
-    request --settle()--> a line of the log, and totals
+    request --Meter.settle()--> a line of the log, and totals
 
 Authority: TelegramMessenger/cocoon, runners/helpers/CountTokens.cpp at b75d444, for the counters and the
 costs; https://platform.openai.com/docs/api-reference for the names in a usage object.
@@ -16,7 +16,7 @@ Rules of this file:
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from channels import Usage
@@ -39,11 +39,20 @@ COUNTS = {
 # fmt: on
 
 
+# All counters from the start: the rate of a counter needs its zero.
+NO_TOTALS = dict.fromkeys(
+    ("relayed_done", "relayed_error", "relayed_disconnect", "relayed_usage_unknown", "relayed_total"), 0
+)
+Outcome = Literal["done", "error", "disconnect"]
+
+
 @dataclass
 class Meter:
     """Counts the tokens of one request."""
 
     price: int | None = None  # of one token; None: usage gets no costs
+    model: str = ""
+    totals: Counter[str] = field(default_factory=Counter)  # of all requests
     usage: Usage | None = None  # None: none was seen
     upstream: str = "no upstream"  # the URL of the upstream that answers
 
@@ -83,20 +92,10 @@ class Meter:
             used["cost"] = used["total"] * self.price
         return used
 
-
-Outcome = Literal["done", "error", "disconnect"]
-
-
-# All counters from the start: the rate of a counter needs its zero.
-NO_TOTALS = dict.fromkeys(
-    ("relayed_done", "relayed_error", "relayed_disconnect", "relayed_usage_unknown", "relayed_total"), 0
-)
-
-
-def settle(totals: Counter[str], model: str, outcome: Outcome, meter: Meter) -> None:
-    """Log a request that has ended, and add it to the totals. Called once for each, also if it failed."""
-    used = meter.used()
-    summary = " ".join(f"{name}={value}" for name, value in used.items()) or "unknown (null)"
-    log.info("%s of %s: %s, usage: %s", model, meter.upstream, outcome, summary)
-    entered = used | {outcome: 1, "usage_unknown": int(not used)}
-    totals.update({f"relayed_{name}": value for name, value in entered.items()})
+    def settle(self, outcome: Outcome) -> None:
+        """Log the request, which has ended, and add it to the totals. Called once, also if it failed."""
+        used = self.used()
+        summary = " ".join(f"{name}={value}" for name, value in used.items()) or "unknown (null)"
+        log.info("%s of %s: %s, usage: %s", self.model, self.upstream, outcome, summary)
+        entered = used | {outcome: 1, "usage_unknown": int(not used)}
+        self.totals.update({f"relayed_{name}": value for name, value in entered.items()})

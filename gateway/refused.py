@@ -48,10 +48,6 @@ CONTEXT_LENGTH = re.compile(r"context_length|context length|context size|context
 class Refused(BadInput):
     """An upstream refuses the request, or none can be reached: the error for the client."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str = "") -> None:
-        super().__init__(message, param=param, code=code)
-        self.status = status
-
 
 def read_refused(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
     """Read an answer whose status is not 200, and which may be incomplete."""
@@ -81,7 +77,10 @@ def refused_by(status: int, error: Chunk) -> Refused:
         our_status, code = 400, "context_length_exceeded"
     param = error.get("param")
     return Refused(
-        our_status, message, param if isinstance(param, str) else None, code if isinstance(code, str) else ""
+        message,
+        param=param if isinstance(param, str) else None,
+        code=code if isinstance(code, str) else "",
+        status=our_status,
     )
 
 

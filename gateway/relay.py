@@ -13,7 +13,6 @@ Rules of this file:
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 import sse
 from completions import Chunk, fold
-from gateway.metering import Meter, Outcome, settle
+from gateway.metering import Meter, Outcome
 from gateway.refused import Refused, refused_by
 from gateway.upstreams import Reply
 from request.refusals import error_body
@@ -39,7 +38,7 @@ ACCEPT_S = 5
 
 @asynccontextmanager
 async def asking(
-    open_reply: Callable[[], Awaitable[Reply]], can_wait: bool, totals: Counter[str], model: str, meter: Meter
+    open_reply: Callable[[], Awaitable[Reply]], can_wait: bool, meter: Meter
 ) -> AsyncIterator[asyncio.Future[Reply]]:
     """Ask an upstream, and read its reply in the block; settle the request at the end, also if it failed.
 
@@ -60,7 +59,7 @@ async def asking(
     finally:
         opening.cancel()
         opening.add_done_callback(leave)
-        settle(totals, model, outcome, meter)
+        meter.settle(outcome)
 
 
 def leave(opening: asyncio.Future[Reply]) -> None:

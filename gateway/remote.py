@@ -115,16 +115,17 @@ class UpstreamPrompt(NamedTuple):
     body: dict[str, Any]
 
     async def count_tokens(self) -> int:
-        raise Refused(404, f"Tokens of '{self.request.model}' cannot be counted here: ask its own server.")
+        message = f"Tokens of '{self.request.model}' cannot be counted here: ask its own server."
+        raise Refused(message, code="unknown_url")
 
     async def run(self, take: Take, choice: int = 0) -> None:
         """Hand on the model's outputs; raises Refused, after Accepted too if the upstream refuses late."""
         request = self.request
-        meter = Meter(self.worker.price)
+        meter = Meter(self.worker.price, request.model, self.worker.totals)
         can_wait = request.stream or request.background
         open_reply = partial(self._open, meter)
         try:
-            async with asking(open_reply, can_wait, self.worker.totals, request.model, meter) as opening:
+            async with asking(open_reply, can_wait, meter) as opening:
                 for name, value in forwarded(opening.result().headers) if opening.done() else ():
                     if name == b"warning":
                         both = self.headers.get("Warning"), value.decode("latin-1")
@@ -171,7 +172,8 @@ class RemoteWorker(Upstreams):
         if model in models or (model == params.ALIAS and models):
             return True
         if not all(upstream.models for upstream in self._upstreams):
-            raise Refused(503, f"No upstream has '{model}', and not all of them have been reached yet.")
+            message = f"No upstream has '{model}', and not all of them have been reached yet."
+            raise Refused(message, code="server_is_overloaded")
         return False
 
     def _upstream_name(self, name: str) -> str:
@@ -205,7 +207,7 @@ class RemoteWorker(Upstreams):
         body = body | {"model": self._upstream_name(request.model)}
         if request.stream:
             body["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
-        meter = Meter(self.price)
+        meter = Meter(self.price, body["model"], self.totals)
         asked = Asked(
             request.n,
             one_call=not request.parallel_tool_calls,
@@ -213,5 +215,5 @@ class RemoteWorker(Upstreams):
             shows_usage=request.include_usage,
         )
         open_reply = partial(self.open, body, meter, asked)
-        opening = asking(open_reply, request.stream, self.totals, body["model"], meter)
+        opening = asking(open_reply, request.stream, meter)
         return RelayedChat(opening, request.n, request.stream)

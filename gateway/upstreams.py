@@ -234,7 +234,7 @@ class Upstreams:
         """Ask an upstream that has the body's model for a completion; raises Refused if none answers."""
         model = str(body["model"])
         candidates = [each for each in self._upstreams if model in each.models and not each.is_down]
-        refusal = Refused(503, f"No upstream that has '{model}' can be reached.")
+        refusal = Refused(f"No upstream that has '{model}' can be reached.", code="server_is_overloaded")
         for upstream in sorted(candidates, key=lambda upstream: upstream.n_running):
             if self._client.is_closed:  # the server stops
                 break
@@ -263,9 +263,8 @@ class Upstreams:
             reply.close()
             if isinstance(error, UNREACHABLE):
                 status = 504 if isinstance(error, TimeoutError) else 502
-                raise Refused(
-                    status, f"The upstream gave no answer to a request ({reason(error)})."
-                ) from error
+                message = f"The upstream gave no answer to a request ({reason(error)})."
+                raise Refused(message, code="server_error", status=status) from error
             if is_first and isinstance(error, Refused):
                 other = without_what_is_refused(body, error)
                 if other != body:

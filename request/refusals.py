@@ -19,16 +19,21 @@ MAX_MESSAGE = 1000  # characters: an id in it may be as long as the body
 
 
 class BadInput(ValueError):
-    """The request cannot be served. `param` is the path of the wrong value; None: the whole request."""
+    """The request cannot be served. `param` is the path of the wrong value; None: the whole request.
+
+    The status is that of the code, unless an upstream has chosen it.
+    """
 
     retry_after = ""  # seconds or a date, as an upstream wrote it
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 0
+    ) -> None:
         self.message = message[:MAX_MESSAGE]
         super().__init__(self.message)
         self.param = param
         self.code = code  # as OpenAI spells it
-        self.status = STATUS.get(code, 400)
+        self.status = status or STATUS.get(code, 400)
 
     @property
     def late_code(self) -> str:
