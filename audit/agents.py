@@ -11,7 +11,7 @@ from audit.exchanges import enter_texts
 from audit.http import REFUSED
 from audit.peer import CUT, Peer
 from audit.rules import NotApplicable, rules_of
-from audit.schema import Json, Typed
+from audit.schema import Json, faults_in
 from audit.stream import Answer, is_object, of_chunks, parsed
 
 must, should, advice = rules_of("agents", "responses agents")
@@ -51,8 +51,8 @@ def one_call(peer: Peer) -> None:
     the guide on function calling: exactly zero or one tool is called
     https://platform.openai.com/docs/guides/function-calling
     """
-    said = "What is the weather in Tokyo, in Paris and in Rome?"
-    for answer in peer.both(**peer.asks("call") | {"said": said}, limit=200, parallel_tool_calls=False):
+    three = {"said": "What is the weather in Tokyo, in Paris and in Rome?"}
+    for answer in peer.both(**peer.asks("call") | three, limit=200, parallel_tool_calls=False):
         assert len(answer.calls) <= 1
 
 
@@ -244,7 +244,7 @@ def json_schema(peer: Peer) -> None:
     """
     for answer in peer.both(**peer.asks("schema")):
         value = parsed(answer.text)
-        fits = value.keys() == {"colour", "n"} and not Typed(value, "coloured").faults
+        fits = value.keys() == {"colour", "n"} and not faults_in(value, "coloured")
         assert fits or answer.end == "length"
 
 
@@ -346,18 +346,14 @@ def spelled_tokens(peer: Peer) -> None:
         prompts = (peer.reply(said="1" + f"{spelled}1" * n, limit=1) for n in (N_COPIES, 2 * N_COPIES))
         once, twice = (of_chunks([reply.if_there().json]).n_prompt for reply in prompts)
         # The digit after each copy is a token too.
-        assert (twice - once) / N_COPIES != 2
-
-
-def asked_apart(peer: Peer, path: str, said: object) -> Json:
-    """Ask an endpoint that a server need not have."""
-    return peer.ask("POST", path, {"model": peer.model, "input": said}).if_there(REFUSED).json
+        assert twice - once != 2 * N_COPIES
 
 
 def compacted(peer: Peer) -> list[Json]:
-    """Return the items to which a conversation is compacted."""
+    """Return the items to which a conversation is compacted, by an endpoint that a server need not have."""
     said = [HI, {"role": "assistant", "content": "It rains."}, HI]
-    return asked_apart(peer, "/responses/compact", said).get("output") or []
+    reply = peer.ask("POST", "/responses/compact", {"model": peer.model, "input": said})
+    return reply.if_there(REFUSED).json.get("output") or []
 
 
 @should

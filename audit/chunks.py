@@ -53,10 +53,7 @@ def role(capture: Capture) -> Faults:
         expected = [] if index in begun else ["assistant"]
         got = [delta.role] if "role" in delta else []
         if got != expected:
-            yield (
-                number,
-                f"expected the role in the first delta alone, got {shortened(delta)}",
-            )
+            yield number, f"expected the role in the first delta alone, got {shortened(delta)}"
         begun.add(index)
 
 
@@ -71,15 +68,9 @@ def finish_reason(capture: Capture) -> Faults:
     for number, index, choice in choices(capture):
         reason = choice.finish_reason
         if ended.get(index) is not None:
-            yield (
-                number,
-                f"expected nothing after a finish_reason, got {shortened(choice)}",
-            )
+            yield number, f"expected nothing after a finish_reason, got {shortened(choice)}"
         elif reason not in (None, *FINISH_REASONS):
-            yield (
-                number,
-                f"expected null or one of {shortened(FINISH_REASONS)}, got {reason}",
-            )
+            yield number, f"expected null or one of {shortened(FINISH_REASONS)}, got {reason}"
         ended[index] = ended.get(index) or reason
     if None in ended.values() and not any("error" in chunk for chunk in capture.raw):
         yield len(capture.raw) - 1, "expected a finish_reason of each choice, got the end of the stream"
@@ -102,10 +93,7 @@ def call_deltas(capture: Capture) -> Faults:
                 yield from agreed(number, "the index of a new call to be", n_begun[index], call.index)
                 n_begun[index] += 1
             if not all(head) if is_new else head != [None] * 3:
-                yield (
-                    number,
-                    f"expected id, type and name in the first delta alone, got {shortened(call)}",
-                )
+                yield number, f"expected id, type and name in the first delta alone, got {shortened(call)}"
         if choice.finish_reason == "tool_calls" and not n_begun[index]:
             yield number, "expected finish_reason 'tool_calls' of a choice with calls only, got one without"
 
@@ -124,10 +112,7 @@ def chunk_texts(capture: Capture) -> Faults:
                 yield last, f"expected content without markup of the model's, got {marker[0]}"
             for call in answer.calls.values():
                 if call["name"] and not is_object(call["arguments"]):
-                    yield (
-                        last,
-                        f"expected arguments that are a JSON object, got {shortened(call)}",
-                    )
+                    yield last, f"expected arguments that are a JSON object, got {shortened(call)}"
 
 
 # --- usage and errors ---------------------------------------------------------------------------------------

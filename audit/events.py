@@ -203,10 +203,7 @@ def item_status(capture: Capture) -> Faults:
         if response.status != "completed" and statuses[-1:] == ["incomplete"]:
             statuses.pop()  # the item that was cut
         if event_type in TERMINAL and {*statuses} - {"completed"}:
-            yield (
-                number,
-                f"expected completed items, but for one cut, got {', '.join(statuses)}",
-            )
+            yield number, f"expected completed items, but for one cut, got {', '.join(statuses)}"
 
 
 @should
@@ -321,10 +318,7 @@ def annotations(capture: Capture) -> Faults:
             yield from agreed(number, "annotation_index", len(announced), index)
             announced.append(event.annotation)
             if (event.annotation.end_index or event.annotation.index or 0) > n_bytes:
-                yield (
-                    number,
-                    f"expected text before its annotation, got {shortened(event.annotation)}",
-                )
+                yield number, f"expected text before its annotation, got {shortened(event.annotation)}"
         elif label(event) == "response.content_part.done output_text":
             yield from agreed(number, "annotations", announced, event.part.annotations)
 
@@ -415,7 +409,4 @@ def arguments(capture: Capture) -> Faults:
     for number, event in capture.events:
         item = event.item
         if (item.type, item.status) == ("function_call", "completed") and not is_object(item.arguments):
-            yield (
-                number,
-                f"expected arguments that are a JSON object, got {shortened(item)}",
-            )
+            yield number, f"expected arguments that are a JSON object, got {shortened(item)}"

@@ -157,7 +157,7 @@ def messages_index(peer: Peer) -> None:
     for event in events(peer):
         if (kind := str(event.get("type"))).startswith("content_block_"):
             n_started += kind.endswith("start")
-            assert event.get("index") == n_started - 1, f"expected index {n_started - 1} in {kind}"
+            assert event.get("index") == n_started - 1
 
 
 @must
@@ -220,8 +220,8 @@ def messages_usage(peer: Peer) -> None:
     clients show and bill them
     https://github.com/sgl-project/sglang/issues/20678
     """
-    assert of_response(events(peer)[0]["message"]).n_prompt > 0, "expected input_tokens in message_start"
-    assert peer.plain().response["usage"]["output_tokens"] > 0
+    assert of_response(events(peer)[0]["message"]).n_prompt, "expected input_tokens in message_start"
+    assert peer.plain().response["usage"]["output_tokens"]
 
 
 @must(after="messages-fields")

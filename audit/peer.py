@@ -64,6 +64,9 @@ PARIS         "{\"city\": \"Paris\"}"
 STORY         Tell me a very long story about a fox.
 WEATHER       What is the weather in Tokyo?
 COLOUR        {"type": "object", "properties": HUES, "required": ["colour", "n"], CLOSED}
+ANIMALS       {"type": "object", "properties": {"animals": ONE_HERD}, "required": ["animals"], CLOSED}
+ONE_HERD      {"type": "string", "enum": ["FACESFACESFACESFACESFACESFACESFACES"]}
+FACES         \ud83e\udd8a\ud83e\udd8a\ud83e\udd8a\ud83e\udd8a
 CLOSED        "additionalProperties": false
 HUES          {"colour": {"type": "string", "enum": ["red", "green"]}, "n": {"type": "integer"}}
 """
@@ -107,6 +110,10 @@ ASKED = STREAMS | json.loads(
                       "type": "json_schema", "name": "x", "schema": COLOUR, "strict": true}}},
     "chat-schema":   {"said": "Name a colour and a number.", "limit": 400, "response_format": {
                       "type": "json_schema", "json_schema": {"name": "x", "schema": COLOUR, "strict": true}}},
+    "animals":       {"said": "Which animals?", "limit": 100, "text": {"format": {
+                      "type": "json_schema", "name": "x", "schema": ANIMALS, "strict": true}}},
+    "chat-animals":  {"said": "Which animals?", "limit": 100, "response_format": {"type": "json_schema",
+                      "json_schema": {"name": "x", "schema": ANIMALS, "strict": true}}},
     "object":        {"said": "Say hello in JSON.", "limit": 400, "text": {
                       "format": {"type": "json_object"}}},
     "chat-object":   {"said": "Say hello in JSON.", "limit": 400, "response_format": {"type": "json_object"}}
@@ -338,6 +345,7 @@ def judged(rule: Rule, peer: Peer) -> None:
     for name, asked in STREAMS.items():
         if asked.get("api", "responses") not in rule.profiles:
             continue
+        peer.exchanges.clear()
         try:
             capture = read(peer.recorded(name).body)
         except (NotApplicable, NoReply) as error:

@@ -29,13 +29,6 @@ class Kept(NamedTuple):
         return self.peer.ask(method, f"/responses/{self.response.get('id')}{rest}")
 
 
-def kept(peer: Peer, **asked: object) -> Kept:
-    """Make a response that can be asked for by its id."""
-    made = Kept(peer, peer.plain(store=True, **asked).response)
-    made.ask("GET").if_there(REFUSED)
-    return made
-
-
 must, should, _ = rules_of("stored", "stateful")
 
 
@@ -46,8 +39,10 @@ def stored(peer: Peer) -> None:
     the API reference: GET returns the response with this id
     F12 https://github.com/EricLBuehler/mistral.rs/issues/1946
     """
-    for made in (kept(peer), Kept(peer, final(peer.recorded("text")))):
-        assert made.ask("GET").json == made.response
+    made = Kept(peer, peer.plain(store=True).response)
+    made.ask("GET").if_there(REFUSED)
+    for one in (made, Kept(peer, final(peer.recorded("text")))):
+        assert one.ask("GET").json == one.response
 
 
 BY_ID = """
@@ -281,7 +276,7 @@ def resume(peer: Peer) -> None:
     """
     made, stream = followed(peer)
     n_events = len(stream.events)
-    for after in {0, 1, n_events // 2, n_events - 2}:
+    for after in {0, n_events // 2, n_events - 2}:
         reply = made.ask("GET", f"?stream=true&starting_after={after}")
         assert stream.body.endswith(reply.body)
         assert reply.events == stream.events[after + 1 :]
@@ -297,7 +292,7 @@ def resume_end(peer: Peer) -> None:
     # No event is to come; a reader of events that were lost may be told how it ended.
     made, stream = followed(peer)
     last = len(stream.events) - 1
-    for after in (last, last + 1, 10**6):
+    for after in (last, 10**6):
         try:
             reply = made.ask("GET", f"?stream=true&starting_after={after}")
         except NoReply as error:
@@ -314,7 +309,7 @@ def resume_number(peer: Peer) -> None:
     F09 https://github.com/Azure/azure-sdk-for-net/tree/main/sdk/agentserver/Azure.AI.AgentServer.Responses/docs
     """
     made, _ = followed(peer)
-    for after in ("-1", "-3", "x"):
+    for after in ("-1", "x"):
         assert made.ask("GET", f"?stream=true&starting_after={after}").is_refusal
 
 
@@ -388,5 +383,4 @@ def delete_running(peer: Peer) -> None:
     made = begun_story(peer)
     reply = made.ask("DELETE").if_there()
     made.ask("POST", "/cancel")
-    expected = 404 if reply.status == 200 else 200
-    assert made.ask("GET").status == expected
+    assert made.ask("GET").status == (404 if reply.status == 200 else 200)
