@@ -235,6 +235,8 @@ def test_each_rule_is_of_a_profile_and_says_who_wrote_it_down() -> None:
     assert chosen("all", []) == [*RULES]
     assert chosen("stateful", ["resume*"]) == ["resume", "resume-end", "resume-number"]
     assert [name for name, rule in RULES.items() if not rule.source or "://" not in rule.link] == []
+    chapters = report.page({}).partition("const CHAPTERS")[2].partition("};")[0]
+    assert [rule.group for rule in RULES.values() if f" {rule.group}: " not in chapters] == []
 
 
 @pytest.mark.parametrize("inputs", [{}, {"model": "tiny", "arguments": "--strict --rules 'bad-j*'"}])
