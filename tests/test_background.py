@@ -209,7 +209,7 @@ ENDS: dict[str, tuple[Said | Exception | None, str, str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.bug("F02", "F03", "F04")
+@pytest.mark.bug("F01", "F02", "F03", "F04")
 @pytest.mark.parametrize("in_background", [True, False])
 @pytest.mark.parametrize("how", ENDS)
 async def test_how_a_run_ends(how: str, in_background: bool) -> None:

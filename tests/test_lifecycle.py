@@ -1,13 +1,11 @@
 """Responses that outlive their request, as clients meet them: over HTTP, with the tiny model.
 
-What happens in which order is tested by the state machine in test_background.py; here is what clients are
-told, by status, and chains, limits, and what a kill leaves. For the authority see api.py.
+What happens in which order, kills and restarts too, is simulate.py's; what clients may rely on has rules in
+audit/stored.py, which tests/wire asks of this server. Here is what both leave open.
 """
 
 import dataclasses
-import itertools
 import json
-import socket
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ from dialects.matchers import N_CHECKS
 from helpers import laws
 from helpers.asked import FAULTY, HI, NO_END, RESPONSES
 from helpers.limits import PATIENCE_S
-from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
+from helpers.serving import Json, Reply, Server, serve, until
 from request import items, params
 from store import TERMINAL
 
@@ -29,15 +27,6 @@ RAISES = 666  # a seed that faulty_server.py takes for a fault
 LONG: Json = HI | NO_END | {"max_output_tokens": 1900}  # seconds
 BACKGROUND: Json = {"background": True}
 STREAM: Json = {"stream": True}
-
-WEATHER: Json = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Get the weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-TOKYO = "What is the weather in Tokyo?"
-RESULT = '{"temperature": 21, "condition": "sunny"}'
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +44,6 @@ def created(server: Server, body: Json) -> Json:
     reply = server.post(RESPONSES, body)
     assert reply.status == 200, reply.body
     return dict(reply.json)
-
-
-def ended(server: Server, id: str) -> Json:
-    """A response when it is terminal."""
-    until(lambda: server.get(path(id)).json["status"] in TERMINAL, f"{id} is terminal")
-    return dict(server.get(path(id)).json)
 
 
 def is_idle(server: Server) -> bool:
@@ -100,70 +83,6 @@ def check_not_found(server: Server, id: str) -> None:
     for method, use in USES:
         reply = server.request(method, path(id) + use, None)
         check_refusal(reply, f"Response with id '{id}' not found.", None, "response_not_found")
-
-
-@contextmanager
-def streaming(server: Server, body: Json) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The id of a response, and its frames as they come; leaving the block is leaving the stream."""
-    with server.connect(http_bytes(RESPONSES, body | STREAM)) as connection:
-        if not connection.recv(1, socket.MSG_PEEK):
-            raise ConnectionError("the server has gone")
-        chunks = http_frames(connection)
-        first = next(chunks)
-        try:
-            yield parsed(first)["response"]["id"], itertools.chain([first], chunks)
-        finally:
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-# --- mistral.rs 2114 ----------------------------------------------------------------------------------------
-
-ORIGIN = {"model": "default", "input": "What is 2+2? Answer with just the number."}
-
-
-@pytest.mark.bug("F01")
-@pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("stream", [True, False])
-def test_background_stream_unexpected_type(server: Server, background: bool, stream: bool) -> None:
-    """The background handler waited for another kind of message than a stream sends, and failed with
-    "Unexpected response type": github.com/EricLBuehler/mistral.rs/issues/1945. Here the four combinations
-    differ in who reads, not in what there is.
-    """
-    reply = server.post(RESPONSES, {**ORIGIN, "background": background, "stream": stream})
-    assert reply.status == 200
-    if stream:
-        events = [parsed(frame) for frame in frames_of(reply.body)]
-        laws.check_response(events)
-        first, last = events[0]["response"], events[-1]["response"]
-        assert (events[1]["type"] == "response.queued") == background
-    else:
-        first, last = reply.json, reply.json
-    if background:
-        assert (first["status"], first["output"], first["usage"]) == ("queued", [], None)
-        laws.check_body(first)
-        last = ended(server, first["id"])
-    assert server.get(path(first["id"])).json == last
-    laws.check_body(last)
-    assert (last["status"], last["background"]) == ("completed", background)
-    assert last["usage"]["output_tokens"] > 0
-    plain = created(server, ORIGIN)
-    assert [item["content"] for item in last["output"]] == [item["content"] for item in plain["output"]]
-    if not (background and stream):
-        lacks = "stream" if background else "background"
-        why = f"This response cannot be streamed because it was not created with {lacks}=true."
-        check_refusal(replay(server, first["id"]), why, "stream")
-    why = CANNOT_CANCEL["completed"] if background else "Cannot cancel a synchronous response."
-    check_refusal(server.post(path(first["id"], "cancel"), {}), why)
-
-
-@pytest.mark.bug("I05")
-def test_background_must_survive_disconnect(server: Server) -> None:
-    """The client leaves after three frames, and the run goes on: vllm-project/vllm#23927, its test."""
-    with streaming(server, LONG | BACKGROUND | {"max_output_tokens": 400}) as (id_, frames):
-        seen = list(itertools.islice(frames, 3))
-        assert server.get(path(id_)).json["status"] == "in_progress"
-    assert ended(server, id_)["status"] == "incomplete"
-    assert frames_of(replay(server, id_).body)[:3] == seen
 
 
 # --- resume -------------------------------------------------------------------------------------------------
@@ -238,59 +157,6 @@ def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
         check_not_found(server, id_)
 
 
-def test_foreground_response_that_runs_is_its_clients_alone(server: Server) -> None:
-    with streaming(server, LONG) as (id_, _):
-        check_not_found(server, id_)
-        reply = server.post(RESPONSES, HI | {"previous_response_id": id_})
-        assert reply.json["error"]["code"] == "previous_response_not_found"
-    until(lambda: is_idle(server), "the engine is idle")
-
-
-# --- chains -------------------------------------------------------------------------------------------------
-
-
-def listed(server: Server, id: str) -> list[Json]:
-    page: Json = server.get(path(id, "input_items") + "?order=asc&limit=100").json
-    assert not page["has_more"]
-    return list(page["data"])
-
-
-@pytest.mark.bug("F14")
-def test_previous_response(server: Server) -> None:
-    """An unknown id was ignored, one step of history was all there was, calls were not in it: mistral.rs at
-    9e92262, gpt-oss at 7b58334, tetherto/qvac#2030. Here the chain is what was said, all of it, in order.
-    """
-    tools = {"tools": [WEATHER]}
-    first = created(server, HI | tools | {"input": TOKYO, "instructions": "Be brief.", "background": True})
-    first = ended(server, first["id"])
-    thought, call = first["output"]
-    assert (thought["type"], call["type"]) == ("reasoning", "function_call")
-    result = {"type": "function_call_output", "call_id": call["call_id"], "output": RESULT}
-    second = created(server, HI | tools | {"input": [result], "previous_response_id": first["id"]})
-    assert second["output"][-1]["content"][0]["text"].endswith("sunny in Tokyo.")
-    assert (second["instructions"], second["previous_response_id"]) == (None, first["id"])
-    items = listed(server, second["id"])
-    kinds = [item["type"] for item in items]
-    assert kinds == ["message", "reasoning", "function_call", "function_call_output"]
-    assert items[1:3] == [thought, call]
-    assert items[0] == listed(server, first["id"])[0]
-
-    # The same as if all had been sent at once: without the instructions, which are those of one turn.
-    said = [{"role": "user", "content": TOKYO}, thought, call, result]
-    at_once = created(server, HI | tools | {"input": said})
-    details = {"input_tokens_details": at_once["usage"]["input_tokens_details"]}
-    assert at_once["usage"] == second["usage"] | details
-    assert [item["content"] for item in at_once["output"]] == [item["content"] for item in second["output"]]
-    continued = HI | {"previous_response_id": second["id"]}
-    assert server.request("DELETE", path(first["id"]), None).status == 200
-    third = created(server, continued)  # a child stands for itself: its parent may go
-    assert server.request("DELETE", path(second["id"]), None).status == 200
-    assert listed(server, third["id"])[:-1] == [*items, *second["output"]]
-    message = f"Previous response with id '{second['id']}' not found."
-    reply = server.post(RESPONSES, continued)
-    check_refusal(reply, message, "previous_response_id", "previous_response_not_found")
-
-
 # --- what is kept -------------------------------------------------------------------------------------------
 
 
@@ -325,7 +191,7 @@ def test_what_is_stored_is_sent_as_it_is(tmp_path: Path) -> None:
 JUNK = [{"zz": "zz"}] * 1000
 ODD: Json = HI | {
     "logit_bias": {"5": 1},
-    "tools": [WEATHER | {"zz": JUNK}],
+    "tools": [{"type": "function", "name": "get_weather", "zz": JUNK}],
     "tool_choice": {"type": "function", "name": "get_weather"},
     "reasoning": {"effort": "none", "zz": JUNK},
     "text": {"format": {"type": "text", "zz": JUNK}},

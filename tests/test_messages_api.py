@@ -98,13 +98,6 @@ def test_the_ai_sdk_reads_it(server: Server, tmp_path: Path) -> None:
     assert said["refused"]["status"] == 404
 
 
-@pytest.mark.bug("S07")
-def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
-    """vllm-project/vllm#48273"""
-    answer = client.messages.create(**TWO, **GREEDY, stop_sequences=["END", " plus"])
-    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " plus")
-
-
 def saying(role: str, content: Any) -> Json:
     return TWO | {"messages": [{"role": role, "content": content}]}
 

@@ -66,25 +66,6 @@ def ids(db: Store, *asked: str) -> list[str]:
 # --- in and out ---------------------------------------------------------------------------------------------
 
 
-def test_what_goes_in_comes_out(db: Store) -> None:
-    """Events and the state that they bring are one: of a write that fails nothing is there."""
-    items = [{"id": f"msg_{i}", "content": [ODD_TEXT, {"a": 1.5, "b": None}]} for i in range(12)]
-    new = row(items_json=dumped(items))
-    db.write(new, 0, [b"0", b"1"])
-    assert (db.get("resp_1"), db.frames("resp_1")) == (new, [b"0", b"1"])
-    db.write(newer(), 2, [b"2", ODD_TEXT.encode()])
-    for first_number in (0, 1):
-        with pytest.raises(sqlite3.IntegrityError):
-            db.write(newer("completed"), first_number, [b"again"])
-    assert (db.get("resp_1"), db.live()) == (new, ["resp_1"])
-    ended_row = new.with_response(*state("completed", WEATHER), NOW + 1)
-    db.write(newer("completed", WEATHER, at=NOW + 1), 4, [b"4"])
-    assert (db.get("resp_1"), db.live()) == (ended_row, [])
-    assert db.frames("resp_1") == [b"0", b"1", b"2", ODD_TEXT.encode(), b"4"]
-    assert ended_row.items == items
-    assert (db.get("resp_2"), db.frames("resp_2")) == (None, [])
-
-
 @pytest.mark.bug("F10")
 @pytest.mark.parametrize("damage", ["DELETE FROM events", "UPDATE events SET frame = x'30'"])
 def test_lost_events_are_noticed(db: Store, damage: str) -> None:

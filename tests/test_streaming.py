@@ -4,7 +4,6 @@ import asyncio
 import json
 
 import pytest
-from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 import streaming
@@ -28,30 +27,6 @@ async def test_a_large_answer_leaves_in_pieces() -> None:
     assert int(dict(start["headers"])[b"content-length"]) == len(text)
     assert b"".join(piece["body"] for piece in pieces) == text.encode()
     assert max(len(piece["body"]) for piece in pieces) == PIECE_BYTES
-
-
-async def test_work_ends_with_its_client() -> None:
-    """What it raises on its way out is dropped; while the client is there, what it raises is told."""
-    has_left = asyncio.Event()
-
-    async def receive() -> Message:
-        await has_left.wait()
-        return {"type": "http.disconnect"}
-
-    async def work_on() -> str:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            raise OSError("nobody is there")
-
-    async def fail() -> str:
-        raise TimeoutError("an upstream was too slow")
-
-    with pytest.raises(TimeoutError, match="too slow"):
-        await while_connected(fail(), receive)
-    asyncio.get_running_loop().call_soon(has_left.set)
-    with pytest.raises(ClientDisconnect):
-        await while_connected(work_on(), receive)
 
 
 async def test_work_that_is_cancelled_as_its_client_leaves_is_cancelled() -> None:

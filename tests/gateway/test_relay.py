@@ -4,7 +4,6 @@ which of them is asked. The bugs of other relays are replays; here: their laws, 
 
 import asyncio
 import gzip
-import itertools
 import json
 import logging
 import threading
@@ -27,7 +26,6 @@ from gateway.metering import Meter
 from gateway.outputs import Outputs
 from gateway.refused import Refused
 from gateway.relay import frames_of as frames_of_chunks
-from gateway.relay import whole
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Timeouts
 from helpers.serving import Json
@@ -60,32 +58,6 @@ ASK: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 FOR_EVER_S = 6 * upstreams.GRACE_S  # long enough to see that the front does not end it
 STREAMED: Json = ASK | {"stream": True}
 QUICK = Timeouts(connect_s=5, first_byte_s=10, idle_s=10)
-
-# --- the seed: three scenarios, and what they cost ----------------------------------------------------------
-
-COUNTS = b'{"prompt_tokens":14,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":3}}'
-SEED = (
-    b'data: {"id":"1","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
-    b'data: {"id":"1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":' + COUNTS + b"}\n\n"
-    b"data: [DONE]\n\n"
-)
-PLAIN = b'{"id":"1","choices":[{"index":0,"message":{"content":"hi"}}],"usage":' + COUNTS + b"}"
-
-
-@pytest.mark.bug("B01")
-@pytest.mark.parametrize(
-    ("chunks", "stream"),
-    [([SEED], True), ([SEED[i : i + 1] for i in range(len(SEED))], True), ([PLAIN], False)],
-    ids=["sse_whole_events", "sse_byte_split", "raw_json_non_stream"],
-)
-def test_relay_json_parser_eats_sse(chunks: list[bytes], stream: bool) -> None:
-    """200 and no byte: a JSON parser met SSE. https://github.com/TelegramMessenger/cocoon/issues/49"""
-    meter = Meter(price=1)
-    reader = Reader(meter, Asked(shows_usage=True))
-    read = [*itertools.chain.from_iterable(map(reader.feed, chunks)), *reader.close()]
-    said = frames_of_chunks(read) if stream else whole(read).encode()
-    assert b'"prompt_total_cost":14,"completion_total_cost":7,"total_cost":21' in said
-    assert [*meter.used().values()] == [11, 3, 7, 0, 21, 21]  # prompt, cached, ..., total, cost
 
 
 @pytest.mark.bug("B02")

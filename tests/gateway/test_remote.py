@@ -1,8 +1,7 @@
 """A relay, this project's server in front of another one of its kind: all that holds of one holds of both.
 
-The tests that test_server.py and test_lifecycle.py have of Responses and chat run again here, over a front
-without a model of its own, which asks the worker behind it by /v1/chat/completions. Then the tests of what
-only a relay does.
+The tests that test_server.py has of Responses and chat run again here, over a front without a model of its
+own, which asks the worker behind it by /v1/chat/completions. Then the tests of what only a relay does.
 """
 
 from collections.abc import Iterator
@@ -18,25 +17,13 @@ from helpers.asked import CHAT, FAULTY, RESPONSES
 from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, delta, finish, hangs, head, says, upstream
 from service import options
-from test_lifecycle import (  # noqa: F401  (collected again, with the fixtures of this file)
-    BACKGROUND,
-    LONG,
-    created,
-    ended,
-    parsed,
-    streaming,
-    test_background_must_survive_disconnect,
-    test_background_stream_unexpected_type,
-    test_foreground_response_that_runs_is_its_clients_alone,
-    test_previous_response,
-)
-from test_server import (  # noqa: F401
+from test_lifecycle import created
+from test_server import (  # noqa: F401  (collected again, with the fixtures of this file)
     ASKED,
     chat_body,
     events,
     responses_body,
     test_chat,
-    test_choices_are_drawn_apart,
     test_responses,
     test_sdk_is_told_of_a_cut,
     timeless,
@@ -113,8 +100,10 @@ TOO_LONG = "hi" * 9000
 
 def test_what_the_worker_refuses_in_the_background_has_failed(server: Server) -> None:
     made = created(server, {"model": "tiny", "input": TOO_LONG, "background": True})
-    found = ended(server, made["id"])
-    assert (found["status"], found["error"]["code"]) == ("failed", "invalid_prompt")
+    path = f"{RESPONSES}/{made['id']}"
+    until(lambda: server.get(path).json["status"] == "failed", "it has failed")
+    found = server.get(path).json
+    assert found["error"]["code"] == "invalid_prompt"
     assert "context" in found["error"]["message"]
     counted = server.post(RESPONSES + "/input_tokens", {"model": "tiny", "input": "hi"})
     assert (counted.status, counted.json["error"]["param"]) == (404, None)

@@ -161,13 +161,6 @@ def test_a_fork_that_fails_leaves_its_parent(client: ClientConnection) -> None:
     assert refusal(client, chained | {"stream_id": "b"}) == NOT_FOUND
 
 
-def test_a_turn_that_fails_leaves_nothing_to_continue(client: ClientConnection) -> None:
-    chained = ASKED | {"previous_response_id": answer(client, ASKED)["id"]}
-    *_, last = turn(client, chained | NO_END | {"seed": RAISES, "temperature": 1})
-    assert last["type"] == "response.failed"
-    assert refusal(client, chained) == NOT_FOUND
-
-
 def test_there_are_so_many_lanes(client: ClientConnection) -> None:
     for i in range(MAX_LANES):
         assert refusal(client, {"stream_id": f"lane.{i}"})[0] == 400
@@ -354,15 +347,6 @@ def test_what_steers_a_turn_is_bounded_in_bytes(locked: Server) -> None:
             del codes[""]  # of other events
     assert codes.keys() <= {"too_many_pending_steers", "rate_limit_exceeded", "successor_creation_failed"}
     assert codes["rate_limit_exceeded"] > 2  # 16 MB for two keys
-
-
-@pytest.mark.bug("M13")
-def test_a_response_that_is_not_known_is_not_steered(client: ClientConnection) -> None:
-    for number, id_ in enumerate(("resp_missing", None, ["resp"])):
-        steer(client, id_)
-        failed = json.loads(client.recv(timeout=30))
-        assert why_not(failed, id_) == "response_not_found"
-        assert (failed.get("stream_id"), failed["sequence_number"]) == (None, number)
 
 
 # --- its end ------------------------------------------------------------------------------------------------
