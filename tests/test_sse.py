@@ -129,13 +129,6 @@ def test_a_long_line_in_small_chunks_takes_linear_work(monkeypatch: pytest.Monke
 
 # fmt: off
 # Both ways: what is written for (value, event), and read as it.
-FRAMES = [
-    # value       event         frame
-    ({},          "a.delta",    b"event: a.delta\ndata: {}\n\n"),
-    ({},          None,         b"data: {}\n\n"),
-    (" a: b\n",   " e",         b'event:  e\ndata: " a: b\\n"\n\n'),
-    ("\ufeffé",   None,         b'data: "\xef\xbb\xbf\xc3\xa9"\n\n'),
-]
 
 # What comes of a stream where an event may have 10 bytes.
 SIZES = [
@@ -157,12 +150,6 @@ SIZES = [
     (b"data:a\n\n:",                  1,      Truncated),      # half a comment is one
 ]
 # fmt: on
-
-
-@pytest.mark.parametrize(("value", "event", "frame"), FRAMES)
-def test_frame(value: Any, event: str | None, frame: bytes) -> None:
-    assert encode(value, event) == frame
-    assert parse([frame]) == ([Event(event or "message", dumps(value), "")], None)
 
 
 @pytest.mark.parametrize(("stream", "n_events", "raised"), SIZES)
