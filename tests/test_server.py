@@ -9,7 +9,9 @@ import itertools
 import json
 import re
 import signal
+import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +20,14 @@ import pytest
 
 import sse
 from completions import fold
+from dialects.matchers import N_CHECKS
 from helpers import laws
-from helpers.asked import CHAT, FAULTY, HELLO, NO_END, RESPONSES
+from helpers.asked import CHAT, FAULTY, HELLO, HI, NO_END, RESPONSES
 from helpers.faulty_server import AFTER_TOKENS, RAISES, SLOW
+from helpers.limits import PATIENCE_S
 from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until, without
 from service import connections
+from store import TERMINAL
 
 ERROR_KEYS = {"message", "type", "param", "code"}
 
@@ -311,6 +316,129 @@ def test_what_is_not_run_is_named(server: Server, path: str, more: Json, names: 
     assert "warning" not in server.post(path, {"model": "tiny"} | says(path, "hi")).headers
 
 
+# --- responses that outlive their request -------------------------------------------------------------------
+# What clients may rely on has rules in audit/stored.py, which tests/wire asks of this server; kills, restarts
+# and what happens in which order are simulate.py's. Here is what both leave open.
+
+LONG: Json = HI | NO_END | {"max_output_tokens": 1900}  # seconds
+BACKGROUND: Json = {"background": True}
+USES = [("GET", ""), ("GET", "?stream=true"), ("GET", "?stream=true&starting_after=0"),
+        ("POST", "/cancel"), ("DELETE", ""), ("GET", "/input_items")]  # fmt: skip
+
+
+def path_of(id: str, *rest: str) -> str:
+    return "/".join((RESPONSES, id, *rest))
+
+
+def created(server: Server, body: Json) -> Json:
+    reply = server.post(RESPONSES, body)
+    assert reply.status == 200, reply.body
+    return dict(reply.json)
+
+
+def check_message(reply: Reply, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+    status = 404 if code == "response_not_found" else 400
+    error = check_refusal(reply, status, code)
+    assert (error["message"], error["param"]) == (message, param)
+
+
+@pytest.mark.bug("F09")
+def test_starting_after_is_a_number(server: Server) -> None:
+    """%D9%A3 is a three that Python's int() takes. Without stream it is not looked at."""
+    id_ = created(server, HI)["id"]
+    for after in ("-1", "", "1.0", "%2B1", "%D9%A3", "9" * 5000):
+        refused = server.get(path_of(id_) + f"?stream=true&starting_after={after}")
+        assert (refused.status, refused.json["error"]["param"]) == (400, "starting_after")
+        assert server.get(path_of(id_) + f"?starting_after={after}").json["id"] == id_
+    for word in ("maybe", "", "x" * 5000):  # bug: it meant no, and the client waited for events
+        refused = server.get(path_of(id_) + f"?stream={word}")
+        assert (refused.status, refused.json["error"]["param"]) == (400, "stream")
+        assert len(refused.body) < 300
+    assert server.get(path_of(id_) + "?stream=False").json["id"] == id_
+
+
+#   status          how to make a response of it
+BODIES: dict[str, Json] = {
+    "in_progress":  LONG,
+    "completed":    HI,
+    "incomplete":   HI | {"max_output_tokens": 5},
+    "failed":       LONG | {"seed": RAISES},
+}  # fmt: skip
+
+CANNOT_CANCEL = {
+    "completed":    "Cannot cancel a completed response.",
+    "failed":       "Cannot cancel a failed response.",
+    "incomplete":   "Cannot cancel a response in terminal state.",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def response_of(server: Server, status: str) -> Iterator[str]:
+    """The id of a background response of this status; it does not run any longer than that."""
+    id_ = created(server, BODIES[status] | BACKGROUND)["id"]
+    try:
+        until(lambda: server.get(path_of(id_)).json["status"] == status, f"it is {status}")
+        yield id_
+    finally:
+        server.post(path_of(id_, "cancel"), {})
+        until(lambda: server.health()["running"] + server.health()["background"] == 0, "the engine is idle")
+
+
+@pytest.mark.bug("F06", "F07")
+@pytest.mark.parametrize("status", BODIES)
+def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
+    """Of a finished one, cancel said "Cannot cancel a synchronous response." (vllm-project/vllm#57999), 409
+    (ogx-ai/ogx#5180) or 404; one that was deleted while it ran was stored again at its end (mistral.rs).
+    """
+    with response_of(server, status) as id_:
+        if status not in TERMINAL:
+            refused = server.request("DELETE", path_of(id_), None)
+            check_message(refused, "Cannot delete an in-flight response.")
+        before = server.get(path_of(id_)).json
+        for _ in range(2):
+            reply = server.post(path_of(id_, "cancel"), {})
+            if status in CANNOT_CANCEL:
+                check_message(reply, CANNOT_CANCEL[status])
+                assert server.get(path_of(id_)).json == before
+            else:
+                assert (reply.status, reply.json["status"]) == (200, "cancelled")
+                assert reply.json == server.get(path_of(id_)).json
+                laws.check_body(reply.json)
+        deleted = server.request("DELETE", path_of(id_), None)
+        assert (deleted.status, deleted.json) == (200, {"id": id_, "object": "response", "deleted": True})
+        for method, use in USES:
+            reply = server.request(method, path_of(id_) + use, None)
+            check_message(reply, f"Response with id '{id_}' not found.", None, "response_not_found")
+
+
+AS_IT_IS = '{ "output": [ ] }'
+LISTED = '[{"id":  "msg_1"}]' + " " * 1000
+
+
+@pytest.mark.bug("F11")
+def test_what_is_stored_is_sent_as_it_is(tmp_path: Path) -> None:
+    """All of a row of 62 MB was parsed, to write one member of it again: no client was served for 2.5 s.
+
+    Ten minutes after its end a stream is gone, and so is all of a background response with store: false;
+    what is stored can still be got: github.com/openai/openai-python/issues/2828.
+    """
+    file, temporary = tmp_path / "store.db", BACKGROUND | {"store": False}
+    with serve("--store", str(file), script=FAULTY) as server:
+        streams = [events(server, RESPONSES, HI | more) for more in (BACKGROUND, temporary)]
+    kept, forgotten = (stream[0]["response"]["id"] for stream in streams)
+    with contextlib.closing(sqlite3.connect(file)) as db, db:
+        db.execute("UPDATE responses SET ended_at = ended_at - 610")
+        db.execute("UPDATE texts SET response = ?, items = ?, request = '{}'", (AS_IT_IS, LISTED))
+    with serve("--store", str(file), "--no-temporary", script=FAULTY) as server:
+        assert server.get(path_of(kept)).body == AS_IT_IS.encode()
+        assert server.get(path_of(kept, "input_items")).json["data"] == [{"id": "msg_1"}]
+        why = "This response can no longer be streamed: its events have expired."
+        check_message(server.get(path_of(kept) + "?stream=true"), why, "stream")
+        assert server.get(path_of(forgotten)).status == 404
+        strict = server.post(RESPONSES, HI | temporary).json["error"]  # as OpenAI answered at first
+        assert (strict["code"], strict["param"]) == ("unsupported_parameter", "background")
+
+
 # --- flags --------------------------------------------------------------------------------------------------
 
 KEY = {"Authorization": "Bearer key"}
@@ -465,6 +593,26 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
         assert sse.DONE in stream
         assert server.exit_status() == 0
         assert "Traceback" not in server.log()
+
+
+def costly(factor: int) -> Json:
+    """A body whose schema takes too long to compile: a 400, after 0.25 s of a processor."""
+    number = {"type": "integer", "multipleOf": factor, "minimum": -1e15, "maximum": 1e15}
+    schema = {"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}
+    return HI | {"text": {"format": {"type": "json_schema", "name": "n", "strict": True, "schema": schema}}}
+
+
+def test_stop_waits_for_what_is_prepared() -> None:
+    """Bug: a request whose grammar was being compiled, of which no engine knows yet, had no grace."""
+    bodies = [costly(99_999_989 + 2 * i) for i in range(N_CHECKS + 4)]  # the last ones wait
+    flags = ("--shutdown-grace", str(PATIENCE_S))
+    with serve(*flags, script=FAULTY) as server, ThreadPoolExecutor(len(bodies)) as pool:
+        replies = [pool.submit(server.post, RESPONSES, body) for body in bodies]
+        until(lambda: server.health()["grammars_waiting"] >= 1, "one waits")
+        server.interrupt()
+        for reply in replies:
+            assert reply.result().json["error"]["code"] == "invalid_json_schema"
+        assert server.exit_status() == 0
 
 
 # --- the command line ---------------------------------------------------------------------------------------

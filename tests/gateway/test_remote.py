@@ -17,10 +17,10 @@ from helpers.asked import CHAT, FAULTY, RESPONSES
 from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, delta, finish, hangs, head, says, upstream
 from service import options
-from test_lifecycle import created
 from test_server import (  # noqa: F401  (collected again, with the fixtures of this file)
     ASKED,
     chat_body,
+    created,
     events,
     responses_body,
     test_chat,

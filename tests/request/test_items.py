@@ -106,6 +106,35 @@ def test_what_is_listed_is_an_item_of_the_sdk(item: Json) -> None:
         assert {name for name in row if "?" not in name} <= part.keys()
 
 
+# --- what is kept of a request ------------------------------------------------------------------------------
+
+JUNK = [{"zz": "zz"}] * 1000
+ODD: Json = {"model": "m", "input": "hi"} | {
+    "logit_bias": {"5": 1},
+    "tools": [{"type": "function", "name": "get_weather", "zz": JUNK}],
+    "tool_choice": {"type": "function", "name": "get_weather"},
+    "reasoning": {"effort": "none", "zz": JUNK},
+    "text": {"format": {"type": "text", "zz": JUNK}},
+    **dict.fromkeys(("user", "service_tier", "zz"), JUNK),
+}
+
+
+@pytest.mark.bug("I06")
+@pytest.mark.parametrize("body", [ODD, ODD | {"input": [{"role": "user", "content": "hi"}, items.TRIGGER]}])
+def test_what_is_kept_of_a_request_is_what_means_something(body: Json) -> None:
+    """Its members that no table knows were held as long as it waited, and stored: 200 MB of 8 kB of gzip.
+
+    What is left asks for the same after a restart, also for a compaction.
+    """
+    values = read(RESPONSES, body, {})
+    asked = params.responses_request(values, [], values["input"])
+    kept = items.new_row(asked, values, values["input"])
+    assert "zz" not in kept.request_json
+    again = from_responses(items.body_of(kept), {})
+    assert (again.not_run, asked.not_run) == ((), ("zz",))  # the client has been told
+    assert again == replace(asked, not_run=())
+
+
 # --- how long a conversation may be -------------------------------------------------------------------------
 
 
