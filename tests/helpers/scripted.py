@@ -36,7 +36,7 @@ TINY = Path(__file__).parents[1] / "models" / "tiny"
 TEMPLATE = ChatTemplate.load(TINY)
 TEMPLATES = {
     path.stem: ChatTemplate(path.read_text(encoding="utf-8"), {"bos_token": "", "eos_token": END})
-    for path in (Path(__file__).parents[1] / "templates").iterdir()
+    for path in (Path(__file__).parents[1] / "templates").glob("*.jinja")
 } | {"hermes": TEMPLATE}
 ENDS = {END, "<|call|>", "<|return|>", "<|eot_id|>", "<|eom_id|>"}  # as in generation_config.json
 TAG = re.compile(r"</?\w+>")

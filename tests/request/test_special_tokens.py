@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from helpers.scripted import TEMPLATES, TINY, worker_of
+from helpers.serving import ROOT
 from request import params
 from request.refusals import BadInput
 from request.special_tokens import ALPHABET, SpecialTokens, plain
@@ -28,36 +29,7 @@ from worker import LocalPrompt
 
 # Templates do this: Qwen3-Coder prints keys as tags, SmolLM3 takes "/no_think" out of the system's message,
 # Qwen3 looks for </think> in the assistant's and for <tool_response> at both ends of the user's.
-HARD = {
-    "keys-as-tags": """
-        {%- for tool in tools or [] %}
-            {%- for key, schema in tool.function.parameters.properties.items() -%}
-                <{{ key }}>{{ schema.description | trim }}</{{ key }}>
-            {%- endfor %}
-        {%- endfor %}
-        {%- for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>
-            {%- for call in m.tool_calls or [] %}
-                {%- for key, value in call.function.arguments.items() %}
-                    {{- '<' ~ key ~ '>' ~ value ~ '</' ~ key ~ '>' }}
-                {%- endfor %}
-            {%- endfor %}
-        {%- endfor %}<|im_start|>assistant""",
-    "words-taken-out": """
-        {%- for m in messages %}
-            {{- '<|im_start|>' + m.role + '\n' + m.content.replace('/no_think', '').rstrip() + '<|im_end|>' }}
-        {%- endfor %}<|im_start|>assistant""",
-    "content-taken-apart": """
-        {%- for m in messages %}
-            {%- set content = m.content | trim %}
-            {%- if '</think>' in content and '<tool_' not in content %}
-                {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-            {%- endif %}
-            {%- if content.startswith('<tool_response>') %}{{ '\n' }}{% endif %}
-            {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' }}
-        {%- endfor %}<|im_start|>assistant""",
-    "upper-case": "{% for m in messages %}[INST]{{ m.content | upper }}[/INST]{% endfor %}",
-    "nothing-around": "{% for m in messages %}{{ m.content }}{% endfor %}{{ note }}",
-}
+HARD = {path.stem: path.read_text("utf-8") for path in sorted((ROOT / "tests/templates/hard").iterdir())}
 ALL_TEMPLATES = TEMPLATES | {name: ChatTemplate(source, {}) for name, source in HARD.items()}
 MARKER = re.compile(r"<｜[^｜]+｜>|</?\|?\w+\|?>|\[/?[A-Z_]+\]")
 OURS = Tokenizer(TINY / "tokenizer.json")
