@@ -161,6 +161,13 @@ def test_a_fork_that_fails_leaves_its_parent(client: ClientConnection) -> None:
     assert refusal(client, chained | {"stream_id": "b"}) == NOT_FOUND
 
 
+def test_a_turn_that_fails_leaves_nothing_to_continue(client: ClientConnection) -> None:
+    chained = ASKED | {"previous_response_id": answer(client, ASKED)["id"]}
+    *_, last = turn(client, chained | NO_END | {"seed": RAISES, "temperature": 1})
+    assert last["type"] == "response.failed"
+    assert refusal(client, chained) == NOT_FOUND
+
+
 def test_there_are_so_many_lanes(client: ClientConnection) -> None:
     for i in range(MAX_LANES):
         assert refusal(client, {"stream_id": f"lane.{i}"})[0] == 400
