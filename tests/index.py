@@ -57,7 +57,7 @@ def told(mutant: Mutant) -> tuple[str, str]:
             text = path.read_text(encoding="utf-8")
             is_near = path in (ROOT / mutant.file, ROOT / test) or mutant.file.endswith(".cu")
             for n, line in enumerate(text.splitlines() if is_near or is_imported.search(text) else (), 1):
-                if re.search(rf"^\s+(?!.*def ).*\b{name}\(", line):
+                if re.search(rf"^\s+(?!.*(def |float \*)).*\b{name}\(", line):
                     uses.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()}")
         return mutant.undoes, "\n".join(uses[:12])
     for path, fields in files():

@@ -174,14 +174,14 @@ class Mirrored(ast.NodeTransformer):
         return ast.Compare(sides[1], [turned()], [sides[0]])
 
 
-def rewritten(exercise: Mutant, text: str) -> Iterator[str]:
-    """Yield the whole module, written otherwise by a rule."""
-    if exercise.file.endswith(".cu"):
-        yield re.sub(r"\b(\w+) < ([^;]+); \1\+\+", r"\2 > \1; ++\1", text)  # the loops
-    else:
-        for transformer in (Rewritten(), Mirrored()):
-            tree = ast.fix_missing_locations(transformer.visit(ast.parse(text)))
-            yield ast.unparse(tree)
+@functools.cache
+def rewritten(file: str) -> list[str]:
+    """Return a whole module, written otherwise by rules."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if file.endswith(".cu"):
+        return [re.sub(r"\b(\w+) < ([^;]+); \1\+\+", r"\2 > \1; ++\1", text)]  # the loops
+    trees = [transformer.visit(ast.parse(text)) for transformer in (Rewritten(), Mirrored())]
+    return [ast.unparse(ast.fix_missing_locations(tree)) for tree in trees]
 
 
 def versions(number: str, exercise: Mutant) -> Iterator[tuple[bool, str, str]]:
@@ -192,7 +192,7 @@ def versions(number: str, exercise: Mutant) -> Iterator[tuple[bool, str, str]]:
             old, new = fix if isinstance(fix, list) else (exercise.old, fix)
             assert text.count(old) == 1, (number, kind, i, text.count(old))
             yield kind == "right", f"{kind} {i}", text.replace(old, new)
-    yield from ((True, "rewritten by rule", other) for other in rewritten(exercise, text))
+    yield from ((True, "rewritten by rule", other) for other in rewritten(exercise.file))
     yield False, "by rule: untouched", text.replace(exercise.old, exercise.new)
     siblings = [one for one in mutants() if one.module == exercise.module and one.old != exercise.old]
     for one in siblings[: max(0, 2 - len(FIXES.get(number, {}).get("wrong", [])))]:

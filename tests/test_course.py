@@ -25,7 +25,7 @@ from course import micro, numpy_micro
 from helpers.emulator import MISSING
 from helpers.serving import ROOT, TINY, Server, environment, serve, without
 from index import told
-from judge import CHAPTERS, exercises
+from judge import CHAPTERS, exercises, versions
 from mutants import mutants, mutated
 from tokenizer import Tokenizer
 
@@ -187,6 +187,13 @@ def test_there_are_enough_and_all_can_be_made() -> None:
     symptoms = [told(exercise)[0] for exercise in EXERCISES.values() if mutated(exercise)]
     assert sum("https://" in symptom for symptom in symptoms) >= 40
     assert sum("has been taken out" in symptom for symptom in symptoms) >= 10
+
+
+def test_each_exercise_has_three_wrong_fixes_and_two_right_ones() -> None:
+    for number, exercise in EXERCISES.items():
+        verdicts = [is_right for is_right, _, _ in versions(number, exercise)]
+        assert verdicts.count(False) >= 3, number
+        assert verdicts.count(True) >= 2, number
 
 
 def course(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
