@@ -48,7 +48,7 @@ from checkpoint import hub
 from checkpoint.config import Config, read_config
 from checkpoint.weights import Part, all_parts, n_weight_bytes
 from devices import check
-from devices.cuda import NO_EARLY, NO_GRAPHS, OPS, plainly
+from devices.cuda import NO_EARLY, NO_GRAPHS, OPS
 from engine import Engine, StepOutput
 from model import NumpyOps, Span, forward
 from sampling import Context, Sampling
@@ -191,17 +191,6 @@ async def generate(engine: Engine, row: Row) -> list[list[float]]:
     return await asyncio.gather(*map(one, prompts))
 
 
-def differences(ops: Any) -> list[str]:
-    """Return a line for each op of a GPU: how far its logprobs are from plain kernels'."""
-    plain = check.by_plain_kernels(ops)
-    lines: list[str] = []
-    for op in OPS:
-        with check.without(ops, *[how for how in check.EVERYTHING if how != plainly(op)]):
-            why, difference = check.flaw(ops, plain)
-        lines.append(f"{op}: {why or f'logprobs within {difference:.1g} of plain kernels'}.")
-    return lines
-
-
 def op_times(engine: Any) -> Figures:
     """Return the microseconds of each op of a decoding step, each launched again and again."""
     ops = engine._runner
@@ -248,7 +237,7 @@ def run(args: argparse.Namespace) -> None:
         cp = importlib.import_module("cupy")
         about += [
             f"CUDA driver {cp.cuda.runtime.driverGetVersion()}, CuPy {cp.__version__}.",
-            *differences(first),
+            *(f"{op}: {share:.2%} from plain kernels." for op, share in check.prove(first).items()),
         ]
         layer = weights.layers[0]
         matrices = {"qkv": layer.wqkv, "out": layer.wo, "gate_up": layer.w_gate_up, "down": layer.w_down}

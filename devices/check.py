@@ -1,19 +1,19 @@
-"""A GPU that checks itself: each fast kernel beside its plain one and NumPy, before the first request comes.
+"""A GPU that checks itself: each op's fast kernels beside its plain ones, before the first request comes.
 
     CudaOps --prove()--> the same, without what fails here: the fast kernels of an op, early launches, graphs
 
 Wrong bits on a GPU look like a stupid model, which nobody would notice. So the first start on a GPU, a driver
-and a CuPy takes some seconds for steps of random tokens through the first layers of the loaded model.
-The tests of the kernels cannot take the place of this, because they do not run on that GPU. A prompt with a
-known answer could not either: it needs known weights, and would not say which op is wrong.
+and a CuPy takes some seconds for STEPS through the first layers of the loaded model. The tests of the kernels
+cannot take the place of this, because they do not run on that GPU. A prompt with a known answer could not
+either: it needs known weights, and would not say which op is wrong.
 
 Authority: model.NumpyOps; plain.cu, which shares no code with kernels.cu.
 
 Rules of this file:
 1. The check calls launch() and read(), as the engine does: it has no launch path of its own.
-2. We compare what comes out of steps: logprobs and tokens, these to the bit. Only if they differ, all is
-   made plain and one thing after another fast again, so what fails has a name. A fault in bits that later
-   rounding to bfloat16 removes is not seen.
+2. Fast kernels and plain ones get the same numbers, and a step goes on with those that the plain ones make:
+   one wrong op does not make the next ones look wrong. Whether a batch and a CUDA graph keep the bits is seen
+   in the tokens and logprobs of whole steps: a fault that later rounding to bfloat16 removes is not seen.
 3. What fails is said in a line of the log, at the start and in /health, and something slower runs. If that
    fails too, prove() raises, and the caller takes the CPU (service/loading.py).
 4. The verdict is kept in the cache until GPU, driver, CuPy, sizes of the model or code of devices/ change.
@@ -22,173 +22,150 @@ Not here: the kernels (kernels.cu, plain.cu), what an emulator can show without 
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from checkpoint.default_model import HubError
 from checkpoint.weights import Mxfp4, unpacked
 from devices.cuda import NO_EARLY, NO_GRAPHS, OPS, CudaOps, on_device, plainly
 from devices.kernels import ANY_SHAPE, MAX_TOP, cache_file, options
 from model import PAGE, NumpyOps, Span
 from sampling import Choice, Context, Sampling
 
-DRAWN = Sampling(seed=7, top_k=50, top_p=0.95, min_p=0.01, n_top_logprobs=MAX_TOP)
-PENALISED = Sampling(seed=7, repetition_penalty=1.2, logit_bias={3: 2.0}, n_top_logprobs=MAX_TOP)
 # fmt: off
-STEPS = [
-    # positions, wanted, sampling
-    (0, 12,      1,      PENALISED),  # a chunk of a prompt
-    (12, 13,     1,      PENALISED),  # decoding
-    (13, 16,     3,      DRAWN),      # with two drafts
-    (16, 139,    1,      PENALISED),  # of three sequences: more rows than a block of any product has
-    (139, 140,   1,      DRAWN),      # attention by splits
-    (140, 141,   1,      DRAWN),      # from here on the token that was chosen last
-    (141, 142,   1,      DRAWN),
-    (142, 143,   1,      DRAWN),
-]
+#         prompt, decode, drafts, of a batch: all shapes of products; attention by splits; chained
+STEPS = [(12, 1), (1, 1), (4, 4), (112, 1), (1, 1), (1, 1), (1, 1), (1, 1)]  # rows of a sequence; wanted ones
 # fmt: on
-LAST_GIVEN = 139  # the position after which the token that was chosen last follows
-N_PAGES = 3  # of each sequence
-N_GIVEN = 7  # choices before that, whose tokens are given
-N_COMPARED = 5  # likeliest tokens of each
-LIMIT = 0.5  # of the difference of a logprob from that of the plain kernels
-NUMPY_LIMIT = 0.2  # of the median from NumPy: it rounds nothing, and so may choose another expert
-MAX_OTHERS = 2  # tokens: a draw is another if it was near the next one's share
+TOKENS = [i % 90 for i in range(130)]  # the next ones are those that were chosen
+FOR_NUMPY = 3  # steps: for a real model more rows would take it a minute
+SLOTS = 3  # sequences of a batch, which have the same tokens
 N_LAYERS = 4  # among which are windows, layers without rotation and experts, if the model has any
-EVERYTHING = [NO_EARLY, NO_GRAPHS, *map(plainly, OPS)]  # ways to step back, in the order of their check
+PENALISED = Sampling(top_k=50, repetition_penalty=1.2, logit_bias={3: 2.0}, n_top_logprobs=MAX_TOP)
+DRAWN = Sampling(top_k=50, top_p=0.95, n_top_logprobs=MAX_TOP)
+LIMIT = 0.03  # see gap(): four steps of bfloat16
+OTHER_BITS = "tokens have other bits in a batch or a CUDA graph"
+NUMPY_LIMIT = 0.2  # of the median of logprobs: NumPy rounds nothing, and so may choose another expert
 
 
-def run(ops: Any, slots: Sequence[int] = (0,), are_chained: bool = False) -> list[list[Choice]]:
-    """Return the choices of the steps, for slots with the same tokens; chained: the last ones ahead.
-
-    By default a sequence is alone, and each step is read before the next one.
-    """
-    length = min(STEPS[-1][1], ops.max_seq_len, ops.n_pages * PAGE)
-    token_ids = np.random.default_rng(0).integers(0, ops.config.vocab_size, length).tolist()
-    found: list[list[Choice]] = [[] for _ in slots]
+def run(ops: Any, n_slots: int, n_steps: int = len(STEPS)) -> list[list[list[Choice]]]:
+    """Return the choices of each slot in each step; no step is read before the last is launched."""
     tickets = list[Any]()
-    steps = [step for step in STEPS if step[1] <= length]
-    for n, (start, end, n_wanted, sampling) in enumerate(steps, 1):
-        spans = list[Span]()
-        n_unread = max(0, start - LAST_GIVEN)
-        for slot, choices in zip(slots, found, strict=True):
-            tokens = token_ids[start:end]
-            if start > LAST_GIVEN:
-                tokens = None if are_chained else [choices[-1].token_id]
-            pages = [slot * N_PAGES + i for i in range(-(-end // PAGE))]
-            spans.append(Span(slot, pages, tokens, start, n_wanted))
-        contexts = [Context(sampling, token_ids[:start], [], None, n_unread)] * (n_wanted * len(slots))
-        tickets.append(ops.launch(spans, contexts))
-        while tickets and (not are_chained or start < LAST_GIVEN or n == len(steps)):
-            for choices, new in zip(found, ops.read(tickets.pop(0)), strict=True):
-                choices += new
-    return found
+    end = 0
+    for n, n_wanted in tqdm(STEPS[:n_steps], "Checking kernels", leave=False, disable=None):
+        start, end = end, end + n
+        tokens = TOKENS[start:end] or None
+        context = Context(PENALISED if tokens else DRAWN, TOKENS[:end], [])
+        spans = [Span(i, range(3 * i, 3 * i + 3), tokens, start, n_wanted) for i in range(n_slots)]
+        tickets.append(ops.launch(spans, [context] * (n_wanted * n_slots)))
+    return list(map(ops.read, tickets))
 
 
-def gaps(found: list[Choice], expected: list[Choice]) -> list[float]:
-    """Return how far the likeliest logprobs are from the expected ones; infinitely if they are no numbers."""
-    distances = list[float]()
-    for choice, other in zip(found[:N_GIVEN], expected, strict=False):
-        logprobs = dict(choice.top) if choice.token_id >= 0 else {}
-        distances += [abs(logprobs.get(i, np.inf) - logprob) for i, logprob in other.top[:N_COMPARED]]
-    return distances
+def gap(found: Any, expected: Any) -> float:
+    """Return the largest difference of a number, as a share of it and of its row's mean."""
+    found, expected = unpacked(found), unpacked(expected)
+    size = np.abs(expected)
+    return float(np.max(np.abs(found - expected) / (size + size.mean(-1, keepdims=True) + 1e-9)))
 
 
-@contextmanager
-def without(ops: CudaOps, *fast: str) -> Iterator[None]:
-    kept, ops.degraded = ops.degraded, ops.degraded | dict.fromkeys(fast, "")
-    ops._graphs.clear()  # they launch what was fast when they were captured
+def compare(ops: CudaOps, differences: dict[str, float], op: str, compute: Any, *arguments: Any) -> None:
+    """Compute an op by its fast kernels, and again by its plain ones, with whose numbers the step goes on."""
+    how, b = plainly(op), ops._buffers
+    if how in ops.degraded:
+        compute(*arguments)
+        return
+    arrays: list[Any] = [b[OPS[op]], b["x"], b["best"], b["counts"]]
+    arrays += ops._keys[:N_LAYERS] + ops._values[:N_LAYERS]
+    arrays += [memory.numbers for memory in ops._memory.values()]
+    before = [array.get() for array in arrays]
+    why = "{:.2g} of a number is other than by plain kernels"
     try:
-        yield
-    finally:
-        ops.degraded = kept
-        ops._graphs.clear()
-
-
-def by_plain_kernels(ops: CudaOps) -> list[Choice]:
-    """Return the choices of the steps by plain kernels alone, each launched directly."""
-    with without(ops, *EVERYTHING):
-        [choices] = run(ops)
-    return choices
-
-
-def flaw(ops: CudaOps, plain: list[Choice]) -> tuple[str, float]:
-    """Say what is wrong with the tokens of a chained batch, "" if nothing, and how far logprobs are off."""
-    slots = range(min(3, ops.max_batch, ops.n_pages // N_PAGES) or 1)
-    difference = np.inf
-    try:
-        with without(ops, NO_GRAPHS):
-            alone = run(ops)
-        batch = run(ops, slots, are_chained=True)
+        compute(*arguments)
+        found = [array.get() for array in arrays]
     except Exception as error:
-        return f"it raises {error!r}", difference
-    difference = max(gaps(alone[0], plain))
-    n_others = sum(a.token_id != b.token_id for a, b in zip(alone[0][:N_GIVEN], plain, strict=False))
-    if not difference <= LIMIT or n_others > MAX_OTHERS:
-        return f"a logprob is {difference:.2g} off, {n_others} tokens of {N_GIVEN} are others", difference
-    return "" if batch == alone * len(slots) else "tokens have other bits in a batch", difference
+        found, why = [], repr(error)
+    for array, values in zip(arrays, before, strict=True):
+        array.set(values)
+    ops.degraded[how] = ""
+    compute(*arguments)
+    del ops.degraded[how]
+    expected = [array.get() for array in arrays]
+    difference = max(map(gap, found, expected), default=np.inf)
+    if difference <= LIMIT * (op != "pick"):  # which is exact: it adds whole numbers
+        differences[op] = max(difference, differences.get(op, 0))
+    else:
+        ops.step_back(how, why.format(difference))
 
 
 def download(array: Any) -> Any:
-    if isinstance(array, tuple):  # Mxfp4
-        return unpacked(Mxfp4(*(part.get() for part in array)))
+    if isinstance(array, Mxfp4):
+        parts: list[Any] = [*array]
+        return unpacked(Mxfp4(*(part.get() for part in parts)))
     return None if array is None else unpacked(array.get())
 
 
-def check(ops: CudaOps) -> float:
-    """Step back from what is not what plain kernels are; return how far logprobs are from theirs.
+def check(ops: CudaOps) -> dict[str, float]:
+    """Step back from what is not what plain kernels are; return how far each op is from these.
 
-    Raises RuntimeError if plain kernels are not what NumPy is.
+    Raises RuntimeError if plain kernels are not what NumPy is, or if stepping back does not help.
     """
-    weights, ops.weights = ops.weights, replace(ops.weights, layers=ops.weights.layers[:N_LAYERS])
-    plain = by_plain_kernels(ops)
-    numpy = NumpyOps(ops.config, on_device(ops.weights, download), ops.max_seq_len, 1, 1)
-    difference = np.median(gaps(run(numpy)[0], plain))
-    if not difference <= NUMPY_LIMIT:
-        raise RuntimeError(f"logprobs by plain kernels are {difference:.2g} from NumPy's")
-    why, largest = flaw(ops, plain)
-    if why:  # all of it is made plain, then one thing after another is fast again
-        fast = [how for how in EVERYTHING if how not in ops.degraded]
-        while fast:
-            how = fast.pop()
-            with without(ops, *fast):
-                why, _ = flaw(ops, plain)
-            if why:
-                ops.step_back(how, why)
-        why, largest = flaw(ops, plain)
-        if why:
-            raise RuntimeError(why)
-    ops.weights = weights
-    ops._graphs.clear()
-    return largest
+    weights = replace(ops.weights, layers=ops.weights.layers[:N_LAYERS])
+    sizes = ops.config, weights, 3 * PAGE, 3 * SLOTS, SLOTS
+    differences = dict[str, float]()
+
+    # 1) Each op of the steps by its plain kernels, the same steps by NumPy, and the ops in a batch
+    beside = CudaOps(*sizes, ops._cp)
+    beside._kernels, beside.degraded = ops._kernels, ops.degraded
+    compared = {op: partial(compare, beside, differences, op, getattr(beside, op)) for op in OPS}
+    vars(beside).update(compared, _run_step=beside._compute)  # which launches no graph
+    tops = list[Any]()
+    for each in (beside, NumpyOps(ops.config, on_device(weights, download), *sizes[2:])):
+        tops.append([choice.top for [choices] in run(each, 1, FOR_NUMPY) for choice in choices])
+    distance = np.median(np.abs(np.subtract(*tops)[..., 1]))
+    if not distance <= NUMPY_LIMIT:
+        raise RuntimeError(f"logprobs by plain kernels are {distance:.2g} from NumPy's")
+    run(beside, SLOTS)
+
+    # 2) Whole steps of a batch, by graphs; if they have other bits than a sequence alone: without what?
+    for how in ("", NO_EARLY, NO_GRAPHS, *map(plainly, OPS)):
+        whole = CudaOps(*sizes, ops._cp)
+        whole._kernels, whole.degraded = ops._kernels, ops.degraded | {how: OTHER_BITS}
+        batch = run(whole, SLOTS)
+        vars(whole).update(_run_step=whole._compute)
+        if batch == [spans * SLOTS for spans in run(whole, 1)]:
+            break
+    else:
+        raise RuntimeError(OTHER_BITS)
+    ops.degraded |= whole.degraded
+    ops.degraded.pop("", None)
+    return differences
 
 
-def prove(ops: CudaOps, anew: bool = False) -> None:
-    """Compile the kernels and check them, or recall the verdict; raises what the plain kernels raise."""
-    cp = ops._cp
-    name = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    facts = name, cp.cuda.runtime.driverGetVersion(), cp.__version__, options(ops.config, ANY_SHAPE)
-    try:
+def prove(ops: CudaOps, anew: bool = False) -> dict[str, float]:
+    """Compile the kernels and check them, or recall the verdict; return each op's distance from plain ones.
+
+    Raises what plain kernels raise.
+    """
+    with suppress(Exception):  # of which op, the check says
         ops._kernels.load()
-    except Exception as error:
-        for op in OPS:
-            ops.step_back(plainly(op), error)
-    verdict: dict[str, Any] = {}
-    with suppress(OSError, ValueError, HubError):
-        file = cache_file(*facts)
-        if not anew:
-            verdict = json.loads(file.read_text())
-    for how, why in verdict.get("degraded", {}).items():
-        ops.step_back(how, why)
-    if not verdict:
-        largest = check(ops)
-        about = f"checked on {name}: logprobs within {largest:.1g} of plain kernels', same bits in a batch"
-        verdict = {"about": about, "degraded": ops.degraded}
-        with suppress(OSError, HubError):
+    runtime = ops._cp.cuda.runtime
+    card = runtime.getDeviceProperties(0)["name"].decode()
+    facts = card, runtime.driverGetVersion(), ops._cp.__version__, options(ops.config, ANY_SHAPE)
+    try:
+        differences, degraded = json.loads("" if anew else cache_file(*facts).read_text())
+    except (OSError, ValueError):
+        differences, degraded = check(ops), ops.degraded
+        with suppress(OSError, ValueError):
+            file = cache_file(*facts)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(verdict))
-    ops.about["kernels"] = verdict["about"]
+            file.write_text(json.dumps([differences, degraded]))
+    ops.degraded |= degraded
+    largest = max(differences.values(), default=0.0)
+    ops.about["kernels"] = (
+        f"checked on {card}: {len(differences)} ops, largest difference {largest:.1%} of plain, "
+        "same bits alone and in a batch"
+    )
+    return differences  # type: ignore[no-any-return]

@@ -188,7 +188,10 @@ def missing() -> str | None:
 
 # ---- the ops -----------------------------------------------------------------------------------------------
 
-OPS = "embed", "qkv", "attend", "out", "gate_up", "down", "experts", "logits", "pick"
+# fmt: off
+OPS = {"embed": "x", "qkv": "qkv", "attend": "y", "out": "x", "gate_up": "h", "down": "x", "experts": "x",
+       "logits": "raw", "pick": "choices"}  # and the buffer that has its numbers
+# fmt: on
 NO_EARLY, NO_GRAPHS = "no early launches", "no CUDA graphs"
 
 

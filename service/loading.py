@@ -159,7 +159,7 @@ def packs(ops_class: Any, config: Config, weights: str | None) -> list[Any]:
             f"--weights {weights}: expected a model without experts, on a CPU, with Numba: "
             "give --device cpu, and pip install numba tbb; or leave it out"
         )
-    return [*ops_class.pack_as(weights)]
+    return ops_class.pack_as(weights)  # type: ignore[no-any-return]
 
 
 def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | None, room: int) -> int:
@@ -171,8 +171,7 @@ def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | Non
     n_pages = n_bytes // page_bytes
     if n_pages < 1:
         raise ValueError(f"--kv-memory {n_bytes}: expected {page_bytes} or more, for a page of {PAGE} tokens")
-    max_pages = max_batch * -(-max_seq_len // PAGE)
-    return n_pages if kv_memory else min(n_pages, max_pages)
+    return n_pages if kv_memory else min(n_pages, max_batch * -(-max_seq_len // PAGE))
 
 
 def free_memory() -> int:
@@ -180,8 +179,8 @@ def free_memory() -> int:
     limits = []
     for file, pattern, unit in MEMORY_LIMITS:
         if Path(file).exists():
-            numbers = re.findall(pattern, Path(file).read_text(encoding="utf-8"))
-            limits += [int(number) * unit for number in numbers]
+            for number in re.findall(pattern, Path(file).read_text(encoding="utf-8")):
+                limits.append(int(number) * unit)
     return min(limits, default=4 * 2**30)
 
 
@@ -198,5 +197,5 @@ def facts(worker: LocalWorker) -> dict[str, str]:
         **engine.about,
     }
     if engine.degraded:
-        lines["degraded"] = ", ".join(engine.degraded)
+        lines["degraded"] = ", ".join(f"{how} ({why})" for how, why in engine.degraded.items())
     return lines

@@ -4,9 +4,10 @@ A fault is planted behind a kernel of kernels.cu, in the memory that it has writ
 plain.cu is left alone, or both are hit, and then the CPU serves.
 """
 
+import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +34,7 @@ SPOILED = {
     "out":     {"out": "x"},
     "gate_up": {"gate_up": "h"},
     "down":    {"down": "x"},
-    "experts": {"expert_down": "expert_y"},
+    "experts": {"add_experts": "x"},
     "logits":  {"logits": "raw"},
     "pick":    {"pick": "choices"},
 }
@@ -82,7 +83,9 @@ class SpoiledKernel(Kernel):
         first = address - memory.ctypes.data
         values = memory[first : begin + n_bytes - memory.ctypes.data].view(ITEMS[parameter.kind])
         n_rows = (
-            given["n_rows"][1] if "n_rows" in given else grid[0 if self.name in ("embed", "pick") else -1]
+            given["n_rows"][1]
+            if "n_rows" in given
+            else grid[0 if self.name in ("embed", "pick", "add_experts") else -1]
         )
         before = np.empty_like(values)
         self.emulator.submit(lambda: np.copyto(before, values))
@@ -123,12 +126,13 @@ FIRST = [("attend", wrong_stride), ("qkv", raises), ("pick", depends_on_the_batc
 @pytest.mark.parametrize(("op", "fault"), sweep(EVERY, FIRST))
 def test_a_planted_fault_is_named_and_stepped_back_from(op: str, fault: Any) -> None:
     name = "qwen3-moe-dense-layers" if op == "experts" else "smollm3-untied-biases"
-    ops, right = ops_on(Spoiled(SPOILED[op], fault), name), ops_on(Emulator(), name)
-    check.check(ops)
+    ops, right = (ops_on(cp, name, 192) for cp in (Spoiled(SPOILED[op], fault), Emulator()))
+    differences = check.check(ops)
     print(f"| {op} | {fault.__name__} | {ops.degraded} |")
     assert [*ops.degraded] == [plainly(op)]
-    [found], [expected] = (check.run(each, [0], are_chained=False) for each in (ops, right))
-    assert max(check.gaps(found, expected)) < check.LIMIT
+    assert max(differences.values()) < check.LIMIT
+    tops: Any = [[c.top for [choices] in check.run(each, 1) for c in choices] for each in (ops, right)]
+    assert np.median(np.abs(np.subtract(*tops)[..., 1])) < check.NUMPY_LIMIT
 
 
 @pytest.mark.parametrize("name", [NO_EARLY, NO_GRAPHS])
@@ -141,6 +145,22 @@ def test_what_a_driver_refuses_is_done_without(name: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(emulator.Stream, "begin_capture", None)
     check.check(ops)
     assert [*ops.degraded] == [NO_EARLY, NO_GRAPHS][: 1 + (name == NO_GRAPHS)]
+
+
+class LostKernel(emulator.Stream):
+    """A driver whose graphs leave out the last kernel but the copy of the choices."""
+
+    def end_capture(self) -> SimpleNamespace:
+        self.recording = (self.recording or [])[:-1]
+        return super().end_capture()
+
+
+def test_a_graph_with_other_bits_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    cp = Emulator()
+    cp.cuda.Stream = lambda non_blocking=False: LostKernel(cp)
+    ops = ops_on(cp, "smollm3-untied-biases")
+    check.check(ops)
+    assert [*ops.degraded] == [NO_GRAPHS]
 
 
 def load(cp: Emulator, monkeypatch: pytest.MonkeyPatch, *others: str) -> LocalWorker:
@@ -161,8 +181,8 @@ def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         worker = load(cp, monkeypatch, *others)
         n_launches.append(cp.n_launches)
         lines = loading.facts(worker)
-        assert lines["degraded"] == "qkv by plain kernels"
-        assert lines["kernels"].startswith("checked on the emulator: logprobs within")
+        assert re.fullmatch(r"qkv by plain kernels \(RuntimeError\(.*\)\)", lines["degraded"])
+        assert lines["kernels"].startswith("checked on the emulator: 8 ops, largest difference 0.")
         assert Workers(worker).degraded() == "qkv by plain kernels"
     assert n_launches[1] == 0 < n_launches[0] == n_launches[2]
     assert load(Emulator(), monkeypatch).engine.degraded, "it is of the same GPU, driver, CuPy and code"
@@ -201,7 +221,7 @@ def test_without_memory_the_cpu_serves(
     load(cp, monkeypatch)
     n_left = int(share * (1e9 - cp.n_left))
     lines = loading.facts(load(Short(n_left), monkeypatch, "--check-kernels"))
-    assert lines["degraded"] == "by the CPU"
+    assert lines["degraded"].startswith("by the CPU (out of memory allocating")
     assert not lines["device"].startswith("CUDA")
     assert "the CPU serves, because the GPU cannot: out of memory allocating" in caplog.text
     with pytest.raises(ValueError, match="--device cuda: out of memory allocating"):
@@ -214,6 +234,6 @@ def test_where_plain_kernels_fail_too_the_cpu_serves(
 ) -> None:
     monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
     cp = Spoiled(SPOILED["qkv"], fault, plain=True)
-    assert loading.facts(load(cp, monkeypatch))["degraded"] == "by the CPU"
+    assert loading.facts(load(cp, monkeypatch))["degraded"].startswith("by the CPU (")
     with pytest.raises(ValueError, match="--device cuda: "):
         load(cp, monkeypatch, "--device", "cuda")
