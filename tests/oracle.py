@@ -50,16 +50,8 @@ def drawn(random: Random, words: list[Any], longest: int) -> list[Any]:
 def sse(random: Random) -> Cases:
     from sse import Parser
 
-    words = [
-        b"data: x",
-        b"data:  y",
-        b"data",
-        b"id: 7",
-        b"event: e",
-        b": note",
-        "data: ü€".encode(),
-        b"\xef\xbb\xbf",
-    ]
+    words = [b"data: x", b"data:  y", b"data", b"id: 7"]
+    words += [b"event: e", b": note", "data: ü€".encode(), b"\xef\xbb\xbf"]
     words += [b"\n", b"\r", b"\r\n", b"\n\n", b"\r\r", b"\r\n\r\n", b"data: " + bytes(40), b"id: \0"]
     for _ in range(4 * N):
         chunks, limit = [*cuts(random, b"".join(drawn(random, words, 12)))], random.choice([9, 44, 1000])
@@ -77,22 +69,8 @@ def channels(random: Random) -> Cases:
     from dialects.families import DIALECTS
 
     call = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
-    words = [
-        "Hi",
-        " ",
-        "\n",
-        "<",
-        "<think>",
-        "</think>",
-        "<tool",
-        "EN",
-        "END",
-        "E",
-        call,
-        call[:30],
-        "{}",
-        '"',
-    ]
+    words = ["Hi", " ", "\n", "<", "<think>", "</think>", "<tool"]
+    words += ["EN", "END", "E", call, call[:30], "{}", '"']
     words += ["<|eot_id|>"]  # as with Llama it ends the turn, also inside a string of a call
     hermes = DIALECTS["hermes"]
     transitions = {**hermes.transitions, ("any", "<|eot_id|>"): "end"}
