@@ -330,7 +330,7 @@ def encrypted_as_input(peer: Peer) -> None:
 
 # --- tokens -------------------------------------------------------------------------------------------------
 
-CONTROL_TOKENS = ["<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "</s>"]  # of many families
+CONTROL_TOKENS = "<|im_end|> <|eot_id|> <|end|> <end_of_turn> </s>"  # of many families
 N_COPIES = 16
 
 
@@ -342,7 +342,7 @@ def spelled_tokens(peer: Peer) -> None:
     K01 https://github.com/huggingface/transformers/issues/29279
     """
     # A server may drop or refuse text that spells a control token; to a model without the token it is text.
-    for spelled in CONTROL_TOKENS:
+    for spelled in CONTROL_TOKENS.split():
         prompts = (peer.reply(said="1" + f"{spelled}1" * n, limit=1) for n in (N_COPIES, 2 * N_COPIES))
         once, twice = (of_chunks([reply.if_there().json]).n_prompt for reply in prompts)
         # The digit after each copy is a token too.

@@ -284,7 +284,7 @@ def ws_continuation(socket: WebSocket) -> None:
     events = socket.turn(limit=64)
     later = socket.turn(limit=64, previous_response_id=id_of(events))
     n = [of_response(response_of(turn)).n_prompt for turn in (events, later)]
-    assert n[0] < n[1], f"expected a longer prompt after another turn, got {n} tokens"
+    assert n[0] < n[1]
 
 
 @must

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from audit.peer import Peer
-from audit.session import judge
+from audit.session import ENOUGH, judge, look
 from audit.stream import frames_of
 from helpers.upstream import CHUNKED, DONE, Answer, Exchange, event, head, json_answer, says, upstream
 
@@ -41,6 +41,23 @@ def test_a_slow_busy_or_moody_server_breaks_no_rule(
     with upstream(answer) as server:
         result = judge(Peer(server.url, "m", budget=0.5 if rule == "background-completes" else 9), rule)
     assert (result.verdict, reason in result.reason) == (verdict, True)
+
+
+def test_a_server_too_slow_for_a_long_answer_is_audited() -> None:
+    """Bug: the request that looks for a way to long answers ended the audit when its time was over."""
+    message = {"role": "assistant", "content": "Hi."}
+    said = json_answer({"object": "chat.completion", "choices": [{"index": 0, "message": message}]})
+
+    def answer(exchange: Exchange) -> None:
+        if ENOUGH in exchange.body.values():
+            exchange.wait_closed()
+        else:
+            exchange.send(said)
+
+    with upstream(answer) as server:
+        peer = Peer(server.url, "m", budget=0.5)
+        assert look(peer)
+        assert peer.long == {}
 
 
 #                              what it sends first, then again and again: more than is read in time
