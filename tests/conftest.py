@@ -10,18 +10,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"  # before NumPy is imported
 
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from helpers.limits import SLOWNESS  # noqa: E402
 
 os.environ.setdefault("PYTEST_TIMEOUT", f"{120 * SLOWNESS}")  # for a test that hangs, unless it has a mark
-N_EXAMPLES = int(os.environ.get("EXAMPLES", "40"))  # of a law; `make check` and the mutants try more
-settings.register_profile("suite", derandomize=True, deadline=None, database=None, max_examples=N_EXAMPLES)
+N_EXAMPLES = int(os.environ.get("EXAMPLES", "25"))  # of a law; `make check` and the mutants try 100
+NO_CLOCK: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # of a busy machine
+settings.register_profile("suite", derandomize=True, database=None, max_examples=N_EXAMPLES, **NO_CLOCK)
 settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
@@ -51,8 +53,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile the kernels of the CPU before the tests that start servers: it would count as their time."""
-    starts_servers = any(hasattr(getattr(item, "module", None), "serve") for item in session.items)
+    """Compile the kernels of the CPU before the tests of servers that need them: it would be their time."""
+    starts_servers = any(hasattr(getattr(item, "module", None), "SERVER") for item in session.items)
     if starts_servers and not session.config.option.collectonly:
         compile_kernels()
 

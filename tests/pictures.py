@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT)]  # as a script, this file finds the modules beside te
 
 from playwright.sync_api import Page, sync_playwright  # noqa: E402
 
-from helpers.serving import serve  # noqa: E402
+from helpers.serving import SERVER, serve  # noqa: E402
 from responses import GRAMMAR  # noqa: E402
 
 PICTURE = ROOT / "pictures" / "events.svg"
@@ -135,7 +135,7 @@ def lettering(x: int, y: int, labels: list[str]) -> Iterator[str]:
 @contextmanager
 def page_of(*flags: str) -> Iterator[Page]:
     """Yield the page of a server of its own, in Chromium, with its models listed."""
-    with serve(*flags) as server, sync_playwright() as driver:
+    with serve(*flags, script=SERVER) as server, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1160, "height": 900})
         page.goto(server.url)

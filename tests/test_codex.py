@@ -11,7 +11,7 @@ import pytest
 
 import sse
 from helpers import clients, laws
-from helpers.serving import Json, Server, serve
+from helpers.serving import SERVER, Json, Server, serve
 from request.body import zstd
 
 PATCH = r"""
@@ -75,7 +75,7 @@ BODY: Json = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve() as started:
+    with serve(script=SERVER) as started:
         yield started
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from helpers.device_ops import sweep
 from helpers.serving import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # of a busy machine; on a quiet one they take half a minute
@@ -23,11 +24,12 @@ def test_a_seed_is_a_run() -> None:
 
 
 @pytest.mark.bug("F05", "F12")
-def test_no_law_breaks() -> None:
+@pytest.mark.parametrize("n_seeds", sweep([50, 300], [50]))
+def test_no_law_breaks(n_seeds: int) -> None:
     """The first run that breaks one prints its story.
 
     Bugs of others that it finds: a cancel that stops nothing; a response that is not stored though its last
     event has been seen.
     """
-    ended = simulate("--seeds", "150", "-n", "2", "--first-only")
+    ended = simulate("--seeds", str(n_seeds), "-n", "2", "--first-only")
     assert ended.returncode == 0, ended.stdout + ended.stderr

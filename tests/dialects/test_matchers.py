@@ -23,7 +23,7 @@ from dialects.matcher_process import MAX_BYTES, MAX_COMPILE_S
 from dialects.matchers import N_CHECKS, Constraint, Grammars, Mask
 from dialects.structured_output import AnswerGrammar, answer_grammar
 from helpers.grammars import Followed
-from helpers.serving import TINY, http_bytes, serve, until
+from helpers.serving import SERVER, TINY, http_bytes, serve, until
 from request.tools import StructuredOutput
 
 Json = dict[str, Any]
@@ -189,7 +189,7 @@ def test_no_process_outlives_the_server(number: signal.Signals) -> None:
         return http_bytes("/v1/responses", {"model": "default", "input": "hi", "text": text} | more)
 
     with (
-        serve() as server,
+        serve(script=SERVER) as server,
         server.connect(asked({"type": "array", "items": {"type": "integer"}})) as answering,
         server.connect(asked(costly())),
     ):

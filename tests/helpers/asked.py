@@ -2,10 +2,10 @@
 
 import json
 
-from helpers.serving import TINY, Json
+from helpers.serving import NUMPY, TINY, Json
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
-FAULTY = ("-m", "tests.helpers.faulty_server")  # a script for serve()
+FAULTY = NUMPY  # a script for serve(): it fails on demand
 HI: Json = {"model": "tiny", "input": "hi"}
 HELLO = "Hello! How can I help you today?"
 EOS = json.loads((TINY / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]

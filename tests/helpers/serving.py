@@ -28,7 +28,8 @@ from helpers.limits import PATIENCE_S, SLOWNESS
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "models" / "tiny"
-SERVER = ("server.py",)
+SERVER = ("server.py",)  # with Numba, if it is installed: twice as long to start, half as long for a token
+NUMPY = ("-m", "tests.helpers.faulty_server")  # with NumPy, and faults for those who ask for them
 START_S = 300 * SLOWNESS  # Numba may have to compile the kernels
 
 Json = dict[str, Any]
@@ -158,7 +159,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.contextmanager
-def serve(*flags: str, model: Path | None = TINY, script: tuple[str, ...] = SERVER) -> Iterator[Server]:
+def serve(*flags: str, model: Path | None = TINY, script: tuple[str, ...] = NUMPY) -> Iterator[Server]:
     """Start a server, wait until it listens; in the end kill it, unless it has ended."""
     chosen = ["--model", str(model)] if model else []
     command = [sys.executable, *script, *chosen, "--port", "0", "--threads", "1", *flags]

@@ -13,7 +13,7 @@ from audit import answers, peer
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import Result, judge
-from helpers.serving import TINY, Server, serve
+from helpers.serving import SERVER, TINY, Server, serve
 from wire.foreign import NO_FAULT, Exchange, Fault, Foreign, changes
 from wire.minimal import Minimal
 
@@ -44,7 +44,7 @@ def test_every_rule_has_a_fault_and_the_front_page_counts_them() -> None:
 
 @pytest.fixture(scope="module")
 def ours() -> Iterator[Server]:
-    with serve("--api-key", KEY) as server:
+    with serve("--api-key", KEY, script=SERVER) as server:
         yield server
 
 
