@@ -5,10 +5,13 @@ instead of dozens of skips.
 """
 
 import asyncio
+import contextlib
 import inspect
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,9 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from helpers.limits import SLOWNESS  # noqa: E402
+from helpers.limits import PATIENCE_S  # noqa: E402
 
-os.environ.setdefault("PYTEST_TIMEOUT", f"{120 * SLOWNESS}")  # for a test that hangs, unless it has a mark
+os.environ.setdefault("PYTEST_TIMEOUT", f"{4 * PATIENCE_S}")  # for a test that hangs, unless it has a mark
 N_EXAMPLES = int(os.environ.get("EXAMPLES", "25"))  # of a law; `make check` and the mutants try 100
 NO_CLOCK: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # of a busy machine
 settings.register_profile("suite", derandomize=True, database=None, max_examples=N_EXAMPLES, **NO_CLOCK)
@@ -50,6 +53,34 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+MARK = "STARTED_BY_TESTS"  # in the environment of all that tests start: the process that runs them
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Fail if a process outlives the one that started it: of servers that were killed eighteen were left."""
+    os.environ[MARK] = str(os.getpid())
+    yield
+    for _ in range(int(100 * PATIENCE_S)):
+        if not orphans():
+            return
+        time.sleep(0.01)
+    pytest.fail(f"processes are left: {orphans()}")
+
+
+def orphans() -> list[str]:
+    """Return the commands of processes with our mark whose parents are neither marked nor this process."""
+    mark, parents, commands = f"{MARK}={os.getpid()}".encode(), dict[int, int](), dict[int, str]()
+    for folder in Path("/proc").glob("[0-9]*"):  # only Linux has it
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                stat = (folder / "stat").read_text()
+                parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+                commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+    known = {os.getpid(), *parents}
+    return [commands[pid] for pid, parent in parents.items() if parent not in known]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

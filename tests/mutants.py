@@ -26,7 +26,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-MORE = {"EXAMPLES": "100", "PYTHONDONTWRITEBYTECODE": "1"}  # Python finds bytecode by time and size
+MORE = {"EXAMPLES": "100", "PATIENCE_S": "30"}
+MORE["PYTHONDONTWRITEBYTECODE"] = "1"  # Python finds bytecode by time and size
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info", "build", "course-work")
 REPLAY = "tests/test_replays.py::test_replay["
 YIELDS_WAS = {"REPLAYS_YIELD": "was"}  # test_replays.py compares with `was` if this is in the environment

@@ -512,6 +512,8 @@ class Clients:
             if known.is_streamed and self.world.chance(0.3):
                 while not (known.final or connection.is_over.is_set()):
                     await known.news.wait()
+            if not PROCESS.is_up.is_set():
+                return  # else the next process would begin when the waiting of this client is over
             is_last = not known.final and self.world.chance(0.3)
             n_steps = 200 if is_last else 20
             moment = known.id + " ends" * is_last
@@ -794,6 +796,8 @@ class Simulation:
         await serving
         is_slow = self.had_slow_disk or world.counts["disk faults"] or world.disk_s > 0.01 or world.step_s > 1
         world.law(world.now - stopped_at < grace + 5 or is_slow, "the stop took", world.now - stopped_at, "s")
+        for id_ in [*world.waiting]:
+            world.moment("stopped", id_)
         await asyncio.gather(*tasks)
         await asyncio.sleep(0)
         others: Any = asyncio.all_tasks() - {asyncio.current_task()}

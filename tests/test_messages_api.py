@@ -52,7 +52,7 @@ GREEDY: Json = {"extra_body": {"temperature": 0}}  # a parameter that the SDK ha
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=60) as opened:
+    with anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=PATIENCE_S) as opened:
         yield opened
 
 

@@ -22,6 +22,7 @@ from audit import expected, report, session
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import PROFILES, Result, chosen
+from helpers.limits import PATIENCE_S
 from helpers.serving import ROOT, Json, Server, serve
 from helpers.upstream import Exchange, head, json_answer, upstream
 from pictures import CHROMIUM
@@ -39,7 +40,9 @@ def ours() -> Iterator[Server]:
 def audit(*words: str, program: tuple[str, ...] = ("-m", "audit")) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *program, *words]
     environment = os.environ | {"AUDIT_API_KEY": "secret"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def refusal(*words: str) -> str:
@@ -258,7 +261,9 @@ def test_the_github_action(ours: Server, tmp_path: Path, inputs: dict[str, str])
         (tmp_path / module).write_text("raise SystemExit('taken over')", encoding="utf-8")
     words = [step["shell"], "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
     environment = os.environ | variables
-    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "4 rules: 4 pass" in ended.stdout
     assert (tmp_path / given["junit"]).exists()

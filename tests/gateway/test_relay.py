@@ -28,6 +28,7 @@ from gateway.refused import Refused
 from gateway.relay import frames_of as frames_of_chunks
 from gateway.remote import RemoteWorker
 from gateway.upstreams import Timeouts
+from helpers.limits import PATIENCE_S
 from helpers.serving import Json
 from helpers.upstream import (
     CHUNKED,
@@ -501,7 +502,7 @@ async def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> Non
     is_plain = True
 
     def answer(exchange: Exchange) -> None:
-        heard.wait(0.2 if is_plain else 20)
+        heard.wait(0.2 if is_plain else PATIENCE_S)
         exchange.send(json_answer({"error": NO}, "429 Too Many", "Retry-After: 7"))
 
     async with over(answer) as (worker, _):

@@ -8,7 +8,8 @@ from typing import NoReturn
 
 # How many processes want each core, at least one: everything takes so many times as long.
 SLOWNESS = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-PATIENCE_S = 30 * SLOWNESS  # for what takes milliseconds on a quiet machine
+# For what takes milliseconds on a quiet machine: load may come later. Mutants that hang must not take long.
+PATIENCE_S = float(os.environ.get("PATIENCE_S", "120")) * SLOWNESS
 
 
 @contextlib.contextmanager

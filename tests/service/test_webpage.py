@@ -15,6 +15,7 @@ import pytest
 
 from helpers.asked import FAULTY, NO_END
 from helpers.faulty_server import SLOW
+from helpers.limits import PATIENCE_S
 from helpers.serving import ROOT, Server, serve, until
 from model import PAGE
 from pictures import CHROMIUM, WATCHED
@@ -58,7 +59,7 @@ def opened(
         page, complaints = made.new_page(), list[str]()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * PATIENCE_S)
         page.goto(server.url + path)
         yield page
         assert [text for text in complaints if not (may_complain and may_complain in text)] == []
@@ -225,7 +226,7 @@ def story_of_four(browser: "Browser") -> str:
         page.wait_for_selector("#model option", state="attached")
         page.get_by_role("button", name="Send four prompts").click()
         page.locator("#fill:disabled").wait_for()
-        page.locator("#fill:enabled").wait_for(timeout=60_000)
+        page.locator("#fill:enabled").wait_for()
         return page.locator("#story").inner_text()
 
 

@@ -27,6 +27,7 @@ from websockets.sync.client import ClientConnection
 
 from background import Registry
 from helpers.asked import FAULTY, HI, NO_END, RESPONSES, large
+from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, serve, until
 from helpers.upstream import head, upstream
 from helpers.wire import Wire
@@ -66,7 +67,7 @@ def received(client: ClientConnection) -> list[Json]:
     """Return the messages of a turn, to its last one."""
     messages: list[Json] = []
     while not messages or messages[-1]["type"] not in LAST:
-        messages.append(json.loads(client.recv(timeout=30)))
+        messages.append(json.loads(client.recv(PATIENCE_S)))
     return messages
 
 
@@ -94,7 +95,7 @@ def close_code(client: ClientConnection) -> int:
     """Return the code of the close that comes after what the server still sends."""
     with suppress(ConnectionClosed):
         while True:
-            client.recv(timeout=30)
+            client.recv(PATIENCE_S)
     return client.protocol.close_code or 0
 
 
@@ -113,7 +114,7 @@ def same_as_http(server: Server, client: ClientConnection, body: Json) -> None:
         assert received(client) == [{"type": "error", "status": reply.status} | reply.json]
         return
     for frame in reply.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
-        text = client.recv(timeout=30)
+        text = client.recv(PATIENCE_S)
         assert isinstance(text, str)
         assert DRAWN.sub("*", text) == DRAWN.sub("*", frame.split("\ndata: ", 1)[1])
 
@@ -279,7 +280,7 @@ def until_it_calls(client: ClientConnection, n_characters: int) -> list[Json]:
     send(client, RUNS | more)
     events: list[Json] = []
     while not events or events[-1].get("item", {}).get("type") != "function_call":
-        events.append(json.loads(client.recv(timeout=30)))
+        events.append(json.loads(client.recv(PATIENCE_S)))
     return events
 
 
@@ -290,7 +291,7 @@ def test_a_response_that_calls_is_steered_after_its_results(client: ClientConnec
         id_ = events[0]["response"]["id"]
         steer(client, id_)
         events += received(client)
-        pending = json.loads(client.recv(timeout=30))
+        pending = json.loads(client.recv(PATIENCE_S))
         (item,) = [item for item in events[-1]["response"]["output"] if item["type"] == "function_call"]
         stub = {"type": "function_call_output", "call_id": item["call_id"]}
         assert (events[-1]["type"], pending["required_input"]) == ("response.completed", [stub])
@@ -307,13 +308,13 @@ def test_a_response_that_calls_is_steered_after_its_results(client: ClientConnec
 def test_what_cannot_be_steered_to_is_given_back(client: ClientConnection) -> None:
     """The successor's prompt would be too long; what was said before can be continued all the same."""
     send(client, RUNS)
-    id_ = json.loads(client.recv(timeout=30))["response"]["id"]
+    id_ = json.loads(client.recv(PATIENCE_S))["response"]["id"]
     message = {"role": "user", "content": "long " * 5000}
     client.send(json.dumps({"type": "response.steer", "previous_response_id": id_, "input": [message]}))
     *events, last = received(client)
     (accepted,) = [event for event in events if event["type"] == "response.steer.accepted"]
     assert last["response"]["incomplete_details"] == {"reason": "steered"}
-    failed = json.loads(client.recv(timeout=30))
+    failed = json.loads(client.recv(PATIENCE_S))
     assert failed["steer"] == accepted["steer"]
     assert failed["error"]["code"] == "successor_creation_failed"
     assert "context" in failed["error"]["message"]
@@ -327,7 +328,7 @@ def test_a_response_is_not_steered(client: ClientConnection) -> None:
     Its lane is told, in which the numbers go on, also after its end.
     """
     send(client, RUNS | {"stream_id": "a", "max_output_tokens": 100})
-    created = json.loads(client.recv(timeout=30))
+    created = json.loads(client.recv(PATIENCE_S))
     id_ = created["response"]["id"]
     client.send(json.dumps({"type": "response.steer", "previous_response_id": id_, "input": 5}))
     events = [created, *received(client)]
@@ -335,7 +336,7 @@ def test_a_response_is_not_steered(client: ClientConnection) -> None:
     (failed,) = [event for event in events if event["type"] == "response.steer.failed"]
     assert (failed["error"]["code"], failed["steer"]["input"]) == ("invalid_input", 5)
     steer(client, id_)
-    events.append(json.loads(client.recv(timeout=30)))
+    events.append(json.loads(client.recv(PATIENCE_S)))
     assert why_not(events[-1], id_) == "response_already_completed"
     assert {event["stream_id"] for event in events} == {"a"}
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
@@ -350,7 +351,7 @@ def test_what_steers_a_turn_is_bounded_in_bytes(locked: Server) -> None:
             client.send(json.dumps(large | {"previous_response_id": id_}))
         codes = Counter[str]()
         while codes.total() < 14:
-            codes[json.loads(client.recv(timeout=30)).get("error", {}).get("code", "")] += 1
+            codes[json.loads(client.recv(PATIENCE_S)).get("error", {}).get("code", "")] += 1
             del codes[""]  # of other events
     assert codes.keys() <= {"too_many_pending_steers", "rate_limit_exceeded", "successor_creation_failed"}
     assert codes["rate_limit_exceeded"] > 2  # 16 MB for two keys
@@ -536,7 +537,7 @@ async def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
     first = deaf.talk(begin, rooms)
     await deaf.is_told.wait()
     second = Client(b"[]", TURN).talk(begin, rooms)  # its turn comes after a refusal
-    await asyncio.wait_for(has_begun.wait(), 30)
+    await asyncio.wait_for(has_begun.wait(), PATIENCE_S)
     await cancel(first, second)
 
 
@@ -552,7 +553,7 @@ async def test_a_turn_ends_with_its_client() -> None:
 
     client = Client(TURN)
     client.coming.append({"type": "websocket.disconnect"})
-    await asyncio.wait_for(client.talk(begin, Rooms(8)), 30)
+    await asyncio.wait_for(client.talk(begin, Rooms(8)), PATIENCE_S)
     assert ended
 
 
