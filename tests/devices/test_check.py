@@ -182,7 +182,7 @@ def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         n_launches.append(cp.n_launches)
         lines = loading.facts(worker)
         assert re.fullmatch(r"qkv by plain kernels \(RuntimeError\(.*\)\)", lines["degraded"])
-        assert lines["kernels"].startswith("checked on the emulator: 8 ops, largest difference 0.")
+        assert lines["kernels"].startswith("checked on the emulator: 7 ops, largest difference 0.")
         assert Workers(worker).degraded() == "qkv by plain kernels"
     assert n_launches[1] == 0 < n_launches[0] == n_launches[2]
     assert load(Emulator(), monkeypatch).engine.degraded, "it is of the same GPU, driver, CuPy and code"
