@@ -60,7 +60,8 @@ def our_peer(ours: Server) -> Peer:
     return endless(ours.url + "/v1")
 
 
-@pytest.mark.parametrize("rule", RULES)
+# A crowd in a small pool, below, shows more than one in a large pool.
+@pytest.mark.parametrize("rule", [rule for rule in RULES if "isolation" not in rule])
 def test_rule(our_peer: Peer, rule: str) -> None:
     assert judge(our_peer, rule) == Result(rule, "pass")
 
@@ -117,6 +118,18 @@ def test_a_fault_is_named_by_its_rule(ours: Server, monkeypatch: pytest.MonkeyPa
         verdicts = {"leaving": judged_by_its_own("leaving")}
         verdicts |= zip(BESIDE_OTHERS, threads.map(judged_by_its_own, BESIDE_OTHERS), strict=True)
     assert not_named_alone(verdicts) == []
+
+
+@pytest.mark.parametrize("rule", ["error-shape", "metadata", "messages-cut"])
+def test_a_fault_is_named_by_no_other_rule_of_its_group(
+    ours: Server, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """The sweep asks all rules, of all faults."""
+    monkeypatch.setattr("audit.peer.N_FOXES", 5_000)
+    with Foreign(ours.url, FAULTS[rule]) as between:
+        judging = endless(between.url)
+        verdicts = [judge(judging, name) for name in OVER_HTTP if RULES[name].group == RULES[rule].group]
+    assert not_named_alone({rule: verdicts}) == []
 
 
 @pytest.mark.sweep
