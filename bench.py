@@ -1,6 +1,6 @@
 """How fast, beside others: `python bench.py WHAT` prints a table in Markdown, and its progress on stderr.
 
-    a row of COMMANDS --of benches/: a function and its options--> table
+    a table of benches/rows.toml --its options--> a function of benches/ --rounds()--> table
 
 Rules of the measurements:
 1. The ratio is the result. The contenders take turns in each round: if the machine is busy for a while, it
@@ -12,27 +12,37 @@ Not here: how good what is said is.
 
 import argparse
 import sys
+import tomllib
 from collections.abc import Sequence
 
-from benches import decoding, http, server
+from benches import decoding, servers
+from benches.harness import FOLDER
 
-COMMANDS = decoding.COMMANDS | http.COMMANDS | server.COMMANDS
+RUNS = {"decoding": decoding.run, "parts": decoding.run_part, "servers": servers.run}
+TABLES = tomllib.loads((FOLDER / "rows.toml").read_text(encoding="utf-8"))
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Measure speeds, beside others.")
     commands = parser.add_subparsers(metavar="WHAT", required=True)
-    for name, (run, options) in COMMANDS.items():
-        about = str(run.__doc__).partition("\n")[0]
+    about = TABLES["help"]
+    for name in [name for name in TABLES if name != "help"]:
+        table = TABLES[name]
         kind = argparse.ArgumentDefaultsHelpFormatter
-        command = commands.add_parser(name, help=about, description=about, formatter_class=kind)
-        command.set_defaults(run=run)
-        for flag, (default, about) in {"--repeat": (5, "rounds"), **options}.items():
+        command = commands.add_parser(name, help=table["about"], formatter_class=kind)
+        command.set_defaults(table=table)
+        for option, default in {"--repeat": 5, **table["options"]}.items():
             nargs = "+" if isinstance(default, list) else None
             convert = type(default[0] if nargs else default)
-            command.add_argument(flag, type=convert, nargs=nargs, default=default, help=about)
+            command.add_argument(
+                option,
+                type=convert,
+                nargs=nargs,
+                default=default,
+                help=about[option],
+            )
     args = parser.parse_args(argv)
-    args.run(args)
+    RUNS[args.table["run"]](args)
 
 
 if __name__ == "__main__":

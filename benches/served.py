@@ -1,17 +1,19 @@
 """What bench.py server measures: our server with an engine that only says a token, and the least of servers.
 
-    python -m benches.served ours|least MODEL PORT [options of server.py]
+    python -m benches.served ours|least|stored MODEL PORT [N]
 
-`ours` is the whole server. `least` is a small Starlette application: it decodes each token in one task and
-frames it in another, without a parser, a state machine, or a log to resume from. Its chat completions are
-scripted, for a front to pass on.
+`ours` is the whole server. `stored` is that with a store that has N responses and keeps no more. `least` is a
+small Starlette application: it decodes each token in one task and frames it in another, without a parser, a
+state machine, or a log to resume from. Its chat completions are scripted, for a front to pass on.
 """
 
 import asyncio
 import sys
 import time
 from collections.abc import AsyncGenerator
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +25,12 @@ from starlette.routing import Route
 
 import server
 import sse
-from benches.harness import CHAT, RESPONSES
+from benches.harness import prose
 from engine import SWITCH_INTERVAL_S, Feed, StepOutput
 from sampling import Choice
 from scheduler import Sequence
 from service import loading
+from store import Retention, Row, Store
 from tokenizer import Decoder, Tokenizer
 
 PLACE = '"item_id":"msg_0123456789abcdef","output_index":0,"content_index":0'
@@ -41,7 +44,7 @@ async def tick(ms: int) -> None:
     await asyncio.sleep((ms - 1e3 * time.monotonic() % ms) / 1e3 if ms else 0)
 
 
-def ours(token_id: int) -> None:
+def ours(*flags: str) -> None:
     """Serve an engine that says a token over and over: one a tick, whose milliseconds are the seed."""
     said = StepOutput([Choice(token_id)])
 
@@ -50,18 +53,39 @@ def ours(token_id: int) -> None:
             await tick(sequence.sampling.seed)
             feed(said if n_left else said._replace(finish="length"))
 
-    def make_runner(_: Any, __: Path, config: Any, max_seq_len: int, ___: Any) -> Any:
-        return SimpleNamespace(
-            config=config, max_seq_len=max_seq_len, generate=generate, busy=bool, close=int
-        )
+    def make_runner(*given: Any) -> Any:
+        _, _, config, length, _ = given
+        return SimpleNamespace(config=config, max_seq_len=length, generate=generate, busy=bool, close=int)
 
     vars(loading).update(make_runner=make_runner, Engine=lambda runner, _: runner, facts=lambda *_: {})
-    _, _, model, port, *options = sys.argv
-    sys.argv[1:] = ["--model", model, "--port", port, "--log-level", "warning", *options]
+    sys.argv[1:] = ["--model", model, "--port", port, "--log-level", "warning", *flags]
     server.main()
 
 
-def least(token_id: int) -> None:
+def stored(n: str) -> None:
+    """Serve with a store that is full, unless n is 0."""
+    row = Row(
+        "",
+        "",
+        time.time(),
+        time.time(),
+        True,
+        False,
+        False,
+        "{}",
+        "[]",
+        "completed",
+        prose(2000),
+    )
+    with TemporaryDirectory() as folder:
+        with closing(Store(f"{folder}/store", Retention())) as store:
+            for number in range(int(n)):
+                store.write(row._replace(id=f"resp_{number}"))
+        limits = ["--store-max-bytes", "1000000000000000", "--store-max-responses", str(int(n) or 10**6)]
+        ours("--store", f"{folder}/store", *limits)
+
+
+def least() -> None:
     async def respond(http: Request) -> Response:
         body = await http.json()
         n_tokens = body["max_output_tokens"]
@@ -90,15 +114,21 @@ def least(token_id: int) -> None:
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "bench"}]})
 
-    endpoints = {RESPONSES: respond, CHAT: complete, "/v1/models": models}
-    app = Starlette(
-        routes=[Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in endpoints.items()]
-    )
+    endpoints = {"responses": respond, "chat/completions": complete, "models": models}
+    routes = [Route(f"/v1/{path}", answer, methods=["GET", "POST"]) for path, answer in endpoints.items()]
     server.tune_garbage_collector()
-    uvicorn.run(app, port=int(sys.argv[3]), log_level="warning", access_log=False, loop="asyncio")
+    uvicorn.run(
+        Starlette(routes=routes),
+        port=int(port),
+        log_level="warning",
+        access_log=False,
+        loop="asyncio",
+    )
 
 
 if __name__ == "__main__":
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine does
-    tokenizer = Tokenizer(Path(sys.argv[2]) / "tokenizer.json")
-    {"ours": ours, "least": least}[sys.argv[1]](tokenizer.encode(" a")[0])
+    _, name, model, port, *more = sys.argv
+    tokenizer = Tokenizer(Path(model) / "tokenizer.json")
+    token_id = tokenizer.encode(" a")[0]
+    globals()[name](*more)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 from benches.decoding import load
 from benches.harness import prose
 from checkpoint import hub
+from checkpoint.config import read_config
 from model import PAGE, Batch, NumpyOps, Span, forward
 from tokenizer import Tokenizer
 
@@ -37,9 +38,10 @@ def main() -> None:
     parser.add_argument("formats", nargs="+", help="as bench.py cpu names them")
     formats = parser.parse_args().formats
     directory = hub.find(None)
+    config = read_config(directory)
     token_ids = Tokenizer(directory / "tokenizer.json").encode(prose(8 * N_TOKENS))[:N_TOKENS]
     for contender in formats:
-        print(f"{contender:10} {perplexity(load(contender, directory, N_WINDOW, 1), token_ids):.2f}")
+        print(f"{contender:10} {perplexity(load(contender, directory, config, N_WINDOW, 1), token_ids):.2f}")
 
 
 if __name__ == "__main__":
