@@ -41,6 +41,7 @@ log = logging.getLogger("jobs")
 Said = Accepted | Output | Compaction | Finish  # what the client is shown of a run
 
 UNFINISHED = Finish("failed", message="The run broke off; the server's log has the details.")
+CANCELLED = Finish("cancelled")
 
 
 # --- the way of a token -------------------------------------------------------------------------------------
@@ -129,6 +130,7 @@ class Job:
     watch: Watch
     log: EventLog = field(default_factory=EventLog)
     finish: Finish | None = UNFINISHED  # for end(); None: the log stays open for the next process
+    if_cancelled: Finish | None = CANCELLED  # `finish`, if its task is cancelled
     is_steered: bool = False  # it ends before its next delta, unless it has called a tool
     has_called: bool = False
     n_bytes: int = 0  # its share of the room for background responses
@@ -149,17 +151,14 @@ class Job:
                     assert self.log.status, "a run has made no event"
             except asyncio.CancelledError:
                 # Not raised again: by its traceback the task would hold itself, and the whole request.
-                if self.finish is STEERED:
-                    self.finish = STEERED._replace(usage=self.watch.finish.usage)
-                elif not self.row.background:
-                    self.finish = CANCELLED
+                self.finish = self.if_cancelled
             except Exception as error:
                 if not self.log.status:  # no event yet: the error becomes the answer to the request
                     raise
                 self.finish = failure(error)
             finally:
                 if self.finish and self.log.status:
-                    await self.end(self.finish)
+                    await self.end(self.finish._replace(usage=self.watch.finish.usage))
 
     def feed(self, said: Said) -> list[Event]:
         """Make the events of one output. Only remember a Finish: end() makes its events."""
@@ -198,13 +197,12 @@ class Job:
     def stop(self, finish: Finish | None) -> None:
         """Cancel the response unless it has ended; the first to stop it decides how it ends."""
         if not (self.log.ended or self.task.cancelling()):
-            self.finish = finish
+            self.if_cancelled = finish
             self.task.cancel()
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
-CANCELLED = Finish("cancelled")
 STEERED = Finish("steered")
 SHUT_DOWN = Finish("failed", message="The server is shutting down.")
 INTERRUPTED = Finish("failed", message="interrupted by a restart")

@@ -23,10 +23,10 @@ Rules of this file:
    lives on.
 3. The last response of each lane can be continued without a store. A turn that fails makes its lane forget
    it.
-4. A client may send input while a response runs (response.steer). An accepted steer waits in the lane for a
-   successor, which takes it as input, or comes back to the client: it is never lost. The response ends before
-   its next delta, and its successor begins at once; a response that has called a tool goes on to its end, and
-   its successor is the turn that brings the results.
+4. A client may send input while a response runs (response.steer). An accepted steer waits for a successor of
+   that response, which takes it as input, or comes back to the client: it is never lost. The response ends
+   before its next delta, and its successor begins at once; a response that has called a tool goes on to its
+   end, and its successor is the turn that brings the results.
 5. A client that leaves ends its turns. At a stop of the server running turns go on to their end; we refuse
    waiting turns, and read nothing more.
 6. The messages of all connections are taken one after another, by turns of the owners.
@@ -35,7 +35,7 @@ Rules of this file:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,7 @@ import sse
 from background import Registry
 from jobs import Job
 from request import params
-from request.body import Parsing, parsed
+from request.body import parsed
 from request.ids import new_id
 from request.items import Item
 from request.refusals import BadInput, error_body, wrong_value
@@ -56,16 +56,12 @@ from streaming import cancel
 
 log = logging.getLogger("websocket")
 
-MAX_STEERS = 8  # that wait in a lane
+MAX_STEERS = 8  # that wait for one successor
 MAX_LANES = 32  # with a name: the guide's limit
 lane_name = string(0, 256)  # each event of the lane repeats it
 AS_BODY = {"type": None, "stream_id": None, "stream": True}  # a body has these for a message's members
 SUBPROTOCOL = "responses"  # for pages: a browser expects the server to select a protocol that it offered
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
-
-
-def not_steered(code: str, message: str = "Send the input with response.create.") -> Item:
-    return {"type": "invalid_request_error", "code": code, "message": message}
 
 
 # --- a connection -------------------------------------------------------------------------------------------
@@ -82,7 +78,6 @@ class Lane:
     next_number: int = 0  # the next sequence_number while no response is running
     last: Row | None = None  # its last response: rule 3
     response_id: str = ""  # of its newest response
-    steers: list[Item] = field(default_factory=list)  # of this response; no other one has their input yet
 
 
 @dataclass
@@ -99,6 +94,7 @@ class Connection:
         offered = self.websocket.scope["subprotocols"]
         await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         self.lanes = dict[str, Lane]()  # by name
+        self.steers = dict[str, list[Item]]()  # by the response that they steer: rule 4
         try:
             async with asyncio.TaskGroup() as self.tasks:  # turns, and what reads their messages
                 receiving = self.tasks.create_task(self._receive())
@@ -129,43 +125,42 @@ class Connection:
             expected = f"Expected at most {max_bytes} bytes, see --max-body; got {len(json_text)}."
             raise BadInput(expected, code="websocket_message_too_large")
         async with parsed(json_text, self.visit) as message:
-            type_ = mapping(message, "message").get("type")
+            type_ = mapping(message, "message").pop("type", None)
             name = lane_name(message.get("stream_id") or "", "stream_id")
             if len(self.lanes.keys() | {name, ""}) > 1 + MAX_LANES:
                 expected = f"Expected at most {MAX_LANES} different values of 'stream_id' on a connection."
                 raise BadInput(expected, param="stream_id", code="websocket_stream_limit_reached")
             lane = self.lanes.setdefault(name, Lane(name, self.visit))
-        parent_id = message.get("previous_response_id")
         if type_ == "response.create":
+            parent_id = str(message.get("previous_response_id"))
             self.tasks.create_task(self._take_turn(lane, json_text, parent_id))
         elif type_ == "response.steer":
-            steer = {"previous_response_id": parent_id, "input": message.get("input")}
-            await self._steer(lane, steer, len(json_text))
+            await self._steer(lane, message)
         elif type_ != "response.processed":  # this one says that Codex has read an answer
             await self._refuse(wrong_value("type", "'response.create'", type_), name)
 
-    async def _steer(self, lane: Lane, steer: Item, n_bytes: int) -> None:
-        """Queue input for the response that it names, or say in its lane why not: rule 4."""
-        parent_id = steer["previous_response_id"]
+    async def _steer(self, lane: Lane, steer: Item) -> None:
+        """Accept input for the response that it names, or give it back: rule 4."""
+        parent_id = steer.get("previous_response_id")
         lane = next((each for each in self.lanes.values() if each.response_id == parent_id), lane)
-        job = lane.job
-        if job:  # until its turn ends, its log keeps the event, or the lane the input
-            lane.visit.add_bytes(n_bytes)
+        if lane.job:  # until its turn ends, its log keeps the event, or the connection the input
+            lane.visit.add_bytes(len(sse.dumps(steer)))
         if lane.response_id != parent_id:
             code = "response_not_found"
-        elif not job or job.log.ended:
+        elif not lane.job:
             code = "response_already_completed"
-        elif len(lane.steers) == MAX_STEERS:
+        elif len(self.steers.get(parent_id, ())) == MAX_STEERS:
             code = "too_many_pending_steers"
-        elif not isinstance(steer["input"], str | list):
+        elif not isinstance(steer.get("input"), str | list):
             code = "invalid_input"
         else:
             steer["id"] = new_id("steer")
-            lane.steers.append(steer)
-            job.is_steered = True
             await self._tell(lane, "accepted", [steer])
+            self.steers.setdefault(parent_id, []).append(steer)
+            lane.job.is_steered = True
             return
-        await self._tell(lane, "failed", [steer], error=not_steered(code))
+        error = BadInput("Send the input with response.create.", code=code)
+        await self._tell(lane, "failed", [steer], error=error_body(error)["error"])
 
     async def _tell(self, lane: Lane, event: str, steers: list[Item], **members: Any) -> None:
         """Send what becomes of steers, with the next numbers of their lane."""
@@ -179,47 +174,48 @@ class Connection:
 
     # --- a turn ---------------------------------------------------------------------------------------------
 
-    async def _take_turn(self, lane: Lane, json_text: bytes, previous_id: Any) -> None:
+    async def _take_turn(self, lane: Lane, json_text: bytes, previous_id: str) -> None:
         """Run a turn after those before it in its lane, then the successors that it is steered to."""
+        steers, successor = list[Item](), dict[str, Any]()
         try:
             with self.visit.rooms.visit(self.visit.owner) as visit:
                 visit.add_bytes(len(json_text))
                 visit.set_streams()
                 async with lane.turn:
                     lane.visit = visit
-                    if previous_id != lane.response_id:
-                        await self._tell(
-                            lane, "failed", lane.steers, error=not_steered("response_not_active")
-                        )
-                        lane.steers = []
-                    job = await self._respond(lane, parsed(json_text, visit), visit)
-                    while lane.steers and not (job.has_called and lane.last):
-                        body = job.row.request | {"previous_response_id": job.row.id}
-                        with suppress(BadInput):  # the input has been given back
-                            job = await self._respond(lane, nullcontext(body), visit)
-                    calls = [item for item in job.builder.output if "call_id" in item]
-                    stubs = [{"type": f"{call['type']}_output", "call_id": call["call_id"]} for call in calls]
-                    why = {"reason": "waiting_for_required_input", "required_input": stubs}
-                    await self._tell(lane, "pending", lane.steers, **why)
+                    parsing = parsed(json_text, visit)
+                    while not successor or previous_id in self.steers:
+                        steers = self.steers.pop(previous_id, [])
+                        items = [
+                            item for each in steers for item in params.input_items(each["input"], "input")
+                        ]
+                        if self.registry.stopping.is_set():
+                            raise BadInput("The server is about to stop.", code="server_is_overloaded")
+                        job, prompt, _ = await self.begin(parsing, visit, memory=self.memory(), before=items)
+                        await job.start(nullcontext(prompt))
+                        await self._send_events(lane, job)
+                        previous_id = job.row.id
+                        calls = [item for item in job.builder.output if "call_id" in item]
+                        stubs = [
+                            {
+                                "type": f"{call['type']}_output",
+                                "call_id": call["call_id"],
+                                "name": call["name"],
+                            }
+                            for call in calls
+                        ]
+                        if stubs and lane.last:
+                            why = {"reason": "waiting_for_required_input", "required_input": stubs}
+                            await self._tell(lane, "pending", self.steers.get(previous_id, []), **why)
+                            return
+                        successor = job.row.request | {"previous_response_id": previous_id}
+                        parsing = nullcontext(successor)
         except BadInput as refusal:
-            lane.last = None
-            await self._refuse(refusal, lane.name)
-
-    async def _respond(self, lane: Lane, parsing: Parsing, visit: Visit) -> Job:
-        """Run one response, with the input of steers before its own; raises BadInput, and gives that back."""
-        steers, lane.steers = lane.steers, []
-        try:
-            items = [item for steer in steers for item in params.input_items(steer["input"], "input")]
-            if self.registry.stopping.is_set():
-                raise BadInput("The server is about to stop.", code="server_is_overloaded")
-            job, prompt, _ = await self.begin(parsing, visit, memory=self.memory(), before=items)
-            await job.start(nullcontext(prompt))
-            await self._send_events(lane, job)
-        except BadInput as refusal:
-            error = not_steered("successor_creation_failed", refusal.message)
-            await self._tell(lane, "failed", steers, error=error)
-            raise
-        return job
+            error = BadInput(refusal.message, code="successor_creation_failed")
+            await self._tell(lane, "failed", steers, error=error_body(error)["error"])
+            if not successor:
+                lane.last = None
+                await self._refuse(refusal, lane.name)
 
     async def _send_events(self, lane: Lane, job: Job) -> None:
         lane.response_id = job.row.id
@@ -231,12 +227,11 @@ class Connection:
                         await self._remember(lane, job)  # before its client knows of the end
                     for frame in frames:
                         await self._send(sse.data(frame), lane.name)
-            lane.job = None
-            lane.next_number = len(job.log.entries) or lane.next_number  # none: it is refused
-            await job.task  # raises what has refused it
         finally:
             lane.job = None
+            lane.next_number = len(job.log.entries) or lane.next_number  # none: it is refused
             await cancel(job.task)
+        await job.task  # raises what has refused it
 
     # --- memory ---------------------------------------------------------------------------------------------
 
@@ -251,7 +246,7 @@ class Connection:
             return
         lane.last = await self.registry.to_continue(job.shown_row())
         n_bytes = sum(row.n_bytes + len(row.response_json) for row in self.memory().values())
-        n_bytes += len(sse.dumps([each.steers for each in self.lanes.values()]))
+        n_bytes += len(sse.dumps(self.steers))
         try:
             self.visit.set_held(self.visit.rooms.bytes, n_bytes)
         except BadInput:  # until the next one, more room is held than is remembered
