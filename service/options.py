@@ -235,7 +235,10 @@ def secrets(args: Namespace, name: str) -> list[str]:
     option, variable = f"--{name.replace('_', '-')}", f"LLMREF_{name.upper()}"
     sources = [(option, text) for text in getattr(args, name)]
     if file := getattr(args, f"{name}_file"):
-        sources.append((f"{option}-file", Path(file).read_text(encoding="latin-1")))  # of any bytes
+        try:
+            sources.append((f"{option}-file", Path(file).read_text(encoding="latin-1")))  # of any bytes
+        except OSError as error:
+            raise OSError(f"{option}-file: {error}") from error
     if variable in os.environ:
         sources.append((variable, os.environ[variable]))
     found: list[str] = []

@@ -45,7 +45,7 @@ import sse
 from background import Registry
 from jobs import Job
 from request import params
-from request.body import parsed
+from request.body import Parsing, parsed
 from request.ids import new_id
 from request.items import Item
 from request.refusals import BadInput, error_body, wrong_value
@@ -183,7 +183,7 @@ class Connection:
                 visit.set_streams()
                 async with lane.turn:
                     lane.visit = visit
-                    parsing = parsed(json_text, visit)
+                    parsing: Parsing = parsed(json_text, visit)
                     while not successor or previous_id in self.steers:
                         steers = self.steers.pop(previous_id, [])
                         items = [

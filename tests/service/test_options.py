@@ -93,7 +93,7 @@ def test_what_holds_no_key_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     for flags in (["--api-key", content], ["--api-key-file", tmp_path / "keys"]):
         with pytest.raises(ValueError, match=f"{flags[0]}: expected a key of printable ASCII"):
             options.secrets(parsed("--api-key", "one", *flags), "api_key")
-    with pytest.raises(OSError, match="no-file"):
+    with pytest.raises(OSError, match="--api-key-file: "):
         options.secrets(parsed("--api-key-file", tmp_path / "no-file"), "api_key")
     for text in ("", content):
         monkeypatch.setenv("LLMREF_API_KEY", text)
