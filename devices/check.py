@@ -151,9 +151,9 @@ def prove(ops: CudaOps, anew: bool = False) -> dict[str, float]:
     """
     with suppress(Exception):  # of which op, the check says
         ops._kernels.load()
-    runtime = ops._cp.cuda.runtime
-    card = runtime.getDeviceProperties(0)["name"].decode()
-    facts = card, runtime.driverGetVersion(), ops._cp.__version__, options(ops.config, ANY_SHAPE)
+    cp = ops._cp
+    card = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    facts = card, cp.cuda.runtime.driverGetVersion(), cp.__version__, options(ops.config, ANY_SHAPE)
     try:
         differences, degraded = json.loads("" if anew else cache_file(*facts).read_text())
     except (OSError, ValueError):
@@ -163,9 +163,9 @@ def prove(ops: CudaOps, anew: bool = False) -> dict[str, float]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps([differences, degraded]))
     ops.degraded |= degraded
-    largest = max(differences.values(), default=0.0)
     ops.about["kernels"] = (
-        f"checked on {card}: {len(differences)} ops, largest difference {largest:.1%} of plain, "
+        f"checked on {card}: {len(differences)} ops, "
+        f"largest difference {max(differences.values(), default=0.0):.1%} of plain, "
         "same bits alone and in a batch"
     )
     return differences  # type: ignore[no-any-return]
