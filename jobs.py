@@ -158,7 +158,8 @@ class Job:
                 self.finish = failure(error)
             finally:
                 if self.finish and self.log.status:
-                    await self.end(self.finish._replace(usage=self.watch.finish.usage))
+                    usage = self.finish.usage or self.watch.finish.usage
+                    await self.end(self.finish._replace(usage=usage))
 
     def feed(self, said: Said) -> list[Event]:
         """Make the events of one output. Only remember a Finish: end() makes its events."""

@@ -168,7 +168,7 @@ cancel-again: a second cancel is answered like the first
 the guide on background mode: cancelling twice is idempotent
 F06 https://github.com/ogx-ai/ogx/issues/5180
 
-responses  {"background": true, "input": "STORY", "max_output_tokens": 400}
+responses  {"background": true, "input": "STORY", "max_output_tokens": 1500}
              -> status:=queued|=in_progress
 POST /responses/ID/cancel -> status:=cancelled
 POST /responses/ID/cancel -> 200 status:=cancelled
