@@ -71,7 +71,7 @@ def test_the_package_has_the_commands_of_the_checkout() -> None:
     assert run(".", "--version").stdout == run("server.py", "--version").stdout
     for command in ("audit", "bench", "course"):
         assert f"llmref {command}" in run(".", command, *([] if command == "course" else ["--help"])).stdout
-    refused = run("server.py", "--store", "/no/such/store")
+    refused = run("server.py", "--port", "0", "--store", "/no/such/store")
     assert refused.stderr.startswith("error: --store /no/such/store: ")
 
 
