@@ -13,7 +13,8 @@ import sys
 from importlib.util import find_spec
 
 if sys.version_info < (3, 11) or None in map(find_spec, ("hypothesis", "pytest", "uvicorn")):
-    sys.exit("error: expected Python 3.11 or later, and its packages: pip install -e '.[dev]', or 'llmref[course]'")
+    packages = "pip install -e '.[dev]', or 'llmref[course]'"
+    sys.exit("error: expected Python 3.11 or later, and its packages: " + packages)
 
 import json
 import re
