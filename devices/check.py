@@ -81,7 +81,7 @@ def compare(ops: CudaOps, differences: dict[str, float], op: str, compute: Any, 
     arrays += ops._keys[:N_LAYERS] + ops._values[:N_LAYERS]
     arrays += [memory.numbers for memory in ops._memory.values()]
     before = [array.get() for array in arrays]
-    why = "{:.2g} of a number is other than by plain kernels"
+    why = ""
     try:
         compute(*arguments)
         found = [array.get() for array in arrays]
@@ -97,7 +97,7 @@ def compare(ops: CudaOps, differences: dict[str, float], op: str, compute: Any, 
     if difference <= LIMIT * (op != "pick"):  # which is exact: it adds whole numbers
         differences[op] = max(difference, differences.get(op, 0))
     else:
-        ops.step_back(how, why.format(difference))
+        ops.step_back(how, why or f"{difference:.2g} of a number is other than by plain kernels")
 
 
 def download(array: Any) -> Any:

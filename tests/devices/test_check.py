@@ -62,7 +62,7 @@ def no_number(values: Any, before: Any, n_rows: int) -> None:
 
 
 def raises(values: Any, before: Any, n_rows: int) -> None:
-    raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure")
+    raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED: {unspecified launch failure}")
 
 
 FAULTS = [wrong_stride, missing_barrier, depends_on_the_batch, no_number, raises]
