@@ -64,6 +64,15 @@ SUBPROTOCOL = "responses"  # for pages: a browser expects the server to select a
 SERVICE_RESTART = 1012  # the code of a close: RFC 6455, section 7.4.1
 
 
+def stubs_of(output: list[Item]) -> list[Item]:
+    """Return the results that the calls in an output wait for, without their texts."""
+    return [
+        {"type": f"{call['type']}_output", "call_id": call["call_id"], "name": call["name"]}
+        for call in output
+        if "call_id" in call
+    ]
+
+
 # --- a connection -------------------------------------------------------------------------------------------
 
 
@@ -135,16 +144,16 @@ class Connection:
             parent_id = str(message.get("previous_response_id"))
             self.tasks.create_task(self._take_turn(lane, json_text, parent_id))
         elif type_ == "response.steer":
-            await self._steer(lane, message)
+            await self._steer(lane, message, len(json_text))
         elif type_ != "response.processed":  # this one says that Codex has read an answer
             await self._refuse(wrong_value("type", "'response.create'", type_), name)
 
-    async def _steer(self, lane: Lane, steer: Item) -> None:
+    async def _steer(self, lane: Lane, steer: Item, n_bytes: int) -> None:
         """Accept input for the response that it names, or give it back: rule 4."""
         parent_id = steer.get("previous_response_id")
         lane = next((each for each in self.lanes.values() if each.response_id == parent_id), lane)
         if lane.job:  # until its turn ends, its log keeps the event, or the connection the input
-            lane.visit.add_bytes(len(sse.dumps(steer)))
+            lane.visit.add_bytes(n_bytes)
         if lane.response_id != parent_id:
             code = "response_not_found"
         elif not lane.job:
@@ -195,16 +204,7 @@ class Connection:
                         await job.start(nullcontext(prompt))
                         await self._send_events(lane, job)
                         previous_id = job.row.id
-                        calls = [item for item in job.builder.output if "call_id" in item]
-                        stubs = [
-                            {
-                                "type": f"{call['type']}_output",
-                                "call_id": call["call_id"],
-                                "name": call["name"],
-                            }
-                            for call in calls
-                        ]
-                        if stubs and lane.last:
+                        if lane.last and (stubs := stubs_of(job.builder.output)):
                             why = {"reason": "waiting_for_required_input", "required_input": stubs}
                             await self._tell(lane, "pending", self.steers.get(previous_id, []), **why)
                             return
