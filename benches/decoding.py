@@ -57,16 +57,9 @@ MXFP4 = 121  # a scale of some 2^-5, and two numbers of 4 bits
 N_WORDS = 512  # tokens that every vocabulary has
 SHAPES: dict[str, dict[str, Any]] = json.loads((FOLDER / "shapes.json").read_text(encoding="utf-8"))
 
-ROUNDED = (
-    "bfloat16",
-    "int8",
-    "int4",
-)  # as --weights; the other contenders: file, numpy, cuda
+ROUNDED = "bfloat16", "int8", "int4"  # as --weights; the other contenders: file, numpy, cuda
 N_READ = 1 << 30  # bytes, to measure the memory of a CPU
-CLOCK, BUS = (
-    36,
-    37,
-)  # kHz and bits: cudaDevAttrMemoryClockRate, cudaDevAttrGlobalMemoryBusWidth
+CLOCK, BUS = 36, 37  # kHz and bits: cudaDevAttrMemoryClockRate, cudaDevAttrGlobalMemoryBusWidth
 
 _random = np.random.default_rng(0)  # no run finds its prompt in a prefix cache
 

@@ -64,19 +64,9 @@ def ours(*flags: str) -> None:
 
 def stored(n: str) -> None:
     """Serve with a store that is full, unless n is 0."""
-    row = Row(
-        "",
-        "",
-        time.time(),
-        time.time(),
-        True,
-        False,
-        False,
-        "{}",
-        "[]",
-        "completed",
-        prose(2000),
-    )
+    now = time.time()
+    # id, owner, born_at, ended_at, kept, background, streamed; JSON of request and items; status, JSON of it
+    row = Row("", "", now, now, True, False, False, "{}", "[]", "completed", prose(2000))
     with TemporaryDirectory() as folder:
         with closing(Store(f"{folder}/store", Retention())) as store:
             for number in range(int(n)):

@@ -50,9 +50,8 @@ class Row(NamedTuple):
     name: str
     figures: str
     times: int
-    clients: list[
-        tuple[float, list[str | int], int]
-    ]  # seconds before it asks, its turns, tokens of an answer
+    # Seconds before it asks, its turns, tokens of an answer.
+    clients: list[tuple[float, list[str | int], int]]
     more: Mapping[str, Any]  # of the body
     servers: Sequence[str] = ()  # (): all
 

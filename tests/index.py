@@ -46,10 +46,8 @@ def told(mutant: Mutant) -> tuple[str, str]:
     hint = f"Read {mutant.test}."
     name, _, is_written = mutant.undoes.partition("() has been taken out")
     if is_written:
-        test, is_imported = (
-            mutant.test.partition("::")[0],
-            re.compile(rf"^(from|import) {mutant.module}\b", re.M),
-        )
+        test = mutant.test.partition("::")[0]
+        is_imported = re.compile(rf"^(from|import) {mutant.module}\b", re.M)
         uses = [f"It is judged by {mutant.test}. It is used here:"]
         for path in dict.fromkeys(
             (ROOT / mutant.file, ROOT / test, *ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"))

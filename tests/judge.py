@@ -199,9 +199,8 @@ def versions(number: str, exercise: Mutant) -> Iterator[tuple[bool, str, str]]:
         yield False, f"by rule: solved, and {one.undoes}", text.replace(one.old, one.new)
 
 
-Judged = Iterator[
-    tuple[str, bool, str, str]
-]  # the exercise, is the fix right, where it comes from, why it is refused
+# The exercise, is the fix right, where it comes from, why it is refused.
+Judged = Iterator[tuple[str, bool, str, str]]
 
 
 def judged(known: dict[str, Mutant], numbers: list[str]) -> Judged:

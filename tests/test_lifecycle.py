@@ -5,10 +5,9 @@ What happens in which order is tried by simulate.py in one process; here are a r
 
 import itertools
 import json
-import socket
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,17 @@ import pytest
 import sse
 from background import MAX_RUNNING
 from helpers import laws
-from helpers.asked import FAULTY, HELLO, HI, NO_END, RESPONSES
+from helpers.asked import HELLO, HI, NO_END, RESPONSES, created, path_of
 from helpers.serving import Json, Server, http_bytes, http_frames, serve, until
 from store import TERMINAL
 
 LONG: Json = HI | NO_END | {"max_output_tokens": 1900}  # seconds
 BACKGROUND: Json = {"background": True}
-STREAM: Json = {"stream": True}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve(script=FAULTY) as started:
+    with serve() as started:
         yield started
         assert "Task exception was never retrieved" not in started.log()
 
@@ -40,20 +38,10 @@ def sdk(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def path(id: str, *rest: str) -> str:
-    return "/".join((RESPONSES, id, *rest))
-
-
-def created(server: Server, body: Json) -> Json:
-    reply = server.post(RESPONSES, body)
-    assert reply.status == 200, reply.body
-    return dict(reply.json)
-
-
 def ended(server: Server, id: str) -> Json:
     """A response when it is terminal."""
-    until(lambda: server.get(path(id)).json["status"] in TERMINAL, f"{id} is terminal")
-    return dict(server.get(path(id)).json)
+    until(lambda: server.get(path_of(id)).json["status"] in TERMINAL, f"{id} is terminal")
+    return dict(server.get(path_of(id)).json)
 
 
 def frames_of(body: bytes) -> list[bytes]:
@@ -65,20 +53,6 @@ def frames_of(body: bytes) -> list[bytes]:
 
 def parsed(frame: bytes) -> Json:
     return dict(json.loads(sse.data(frame)))
-
-
-@contextmanager
-def streaming(server: Server, body: Json) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The id of a response, and its frames as they come; leaving the block is leaving the stream."""
-    with server.connect(http_bytes(RESPONSES, body | STREAM)) as connection:
-        if not connection.recv(1, socket.MSG_PEEK):
-            raise ConnectionError("the server has gone")
-        chunks = http_frames(connection)
-        first = next(chunks)
-        try:
-            yield parsed(first)["response"]["id"], itertools.chain([first], chunks)
-        finally:
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 # --- the official client ------------------------------------------------------------------------------------
@@ -155,19 +129,20 @@ def test_sdk_compacts(sdk: openai.OpenAI) -> None:
 def test_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
     """kill -9 amid the work: what got a 200 ends, what was seen stays seen, and the file is whole."""
     file = tmp_path / "store.db"
-    with serve("--store", str(file), script=FAULTY) as server:
+    with serve("--store", str(file)) as server:
         running = [created(server, LONG | BACKGROUND)["id"] for _ in range(MAX_RUNNING - 1)]
-        with streaming(server, LONG | BACKGROUND) as (id_, frames):
-            seen = b"".join(itertools.islice(frames, 20))
+        with server.connect(http_bytes(RESPONSES, LONG | BACKGROUND | {"stream": True})) as connection:
+            frames = [*itertools.islice(http_frames(connection), 20)]
             queued = [created(server, HI | BACKGROUND)["id"] for _ in range(2)]
             server.process.kill()
-    with serve("--store", str(file), script=FAULTY) as server:
+    id_ = parsed(frames[0])["response"]["id"]
+    with serve("--store", str(file)) as server:
         last = {id_: ended(server, id_) for id_ in (*running, id_, *queued)}
-        replayed = server.get(path(id_) + "?stream=true").body
+        replayed = server.get(path_of(id_) + "?stream=true").body
     assert [last[one]["status"] for one in queued] == ["completed"] * 2
     for one in (*running, id_):
         assert last[one]["error"] == {"code": "server_error", "message": "interrupted by a restart"}
-    assert replayed.startswith(seen)
+    assert replayed.startswith(b"".join(frames))
     laws.check_response([parsed(frame) for frame in frames_of(replayed)])
     with closing(sqlite3.connect(file)) as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

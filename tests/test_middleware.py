@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 import api
 from api import Api
 from background import Registry
-from helpers.asked import CHAT, FAULTY, HI, NO_END, RESPONSES
+from helpers.asked import CHAT, HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
 from helpers.limits import PATIENCE_S, processor_time
 from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("mine\n\n yours \n")
     flags = ("--max-streams", "4", "--cors-origin", PAGE)
-    with serve("--api-key-file", str(keys), *flags, script=FAULTY) as started:
+    with serve("--api-key-file", str(keys), *flags) as started:
         yield started
         assert "Traceback" not in started.log()
 
@@ -326,7 +326,7 @@ def hold(server: Server, held: ExitStack, **more: Any) -> str:
 
 @pytest.mark.bug("I06")
 def test_there_is_room_for_so_many_streams() -> None:
-    with serve("--api-key", "mine", "--max-streams", "2", script=FAULTY) as server, ExitStack() as held:
+    with serve("--api-key", "mine", "--max-streams", "2") as server, ExitStack() as held:
         first, _ = hold(server, held, background=True), hold(server, held)
         refused = server.post(RESPONSES, HI, **MINE)
         assert error(refused, 503)["code"] == "server_is_overloaded"
@@ -345,7 +345,7 @@ def test_there_is_room_for_so_many_streams() -> None:
 def test_a_reader_that_does_not_read_is_dropped() -> None:
     """Its stream ends with its connection, and nothing is computed for it any more."""
     shown = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "reasoning": {"effort": "none"}}
-    with serve("--reader-timeout", "0.3", script=FAULTY) as server, socket.socket() as client:
+    with serve("--reader-timeout", "0.3") as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")
         client.connect((host, int(port)))

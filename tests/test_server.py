@@ -22,7 +22,7 @@ import sse
 from completions import fold
 from dialects.matchers import N_CHECKS
 from helpers import laws
-from helpers.asked import CHAT, FAULTY, HELLO, HI, NO_END, RESPONSES
+from helpers.asked import CHAT, HELLO, HI, NO_END, RESPONSES, created, path_of
 from helpers.faulty_server import AFTER_TOKENS, RAISES, SLOW
 from helpers.limits import PATIENCE_S
 from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until, without
@@ -34,7 +34,7 @@ ERROR_KEYS = {"message", "type", "param", "code"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve(script=FAULTY) as started:
+    with serve() as started:
         yield started
 
 
@@ -326,16 +326,6 @@ USES = [("GET", ""), ("GET", "?stream=true"), ("GET", "?stream=true&starting_aft
         ("POST", "/cancel"), ("DELETE", ""), ("GET", "/input_items")]  # fmt: skip
 
 
-def path_of(id: str, *rest: str) -> str:
-    return "/".join((RESPONSES, id, *rest))
-
-
-def created(server: Server, body: Json) -> Json:
-    reply = server.post(RESPONSES, body)
-    assert reply.status == 200, reply.body
-    return dict(reply.json)
-
-
 def check_message(reply: Reply, message: str, param: str | None = None, code: str = "invalid_value") -> None:
     status = 404 if code == "response_not_found" else 400
     error = check_refusal(reply, status, code)
@@ -439,13 +429,13 @@ def test_what_is_stored_is_sent_as_it_is(tmp_path: Path) -> None:
     what is stored can still be got: github.com/openai/openai-python/issues/2828.
     """
     file, temporary = tmp_path / "store.db", BACKGROUND | {"store": False}
-    with serve("--store", str(file), script=FAULTY) as server:
+    with serve("--store", str(file)) as server:
         streams = [events(server, RESPONSES, HI | more) for more in (BACKGROUND, temporary)]
     kept, forgotten = (stream[0]["response"]["id"] for stream in streams)
     with contextlib.closing(sqlite3.connect(file)) as db, db:
         db.execute("UPDATE responses SET ended_at = ended_at - 610")
         db.execute("UPDATE texts SET response = ?, items = ?, request = '{}'", (AS_IT_IS, LISTED))
-    with serve("--store", str(file), "--no-temporary", script=FAULTY) as server:
+    with serve("--store", str(file), "--no-temporary") as server:
         assert server.get(path_of(kept)).body == AS_IT_IS.encode()
         assert server.get(path_of(kept, "input_items")).json["data"] == [{"id": "msg_1"}]
         why = "This response can no longer be streamed: its events have expired."
@@ -464,7 +454,7 @@ KEY = {"Authorization": "Bearer key"}
 def guarded() -> Iterator[Server]:
     names = "--served-model-name one --served-model-name org/two"
     flags = f"--api-key key --no-done-line --reasoning-events open-responses {names}"
-    with serve(*flags.split(), script=FAULTY) as started:
+    with serve(*flags.split()) as started:
         yield started
 
 
@@ -580,7 +570,7 @@ def test_engine_fails(server: Server) -> None:
 def test_a_stop_drops_clients_that_do_not_read() -> None:
     """Bug: the requests of those were cancelled, and each left a traceback in the log."""
     body = ENDLESS | says(CHAT, STORY) | {"stream": True, "n": 16, "max_tokens": 1900}
-    with serve("--shutdown-grace", "60", script=FAULTY) as server, server.connect(http_bytes(CHAT, body)):
+    with serve("--shutdown-grace", "60") as server, server.connect(http_bytes(CHAT, body)):
         until(lambda: server.health()["running"] == 16, "it is being answered")
         until(lambda: server.health()["steps"] > 300, "there is more than the system holds for the client")
         server.interrupt()
@@ -595,7 +585,7 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
     """Bug: five to eight silent seconds."""
     body = ENDLESS | says(RESPONSES, STORY) | {"stream": True, "seed": SLOW}
     with (
-        serve("--shutdown-grace", "60", script=FAULTY) as server,
+        serve("--shutdown-grace", "60") as server,
         server.connect(http_bytes(RESPONSES, body)) as connection,
         contextlib.closing(http_frames(connection)) as stream,
     ):
@@ -622,7 +612,7 @@ def test_stop_waits_for_what_is_prepared() -> None:
     """Bug: a request whose grammar was being compiled, of which no engine knows yet, had no grace."""
     bodies = [costly(99_999_989 + 2 * i) for i in range(N_CHECKS + 4)]  # the last ones wait
     flags = ("--shutdown-grace", str(PATIENCE_S))
-    with serve(*flags, script=FAULTY) as server, ThreadPoolExecutor(len(bodies)) as pool:
+    with serve(*flags) as server, ThreadPoolExecutor(len(bodies)) as pool:
         replies = [pool.submit(server.post, RESPONSES, body) for body in bodies]
         until(lambda: server.health()["grammars_waiting"] >= 1, "one waits")
         server.interrupt()

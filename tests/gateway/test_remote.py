@@ -13,14 +13,13 @@ import openai
 import pytest
 
 from gateway.upstreams import Timeouts
-from helpers.asked import CHAT, FAULTY, RESPONSES
+from helpers.asked import CHAT, RESPONSES, created
 from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, delta, finish, hangs, head, says, upstream
 from service import options
 from test_server import (  # noqa: F401  (collected again, with the fixtures of this file)
     ASKED,
     chat_body,
-    created,
     events,
     responses_body,
     test_chat,
@@ -35,7 +34,7 @@ QUICK = ("--upstream-timeout", "probe=1")  # a probe that takes longer is a fail
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Server]:
-    with serve(script=FAULTY) as started:
+    with serve() as started:
         yield started
 
 

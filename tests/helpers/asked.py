@@ -2,14 +2,24 @@
 
 import json
 
-from helpers.serving import NUMPY, TINY, Json
+from helpers.serving import TINY, Json, Server
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
-FAULTY = NUMPY  # a script for serve(): it fails on demand
 HI: Json = {"model": "tiny", "input": "hi"}
 HELLO = "Hello! How can I help you today?"
 EOS = json.loads((TINY / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
 NO_END: Json = {"logit_bias": {str(token_id): -100 for token_id in EOS}}  # until 1,900 tokens
+
+
+def path_of(id: str, *rest: str) -> str:
+    return "/".join((RESPONSES, id, *rest))
+
+
+def created(server: Server, body: Json) -> Json:
+    """Return the response that the server makes of a body."""
+    reply = server.post(RESPONSES, body)
+    assert reply.status == 200, reply.body
+    return dict(reply.json)
 
 
 def large(n_bytes: int) -> Json:

@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
-from helpers.asked import FAULTY, HI, NO_END, RESPONSES, large
+from helpers.asked import HI, NO_END, RESPONSES, large
 from helpers.faulty_server import SLOW
 from helpers.serving import http_bytes, http_frames, serve, until
 from request import body
@@ -136,7 +136,7 @@ def test_what_is_loaded_for_an_answer_has_room_first() -> None:
 
 def test_of_two_keys_one_cannot_take_all_streams() -> None:
     asked = HI | NO_END | {"seed": SLOW, "stream": True}
-    with serve(*KEYS, "--max-streams", "4", script=FAULTY) as server, ExitStack() as held:
+    with serve(*KEYS, "--max-streams", "4") as server, ExitStack() as held:
         for _ in range(2):
             next(http_frames(held.enter_context(server.connect(http_bytes(RESPONSES, asked, **MINE)))))
         refused = server.post(RESPONSES, SHORT, **MINE)

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.server import ServerState
 
-from helpers.asked import FAULTY, HI, NO_END, RESPONSES
+from helpers.asked import HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, http_frames, serve, until
@@ -36,7 +36,7 @@ CHUNKED = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve(script=FAULTY) as started:
+    with serve() as started:
         yield started
         assert "Traceback" not in started.log()
 
@@ -307,7 +307,7 @@ def test_a_client_that_ends_its_side_has_left(server: Server, stream: bool) -> N
 def test_a_stop_waits_for_no_half_request() -> None:
     """Bug: one byte of a small body held it up for 7 to 9 seconds, and each left a traceback."""
     whole = http_bytes(RESPONSES, HI)
-    with serve("--shutdown-grace", "100", script=FAULTY) as server, ExitStack() as held:
+    with serve("--shutdown-grace", "100") as server, ExitStack() as held:
         for begun in [whole[:-1], whole[:20], http_bytes("/health/live", method="GET")] * 5:
             held.enter_context(server.connect(begun))
         assert server.get("/health/live").status == 200

@@ -10,7 +10,7 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from helpers.asked import FAULTY, HI, NO_END, RESPONSES
+from helpers.asked import HI, NO_END, RESPONSES
 from helpers.faulty_server import ENDS, RAISES, SLOW
 from helpers.serving import Json, Server, http_bytes, http_frames, serve, until
 from service import logs, metrics
@@ -23,7 +23,7 @@ Samples = dict[Sample, float]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve(script=FAULTY) as started:
+    with serve() as started:
         yield started
 
 
@@ -119,7 +119,7 @@ def test_clients_cannot_make_series(server: Server) -> None:
 
 
 def test_each_line_of_json_knows_its_request() -> None:
-    with serve("--log-format", "json", script=FAULTY) as server:
+    with serve("--log-format", "json") as server:
         replies = [server.post(RESPONSES, HI | more) for more in ({}, {"background": True}, {"seed": RAISES})]
         until(lambda: server.health()["background"] == 0, "it has ended")
         refused = server.post("/v1/ba%0Anana", {})

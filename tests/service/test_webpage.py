@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from helpers.asked import FAULTY, NO_END
+from helpers.asked import NO_END
 from helpers.faulty_server import SLOW
 from helpers.limits import PATIENCE_S
 from helpers.serving import ROOT, Server, serve, until
@@ -35,7 +35,7 @@ STORY = "Tell me a story about a cat."
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve(script=FAULTY) as started:
+    with serve() as started:
         yield started
 
 

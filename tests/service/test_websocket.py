@@ -26,7 +26,7 @@ from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection
 
 from background import Registry
-from helpers.asked import FAULTY, HI, NO_END, RESPONSES, large
+from helpers.asked import HI, NO_END, RESPONSES, large
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, serve, until
 from helpers.upstream import head, upstream
@@ -47,7 +47,7 @@ REPLAYS = Path(__file__).parents[1] / "replays"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve("--max-body", "1M", "--reader-timeout", "2", script=FAULTY) as started:
+    with serve("--max-body", "1M", "--reader-timeout", "2") as started:
         yield started
         for line in ("ERROR websocket", "ERROR uvicorn", "Task exception was never retrieved"):
             assert line not in started.log()
@@ -368,7 +368,7 @@ def test_what_steers_a_turn_is_bounded_in_bytes(locked: Server) -> None:
 @pytest.mark.parametrize("grace", ["0", "30"])
 def test_a_stop_of_the_server(grace: str) -> None:
     """A turn gets its last event, one that waits is refused; then all connections are closed with 1012."""
-    with serve("--shutdown-grace", grace, script=FAULTY) as server:
+    with serve("--shutdown-grace", grace) as server:
         with server.websocket() as idle, server.websocket() as client:
             send(client, RUNS | {"max_output_tokens": 60})
             send(client, ASKED)
@@ -392,7 +392,7 @@ LOCKED = ("--api-key", "mine", "--api-key", "yours", "--cors-origin", PAGE, "--m
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Server]:
-    with serve(*LOCKED, "--max-streams", "8", script=FAULTY) as started:
+    with serve(*LOCKED, "--max-streams", "8") as started:
         yield started
 
 
