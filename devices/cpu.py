@@ -48,7 +48,7 @@ from devices.cpu_kernels import (
     silu_product,
     store_rows,
 )
-from devices.microkernel import WIDTH
+from devices.microkernel import WIDTH, X_DTYPE
 from devices.panels import Panels, pack
 from model import PAGE, Array, Batch, Ints, NumpyOps, Span, forward
 
@@ -168,7 +168,7 @@ class FastOps(NumpyOps):
         rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
         return self._normed(rows, w, np.empty_like(rows)).reshape(x.shape)
 
-    def _stored(self, x: Array, w: Panels, of_bfloat16: Any = None) -> NDArray[Any]:
+    def _stored(self, x: Array, w: Panels, of_bfloat16: Any = X_DTYPE) -> NDArray[Any]:
         """x in the form that a product with w takes."""
         rows = w.inputs(len(x), of_bfloat16)
         self._run(store_rows, 4 * x.size, np.ascontiguousarray(x), rows)

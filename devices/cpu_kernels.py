@@ -150,8 +150,8 @@ def add_rows(x, w, y, adds, ahead):
 def product(x, words, y, residual):
     """y = x W^T and residual += y; a panel stays in the cache until all rows are multiplied by it.
 
-    x (n_rows, ...), words (n_panels, n_blocks, ...), y (n_rows, n_panels * WIDTH), residual (n_rows, n_out)
-    or (0, 0).
+    x (n_rows, ...), words (n_panels, n_blocks), y (n_rows, n_panels * WIDTH), residual (n_rows, n_out) or
+    (0, 0).
     """
     for p in prange(len(words)):
         first = p * WIDTH

@@ -289,7 +289,6 @@ class Format(NamedTuple):
     x_words: int  # of 32 bits, that a row of x has for the block
 
 
-NAMES = {types.float32: "F32", types.int16: "F16", types.uint16: "BF16"}  # by dtype, of floats
 # fmt: off
 #  (format, dtype of x)       read                 dot            bytes of all outputs, words of x
 FORMATS: dict[tuple[str, Any], Format] = {
@@ -306,10 +305,8 @@ FORMATS: dict[tuple[str, Any], Format] = {
 
 
 def format_of(w, x) -> Format:
-    """By the types of two arrays; the records of blocks have one field, with the name of their format."""
-    name = NAMES.get(w.dtype)
-    if name is None:
-        [name] = w.dtype.fields
+    """By the types of two arrays: w is bfloat16, or has records of one field, with the name of the format."""
+    [name] = ["BF16"] if w.dtype == types.uint16 else w.dtype.fields
     return FORMATS[name, x.dtype]
 
 

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from checkpoint.blocks import Blocks, decoded, kept, quantized, with_minima
+from checkpoint.blocks import FLOATS, Blocks, decoded, kept, quantized, with_minima
 from checkpoint.weights import Mxfp4, bfloat16, gguf_bytes, unpacked
 from devices.microkernel import BLOCK, CACHE_LINE, WIDTH, X_DTYPE, X_WORDS
 from model import Array, Ints
 
 ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
-DTYPES: dict[str, DTypeLike] = {"BF16": np.uint16, "F16": np.int16, "F32": np.float32}  # of floats, by format
+FIRST = {"F32": 4, "BF16": 4, "MXFP4": 1}  # bytes of a block's first unit, see sections(); of other formats 2
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Panels:
     """A matrix (n_out, n_in) of one format, padded with zeros to whole panels.
 
     In a panel lie WIDTH outputs side by side, block of inputs after block, so that a kernel reads memory from
-    front to back: words (n_panels, n_blocks) of records for blocks, (n_panels, n_blocks, WIDTH, inputs of a
-    block) for floats.
+    front to back: words (n_panels, n_blocks) of records, whose one field has the name of the format.
     """
 
     n_out: int
@@ -51,9 +50,9 @@ class Panels:
 
     @property
     def is_quantized(self) -> bool:
-        return self.format not in DTYPES
+        return self.format not in FLOATS
 
-    def inputs(self, n_rows: int, of_bfloat16: Any = None) -> NDArray[Any]:
+    def inputs(self, n_rows: int, of_bfloat16: Any = X_DTYPE) -> NDArray[Any]:
         """Memory for rows of x in the form that the product takes: store_row() fills it.
 
         Bfloat16 can be multiplied by rows in float32 too, which `of_bfloat16` asks for.
@@ -61,39 +60,31 @@ class Panels:
         n_blocks = self.words.shape[1]
         if self.is_quantized:
             return np.empty((n_rows, n_blocks, 2 * X_WORDS), np.int16)
-        n_in = n_blocks * self.words.shape[3]
-        dtype: Any = np.float32
         if self.format == "BF16":
-            dtype = of_bfloat16 or X_DTYPE
-        return np.empty((n_rows, n_in), dtype)
+            return np.empty((n_rows, 2 * n_blocks), of_bfloat16)
+        return np.empty((n_rows, n_blocks), np.float32)
 
     def take(self, rows: Ints) -> Array:
         """Some rows of the matrix, (len(rows), n_in) float32."""
-        panel, lane = rows // WIDTH, rows % WIDTH
+        data = np.empty((len(rows), self.words.shape[1], self.words.itemsize // WIDTH), np.uint8)
+        for units, panels in sections(self.format, data, self.words):
+            units[...] = panels[rows // WIDTH, :, :, rows % WIDTH]
         if self.is_quantized:
-            data = np.empty((len(rows), self.words.shape[1], self.words.itemsize // WIDTH), np.uint8)
-            for units, panels in sections(self.format, data, self.words):
-                units[...] = panels[panel, :, :, lane]
             return decoded(Blocks(self.format, data))
-        values = self.words[panel, :, lane].reshape(len(rows), -1)[:, : self.n_in]
-        if self.format == "F16":
-            values = values.view(np.float16)
-        x: Array = unpacked(values).astype(np.float32)
-        return x
+        numbers: Array = unpacked(data.reshape(len(rows), -1).view(FLOATS[self.format]))
+        return numbers[:, : self.n_in]
 
 
 def sections(name: str, data: Any, words: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """The units of blocks in two parts, (n_out, n_blocks, units) and (n_panels, n_blocks, units, WIDTH).
 
-    data (n_out, n_blocks, bytes of a block) uint8. A unit is two bytes; but the scale of MXFP4, which comes
-    first, is a single byte.
+    data (n_out, n_blocks, bytes of a block) uint8. The first unit is a scale, or a float, of BF16 a pair of
+    these; the others are two bytes.
     """
-    n_single = int(name == "MXFP4")
-    n_pairs = data.shape[2] // 2
-    of_one = np.dtype([("single", "u1", (n_single,)), ("pairs", "u2", (n_pairs,))])
-    of_panel = np.dtype([("single", "u1", (n_single, WIDTH)), ("pairs", "u2", (n_pairs, WIDTH))])
-    for part in ("single", "pairs"):
-        yield data.view(of_one)[..., 0][part], words.view(of_panel)[part]
+    first = FIRST.get(name, 2)
+    for begin, end, size in ((0, first, first), (first, data.shape[2], 2)):
+        panels = words[name][..., begin * WIDTH : end * WIDTH].view(f"u{size}")
+        yield data[..., begin:end].view(f"u{size}"), panels.reshape(*words.shape, -1, WIDTH)
 
 
 class Arena:
@@ -129,38 +120,30 @@ def narrowest(w: NDArray[Any]) -> tuple[str, NDArray[Any]]:
     with np.errstate(over="ignore"):
         float16 = w.astype(np.float16)
     if np.array_equal(float16, w):
-        return "F16", float16.view(np.int16)
+        return "F16", float16
     return "F32", w
-
-
-def fill(panels: NDArray[Any], rows: NDArray[Any]) -> None:
-    """Put rows side by side, WIDTH rows in a panel. panels (n_panels, ..., WIDTH), rows (n_out, ...)"""
-    lanes = np.moveaxis(rows, 0, -1)
-    for first in range(0, len(rows), WIDTH):
-        some = lanes[..., first : first + WIDTH]
-        panels[first // WIDTH, ..., : some.shape[-1]] = some
 
 
 def pack_floats(w: NDArray[Any]) -> Panels:
     """Pack a matrix of float32, or of bfloat16 as uint16, in its exact format."""
-    n_out, n_in = w.shape
     name, numbers = narrowest(w)
-    n_inputs = 2 if name == "BF16" else 1  # of a block
-    words = arena.zeros(DTYPES[name], math.ceil(n_out / WIDTH), math.ceil(n_in / n_inputs), WIDTH, n_inputs)
-    for i in range(n_inputs):
-        inputs = numbers[:, i::n_inputs]
-        fill(words[:, : inputs.shape[1], :, i], inputs)
-    return Panels(n_out, n_in, name, words)
+    if name == "BF16":
+        numbers = np.pad(numbers, ((0, 0), (0, w.shape[1] % 2)))
+    data = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(w), -1, FIRST.get(name, 2))
+    return pack_blocks(Blocks(name, data), w.shape[1])
 
 
-def pack_blocks(w: Blocks) -> Panels:
+def pack_blocks(w: Blocks, n_in: int = 0) -> Panels:
     """Pack blocks as they are, unit by unit."""
     n_out, n_blocks, block_bytes = w.data.shape
     record = np.dtype([(w.format, np.uint8, (WIDTH * block_bytes,))])
     words = arena.zeros(record, math.ceil(n_out / WIDTH), n_blocks)
     for units, panels in sections(w.format, w.data, words):
-        fill(panels, units)
-    return Panels(*w.shape, w.format, words)
+        lanes = np.moveaxis(units, 0, -1)
+        for panel, first in zip(panels, range(0, n_out, WIDTH), strict=True):
+            some = lanes[..., first : first + WIDTH]
+            panel[..., : some.shape[-1]] = some
+    return Panels(n_out, n_in or w.shape[1], w.format, words)
 
 
 def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Any:
