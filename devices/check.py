@@ -101,9 +101,8 @@ def compare(ops: CudaOps, differences: dict[str, float], op: str, compute: Any, 
 
 
 def download(array: Any) -> Any:
-    if isinstance(array, Mxfp4):
-        parts: list[Any] = [*array]
-        return unpacked(Mxfp4(*(part.get() for part in parts)))
+    if isinstance(array, tuple):
+        return unpacked(Mxfp4(*(part.get() for part in array)))
     return None if array is None else unpacked(array.get())
 
 

@@ -21,12 +21,12 @@ Not here: arithmetic (kernels.cu), launches and PDL (kernels.py), which rows com
 
 import importlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from checkpoint.config import Config
 from checkpoint.rope import rope_table
@@ -45,7 +45,6 @@ from devices.kernels import (
     Shape,
     check_sizes,
     model_constants,
-    open_driver,
     shape_for,
 )
 from devices.steps import (
@@ -55,7 +54,6 @@ from devices.steps import (
     bucket,
     decoding_rows,
     is_prompt,
-    n_bytes,
     n_rows,
     pick_fields,
     row_fields,
@@ -81,24 +79,19 @@ def on_device(weights: Weights, upload: Callable[[Any], Any]) -> Weights:
 
 
 def upload(cp: Any, array: Any) -> Any:
-    """An array of the host in bfloat16 on the device; None, and what lies there already, as it is."""
-    if isinstance(array, Mxfp4):
-        return Mxfp4(*(copy(cp, part) for part in array))
-    if isinstance(array, list) or type(array) is np.ndarray:
-        return copy(cp, bfloat16(array))
-    return array
-
-
-def copy(cp: Any, numbers: NDArray[Any]) -> DeviceArray:
-    """Numbers of the host, on the device.
+    """An array of the host on the device, floats in bfloat16; None, and what lies there already, as it is.
 
     The driver copies through pinned memory of its own, some megabytes. cupy.asarray() would allocate as many
     pinned bytes as the array has, and its pool would keep them.
     """
-    if type(numbers) is not np.ndarray:
-        return numbers
-    on_device = cp.empty(numbers.shape, numbers.dtype)
-    on_device.set(numbers)
+    if isinstance(array, Mxfp4):
+        return Mxfp4(*(upload(cp, part) for part in array))
+    if isinstance(array, list) or getattr(array, "dtype", None) == np.float32:
+        array = bfloat16(array)
+    if type(array) is not np.ndarray:
+        return array
+    on_device = cp.empty(array.shape, array.dtype)
+    on_device.set(array)
     cp.cuda.get_current_stream().synchronize()  # it will be read on another stream
     return on_device
 
@@ -163,7 +156,8 @@ def room(config: Config, max_seq_len: int, max_batch: int) -> int:
     """Return the bytes that are left for pages, a tenth of the device apart; raises MemoryError."""
     free, total = importlib.import_module("cupy").cuda.Device().mem_info
     shapes = buffer_shapes(config, max_seq_len, max_batch).values()
-    needed = n_weight_bytes(config) + sum(n_bytes(*shape) for shape in shapes)
+    n_bytes = [math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in shapes]
+    needed = n_weight_bytes(config) + sum(n_bytes)
     left = int(free - total // 10 - needed)
     if left < CudaOps.page_bytes(config):
         raise MemoryError(
@@ -191,6 +185,14 @@ def missing() -> str | None:
 # fmt: off
 OPS = {"embed": "x", "qkv": "qkv", "attend": "y", "out": "x", "gate_up": "h", "down": "x", "experts": "x",
        "logits": "raw", "pick": "choices"}  # and the buffer that has its numbers
+#            matrix         of what is normed: weights of that
+PRODUCTS = {
+    "qkv":     ("wqkv",      "attn_norm"),
+    "out":     ("wo",        ""),
+    "gate_up": ("w_gate_up", "mlp_norm"),
+    "down":    ("w_down",    ""),
+    "logits":  ("head",      "norm"),
+}
 # fmt: on
 NO_EARLY, NO_GRAPHS = "no early launches", "no CUDA graphs"
 
@@ -246,7 +248,7 @@ class CudaOps:
         self._stream = cp.cuda.Stream(non_blocking=True)
         with self._stream:
             self._allocate(weights)
-            self._kernels = Kernels(cp, config, open_driver(cp))
+            self._kernels = Kernels(cp, config)
 
     @staticmethod
     def pack(w: Any) -> Any:
@@ -307,7 +309,7 @@ class CudaOps:
     def read(self, step: HostMemory) -> list[list[Choice]]:
         """Wait for the step; return the choices of each span, one for each of its wanted rows."""
         step.arrived.synchronize()
-        choices = list(step.read_choices())
+        choices = step.read_choices()
         step.free.append(step)
         return choices
 
@@ -437,17 +439,17 @@ class CudaOps:
         if batch.comes_again and NO_GRAPHS not in self.degraded:
             # Everything is loaded now: a capture must not do that.
             try:
-                self._graphs[sizes] = self._capture(partial(self._compute, batch))
+                self._graphs[sizes] = self._capture(batch)
             except Exception as error:
                 self.step_back(NO_GRAPHS if NO_EARLY in self.degraded else NO_EARLY, error)
 
-    def _capture(self, work: Callable[[], None]) -> Any:
-        """The CUDA graph of what `work` launches."""
+    def _capture(self, batch: DeviceStep) -> Any:
+        """The CUDA graph of a step."""
         self._kernels.overlap = NO_EARLY not in self.degraded
         try:
             self._stream.begin_capture()
             try:
-                work()
+                self._compute(batch)
             finally:
                 graph = self._stream.end_capture()
         finally:
@@ -466,46 +468,43 @@ class CudaOps:
         return self._buffers["x"]
 
     def qkv(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        self._norm("qkv", batch, layer.attn_norm)
-        self._product("qkv", len(layer.wqkv), batch, vars(layer))
-        return self._buffers["qkv"]
+        return self._product("qkv", layer, batch)
 
     def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: DeviceStep) -> DeviceArray:
         """Norm and rotate q and k, write k and v to the KV cache, attend."""
-        n_kv_heads, n_split, n_whole = self.config.n_kv_heads, batch.n_split_tiles, batch.n_whole_tiles
-        launch = partial(self._launch, "attend")
-        rows = batch.n_rows, n_kv_heads
-        arguments = vars(layer) | {
-            "keys": self._keys[i],
-            "values": self._values[i],
-            "max_pages": self._buffers["page_tables"].shape[1],
-            "window": self.config.windows[i] or 0,
-            "rotary": self.config.rotary[i],
-        }
+        n_split, n_whole, rows = batch.n_split_tiles, batch.n_whole_tiles, batch.n_rows
+        n_kv_heads, y = self.config.n_kv_heads, self._buffers["y"]
+        launch: Any = partial(
+            self._launch,
+            "attend",
+            batch=batch,
+            **vars(layer),
+            keys=self._keys[i],
+            values=self._values[i],
+            max_pages=self._buffers["page_tables"].shape[1],
+            window=self.config.windows[i] or 0,
+            rotary=self.config.rotary[i],
+        )
         if plainly("attend") in self.degraded:
             for name in ("rotate", "write_kv", "attend"):
-                launch(name, rows, batch, **arguments)
-            return self._buffers["y"]
+                launch(name, (rows, n_kv_heads))
+            return y
         if not batch.is_decode:
-            launch("write_kv", rows, batch, **arguments)
+            launch("write_kv", (rows, n_kv_heads))
         if n_split:
-            grid = batch.n_splits, n_kv_heads, n_split
-            launch("attend", grid, batch, **arguments, writes=batch.is_decode)
+            launch("attend", (batch.n_splits, n_kv_heads, n_split), writes=batch.is_decode)
         if n_whole:
-            tiles = batch.views["tiles"][n_split:]
-            launch("attend_prompt", (n_whole, n_kv_heads), batch, **arguments, tiles=tiles)
-        return self._buffers["y"]
+            launch("attend_prompt", (n_whole, n_kv_heads), tiles=batch.views["tiles"][n_split:])
+        return y
 
     def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
-        self._product("out", self.config.dim, batch, vars(layer))
+        self._product("out", layer, batch)
 
     def gate_up(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        self._norm("gate_up", batch, layer.mlp_norm)
-        self._product("gate_up", self.config.hidden_dim, batch, vars(layer), n_matrices=2)
-        return self._buffers["h"]
+        return self._product("gate_up", layer, batch)
 
     def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
-        self._product("down", self.config.dim, batch, vars(layer))
+        self._product("down", layer, batch)
 
     def experts(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         """The pairs of a row and an expert are grouped by expert: a group is a product."""
@@ -514,44 +513,39 @@ class CudaOps:
         b, n = self._buffers, batch.n_rows
         n_pairs = n * experts.n_chosen
         n_groups = min(experts.n, n_pairs)
-        of_layer = vars(layer)
         router = -(-n // ANY_SHAPE.rows), -(-experts.n // ANY_SHAPE.columns)
-        gate_up = -(-experts.hidden_dim // 8), n_groups
-        down = -(-self.config.dim // 8), n_groups
-        norm = layer.mlp_norm
-        launch = partial(self._launch, "experts")
-        launch("rms_norm", (n,), batch, w=norm, rows=None, y=b["normed"])
-        launch("router", router, batch, **of_layer)
-        launch("route", (1,), batch)
-        launch("rms_norm", (n_pairs,), batch, w=norm, rows=b["pair_rows"], y=b["expert_x"])
-        launch("expert_gate_up", gate_up, batch, **of_layer, **expert_matrices(layer.w_gate_up))
-        launch("expert_down", down, batch, **of_layer, **expert_matrices(layer.w_down))
-        launch("add_experts", (n,), batch)
+        launch: Any = partial(self._launch, "experts", batch=batch, **vars(layer))
+        launch("rms_norm", (n,), w=layer.mlp_norm, rows=None, y=b["normed"])
+        launch("router", router)
+        launch("route", (1,))
+        launch("rms_norm", (n_pairs,), w=layer.mlp_norm, rows=b["pair_rows"], y=b["expert_x"])
+        launch("expert_gate_up", (-(-experts.hidden_dim // 8), n_groups), **expert_matrices(layer.w_gate_up))
+        launch("expert_down", (-(-self.config.dim // 8), n_groups), **expert_matrices(layer.w_down))
+        launch("add_experts", (n,))
 
     def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
         if batch.n_wanted:
-            wanted = batch._replace(n_rows=batch.n_wanted)
-            self._norm("logits", wanted, weights.norm, batch.views["wanted"])
-            self._product("logits", len(weights.head), wanted, vars(weights))
+            self._product("logits", weights, batch._replace(n_rows=batch.n_wanted), batch.views["wanted"])
         return self._buffers["raw"]
 
     def pick(self, logits: DeviceArray, batch: DeviceStep) -> DeviceArray:
         self._launch("pick", "pick", (batch.n_wanted,), batch)
         return self._buffers["choices"]
 
-    def _norm(self, op: str, batch: DeviceStep, w: DeviceArray, rows: DeviceArray | None = None) -> None:
-        """What products of more than NORMED_ROWS begin with; the others norm x themselves."""
-        if batch.n_rows > NORMED_ROWS:
-            self._launch(op, "rms_norm", (batch.n_rows,), batch, w=w, rows=rows, y=self._buffers["normed"])
-
     def _product(
-        self, name: str, n_columns: int, batch: DeviceStep, weights: dict[str, Any], n_matrices: int = 1
-    ) -> None:
-        """n_columns: of each matrix."""
-        n = batch.n_rows
-        shape = shape_for(n, n_columns * n_matrices, self.enough_blocks)
-        grid = -(-n // shape.rows), -(-n_columns // shape.columns_of(name))
-        self._launch(name, name, grid, batch, shape, **weights)
+        self, op: str, weights: Layer | Weights, batch: DeviceStep, rows: DeviceArray | None = None
+    ) -> DeviceArray:
+        """Launch a product. Its rows of x are normed before if they are more than NORMED_ROWS; fewer it norms
+        itself.
+        """
+        n, of = batch.n_rows, vars(weights)
+        matrix, norm = PRODUCTS[op]
+        if norm and n > NORMED_ROWS:
+            self._launch(op, "rms_norm", (n,), batch, w=of[norm], rows=rows, y=self._buffers["normed"])
+        shape = shape_for(n, len(of[matrix]), self.enough_blocks)
+        grid = -(-n // shape.rows), -(-len(of[matrix]) // shape.columns_of(op))
+        self._launch(op, op, grid, batch, shape, **of)
+        return self._buffers[OPS[op]]
 
     def _launch(
         self,

@@ -63,7 +63,8 @@ class Shape(NamedTuple):
     min_rows: int  # rows of a product; with fewer it takes a smaller shape
 
     def columns_of(self, product: str) -> int:
-        return {"gate_up": self.pair_columns, "logits": self.logits_columns}.get(product, self.columns)
+        """How many of a product's matrix, of gate_up both matrices together."""
+        return {"gate_up": 2 * self.pair_columns, "logits": self.logits_columns}.get(product, self.columns)
 
 
 # A block reads its rows of x from the L2 cache, beside its columns of the matrix. 16 rows are twice the bytes
@@ -250,11 +251,10 @@ LAUNCH_CONFIG = (
 class Kernels:
     """The kernels of both .cu files, compiled for one model: the fast ones once for each shape."""
 
-    def __init__(self, cp: Any, config: Config, driver: Any = None) -> None:
-        """driver: libcuda, for programmatic dependent launches; None: every launch is a plain one."""
+    def __init__(self, cp: Any, config: Config) -> None:
         self.overlap = False  # may a kernel start before its predecessor has ended?
         self._cp = cp
-        self._driver = driver
+        self._driver = open_driver(cp)
         code = {shape: read_code(PLAIN_CODE if shape is PLAIN else FAST_CODE) for shape in (*SHAPES, PLAIN)}
         self._modules = {
             shape: cp.RawModule(code=text, options=options(config, shape)) for shape, text in code.items()

@@ -17,11 +17,11 @@ Not here: the ops (cuda.py), which rows come next (scheduler.py).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from devices.kernels import (
     ADVANCES,
@@ -72,16 +72,6 @@ def views(layout: "np.dtype[Any]", memory: Any) -> dict[str, Any]:
     return arrays
 
 
-def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * np.dtype(dtype).itemsize
-
-
-def pinned(cp: Any, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Pinned memory of the host: the device reads and writes it while the host does something else."""
-    memory = cp.cuda.alloc_pinned_memory(n_bytes(dtype, shape))
-    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
-
-
 # How the choices of a step are shared out: how many each span has, and n_top_logprobs of each
 Expected = tuple[list[int], list[int | None]]
 
@@ -91,10 +81,14 @@ class HostMemory:
 
     def __init__(self, cp: Any, memory: "StepMemory", page_tables_shape: tuple[int, ...]) -> None:
         self.free = memory.free  # the list that it returns to when the step is read
-        self.page_tables = pinned(cp, "i4", page_tables_shape)  # (max_batch, max_pages)
-        self.numbers = pinned(cp, "u1", (memory.layout.itemsize,))
+        layout = np.dtype([
+            ("numbers", "u1", (memory.layout.itemsize,)),
+            ("page_tables", "i4", page_tables_shape),  # (max_batch, max_pages)
+            ("choices", "i4", (len(memory.views["wanted"]), CHOICE_WIDTH)),  # the output of `pick`
+        ])  # fmt: skip
+        pinned = np.frombuffer(cp.cuda.alloc_pinned_memory(layout.itemsize), np.uint8, layout.itemsize)
+        self.numbers, self.page_tables, self.choices = views(layout, pinned).values()
         self.views = views(memory.layout, self.numbers)
-        self.choices = pinned(cp, "i4", (len(self.views["wanted"]), CHOICE_WIDTH))  # the output of `pick`
         self.arrived = cp.cuda.Event(disable_timing=True)
         self.expected: Expected = [], []
 
@@ -106,7 +100,7 @@ class HostMemory:
             flat[: len(values)] = values
             flat[len(values) :] = PADDING.get(name, 0)
 
-    def read_choices(self) -> Iterator[list[Choice]]:
+    def read_choices(self) -> list[list[Choice]]:
         """The choices that have arrived, of each span that wants any."""
         n_choices, n_top = self.expected
         choices = list(map(Choice, self.choices[: len(n_top), 0].tolist()))
@@ -118,10 +112,8 @@ class HostMemory:
                 top_logprobs = logprobs[2 + MAX_TOP : 2 + MAX_TOP + n].tolist()
                 top = tuple(zip(top_ids, top_logprobs, strict=True))
                 choices[i] = Choice(int(row[0]), float(logprobs[1]), top)
-        first = 0
-        for n_of_span in n_choices:
-            yield choices[first : first + n_of_span]
-            first += n_of_span
+        of_span = iter(choices)
+        return [list(islice(of_span, n)) for n in n_choices]
 
 
 class StepMemory(NamedTuple):
@@ -232,8 +224,7 @@ def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bo
     The columns are those of PickRow, Settings and `seeds` in kernels.cu. `advances`: `pick` makes the numbers
     of the next step, in which each row is one token later.
     """
-    wanted, pick_rows = list[int](), list[int]()
-    settings, seeds = list[float](), list[int]()
+    fields: dict[str, list[Any]] = {"wanted": [], "pick_rows": [], "settings": [], "seeds": []}
     of_row = iter(contexts)
     end_row = 0
     for span in spans:
@@ -254,13 +245,9 @@ def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bo
             if s.temperature:
                 sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
             penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
-            wanted.append(first + n_before)
-            pick_rows += (span.slot, first, n_before, min(s.top_k, 1 << 30), flags, n_top)
-            settings += (sharpness, s.top_p, s.min_p, *penalties)
-            seeds += (s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, context.n_output)
-    return {
-        "wanted": wanted,
-        "pick_rows": pick_rows,
-        "settings": settings,
-        "seeds": np.array(seeds, np.uint64),
-    }
+            row = span.slot, first, n_before, min(s.top_k, 1 << 30), flags, n_top
+            fields["wanted"].append(first + n_before)
+            fields["pick_rows"].append(row)
+            fields["settings"].append((sharpness, s.top_p, s.min_p, *penalties))
+            fields["seeds"].append((s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, context.n_output))
+    return fields
