@@ -164,38 +164,39 @@ def speed(engine: Engine, row: Row) -> Figures:
 
 
 def run(args: argparse.Namespace) -> None:
+    read: Any = map_tensors
     if args.model in SHAPES:
         directory, config = Path(args.model), parse_config(SHAPES[args.model], {})
+        read = partial(random_tensors, config)
     else:
         directory = hub.find(args.model or None)
         config = read_config(directory)
     sizes = max(*args.prompts, *args.contexts) + args.new + 1, max(args.batches)
-    read = partial(random_tensors, config) if args.model in SHAPES else map_tensors
     with patch("checkpoint.weights.map_tensors", read):
         ops = {name: load(name, directory, config, *sizes) for name in args.contenders}
+    engines = {name: Engine(each) for name, each in ops.items()}
     rows = [Row(f"prompt of {n}, tokens/s", 1, n, 1) for n in args.prompts]
     for context, batch in itertools.product(args.contexts, args.batches):
         rows.append(Row(f"decode, {batch} x {context}, tokens/s", batch, context, args.new))
     own = Sampling(**generation_defaults(config.generation))
     rows.append(rows[-1]._replace(name=f"sampled, {rows[-1].name}", sampling=own))
     first, *_ = ops.values()
-    is_gpu = "cuda" in ops
-    packed = 1 if is_gpu else first.weights.nbytes / n_weight_bytes(config)
-
-    def floors(_: Any) -> Figures:
-        bytes_s = bandwidth_of_gpu() if is_gpu else bandwidth_of_cpu()
-        figures: dict[str, float] = {}
-        for row in rows[len(args.prompts) :]:
-            n_bytes = step_bytes(config, row.batch, row.n_prompt, packed)
-            figures[row.name] = row.batch * bytes_s / n_bytes
-        return figures
-
-    engines = {name: Engine(each) for name, each in ops.items()}
-    cases: list[Case] = [(engines, partial(speed, row=row)) for row in rows]
+    packed, bandwidth = first.weights.nbytes / n_weight_bytes(config), bandwidth_of_cpu
     about = [f"{name}: {value}." for name, value in (first.about | first.degraded).items()]
-    if is_gpu:
+    if "cuda" in ops:
+        packed, bandwidth = 1, bandwidth_of_gpu
         about += [f"{op}: {share:.2%} from plain kernels." for op, share in check.prove(first).items()]
-    report(args, "\n".join([directory.name, *about]), [*cases, ({"floor": 0}, floors)])
+
+    def floor(row: Row) -> Figures:
+        n_bytes = step_bytes(config, row.batch, row.n_prompt, packed)
+        return {row.name: row.batch * bandwidth() / n_bytes}
+
+    cases: list[Case] = []
+    for row in rows:
+        cases.append((engines, partial(speed, row=row)))
+        if row.n_new > 1:
+            cases.append(({"floor": row}, floor))
+    report(args, "\n".join([directory.name, *about]), cases)
 
 
 def run_part(args: argparse.Namespace) -> None:

@@ -18,8 +18,10 @@ import os
 import platform
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
+from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,42 +36,35 @@ Medians = dict[str, dict[str, float]]  # by row, by contender
 
 def rounds(cases: Sequence[Case], n_rounds: int) -> Medians:
     """Run all cases n_rounds times and once before, and return the medians."""
-    seen: dict[str, dict[str, list[float]]] = {}
+    seen: dict[tuple[str, str], list[float]] = defaultdict(list)
     for number in range(n_rounds + 1):
         for contenders, measure in cases:
             for name, contender in contenders.items():
                 for row, value in measure(contender).items():
-                    print(
-                        f"round {number}/{n_rounds}  {row:40} {name:24} {value:.1f}",
-                        file=sys.stderr,
-                    )
-                    seen.setdefault(row, {}).setdefault(name, []).append(value)
-    return {
-        row: {name: median(values[1:]) for name, values in by_name.items()} for row, by_name in seen.items()
-    }
+                    line = f"round {number}/{n_rounds}  {row:40} {name:24} {value:.1f}"
+                    print(line, file=sys.stderr)
+                    seen[row, name].append(value)
+    medians: Medians = defaultdict(dict)
+    for (row, name), values in seen.items():
+        medians[row][name] = median(values[1:])
+    return medians
 
 
 def table(medians: Medians) -> Iterator[str]:
     """Yield each row: its values with three digits, each with the ratio to the first one."""
-    contenders = list(dict.fromkeys(name for row in medians.values() for name in row))
+    contenders = list(dict.fromkeys(chain(*medians.values())))
     yield f"| median (ratio to the first) | {' | '.join(contenders)} |"
     yield "|---" * (1 + len(contenders)) + "|"
     for row, values in medians.items():
         first = next(iter(values.values())) or float("nan")
-        cells = dict.fromkeys(contenders, "")
-        for name, value in values.items():
-            cells[name] = f"{value:#.3g} ({value / first:.2f})"
-        yield f"| {row} | {' | '.join(cells.values())} |"
+        cells = {name: f"{value:#.3g} ({value / first:.2f})" for name, value in values.items()}
+        yield f"| {row} | {' | '.join(cells.get(name, '') for name in contenders)} |"
 
 
 def report(args: argparse.Namespace, about: str, cases: Sequence[Case]) -> None:
     """Measure, and print the table, with what was measured, when, where and of which commit."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"{date.today()}, commit {commit.stdout.strip()}, {machine}.\n{about}\n")
     print(*table(rounds(cases, args.repeat)), sep="\n")
@@ -78,4 +73,4 @@ def report(args: argparse.Namespace, about: str, cases: Sequence[Case]) -> None:
 def prose(n_characters: int) -> str:
     """Return the beginning of the text that all texts are of, repeated if it is too short."""
     text = (FOLDER / "prose.txt").read_text(encoding="utf-8")
-    return (text * (1 + n_characters // len(text)))[:n_characters]
+    return "".join(islice(cycle(text), n_characters))

@@ -1,6 +1,6 @@
 """Servers beside each other: bench.py http for others' beside ours, bench.py server for what ours adds.
 
-    names, URLs --started()--> servers; a Row --converse()--> [Answer, ...] --one of FIGURES--> table
+    names, URLs --started()--> servers; a Row --together()--> [Answer, ...] --figures()--> table
 
 rows.toml has the servers and the rows. `least` is served.py's; `relayed` is ours before its scripted chat
 completions; "N stored" is ours with N responses in a store that keeps no more.
@@ -30,7 +30,7 @@ from functools import partial
 from os import sysconf
 from pathlib import Path
 from socket import create_server
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
@@ -41,14 +41,14 @@ from checkpoint import hub
 
 TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|delta)": ?"(?!")')  # that is not empty
 SAID = "It is a long story about a lighthouse, its keeper and a storm."  # in an earlier turn
-GOOD_FIRST_S = 1
+GOOD_FIRST_MS = 1000
 GOOD_BETWEEN_S = 0.1  # on average
 N_WARM = 2  # ticks, while streams are still being opened
 
 
 class Row(NamedTuple):
     name: str
-    figures: str
+    figures: list[str]  # of figures()
     times: int
     # Seconds before it asks, its turns, tokens of an answer.
     clients: list[tuple[float, list[str | int], int]]
@@ -152,59 +152,42 @@ async def together(server: Server, row: Row) -> list[Answer]:
 # --- figures of the answers ---------------------------------------------------------------------------------
 
 
-def first(answers: list[Answer], *_: float) -> Figures:
-    waits_ms = [1e3 * (answer.times[0] - answer.asked_at) for answer in answers]
-    return {"first text, ms": median(waits_ms), "last first text, ms": max(waits_ms)}
+def figures(answers: list[Answer], wall_s: float, cpu_s: float, kb: float) -> Figures:
+    """Return all that can be said of some answers; a row picks what it is about.
 
-
-def rate(answers: list[Answer], *_: float) -> Figures:
-    """Return the tokens a second from when all have begun until one has ended; 0 if one ended before that."""
-    start = max(answer.times[0] for answer in answers)
-    end = min(answer.times[-1] for answer in answers)
+    Tokens a second are those from when all have begun until one has ended; 0 if one ended before that. A
+    delta is late by the time since the tick of all streams.
+    """
+    firsts = [answer.times[0] for answer in answers]
+    start, end = max(firsts), min(answer.times[-1] for answer in answers)
     n_tokens = sum(start < time <= end for answer in answers for time in answer.times)
-    return {"tokens/s": n_tokens and n_tokens / (end - start)}
-
-
-def goodput(answers: list[Answer], wall_s: float, *_: float) -> Figures:
+    waits_ms = [1e3 * (answer.times[0] - answer.asked_at) for answer in answers]
     n_good = 0
-    for asked_at, times, _n in answers:
-        n_good += times[0] - asked_at < GOOD_FIRST_S and times[-1] - times[0] < GOOD_BETWEEN_S * len(times)
-    return {"good answers/s": n_good / wall_s}
-
-
-def cost(answers: list[Answer], wall_s: float, cpu_s: float, _: float) -> Figures:
-    """Return the price of events; of streams of one token it is the price of requests."""
+    for wait_ms, (_, times, _n) in zip(waits_ms, answers, strict=True):
+        n_good += wait_ms < GOOD_FIRST_MS and times[-1] - times[0] < GOOD_BETWEEN_S * len(times)
+    late_ms = sorted(1e3 * time % 1e3 for answer in answers for time in answer.times[N_WARM:]) or [0.0]
     n_events = sum(answer.n_events for answer in answers)
     return {
+        "first text, ms": median(waits_ms),
+        "last first text, ms": max(waits_ms),
+        "tokens/s": n_tokens and n_tokens / (end - start),
+        "good answers/s": n_good / wall_s,
         "events/s": n_events / wall_s,
         "CPU µs an event": 1e6 * cpu_s / n_events,
-        "CPU ms a stream": 1e3 * cpu_s / len(answers),
+        "CPU ms a stream": 1e3 * cpu_s / len(answers),  # of streams of one token the price of a request
+        "median late, ms": median(late_ms),
+        "p99 late, ms": late_ms[len(late_ms) * 99 // 100],
+        "kB a stream": kb / len(answers),  # in a process that has had none before
+        "% of a core": 100 * cpu_s / wall_s,
     }
-
-
-def late(answers: list[Answer], *_: float) -> Figures:
-    """Return the time from the tick of all streams to the arrival of each delta."""
-    percentiles = quantiles((1e3 * at % 1e3 for answer in answers for at in answer.times[N_WARM:]), n=100)
-    return {"median late, ms": percentiles[49], "p99 late, ms": percentiles[98]}
-
-
-def idle(_: list[Answer], wall_s: float, cpu_s: float, __: float) -> Figures:
-    return {"% of a core": 100 * cpu_s / wall_s}
-
-
-def memory(answers: list[Answer], _: float, __: float, kb: float) -> Figures:
-    """Return what an open stream takes, in a process that has had none before."""
-    return {"kB a stream": kb / len(answers)}
-
-
-FIGURES = {each.__name__: each for each in (first, rate, goodput, cost, late, idle, memory)}
 
 
 def measure(server: Server, row: Row) -> Figures:
     before = server.spent()
     answers = asyncio.run(together(server, row))
     spent = [after - at for at, after in zip(before, server.spent(), strict=True)]
-    return {f"{row.name}, {what}": value for what, value in FIGURES[row.figures](answers, *spent).items()}
+    found = figures(answers, *spent)
+    return {f"{row.name}, {name}": found[name] for name in row.figures}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -214,7 +197,7 @@ def run(args: argparse.Namespace) -> None:
     servers: dict[str, Server] = {}
 
     def measure_at(name: str, row: Row) -> Figures:
-        if row.figures != "memory":
+        if "kB a stream" not in row.figures:
             return measure(servers[name], row)
         with started(*commands[name], **names) as fresh:  # it has had no streams
             return measure(fresh, row)
