@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from audit.rules import rules_of
-from audit.schema import Faults, Typed, object_in, shortened
+from audit.schema import Faults, Typed, faults_in, object_in, shortened
 from audit.stream import MARKUP, Capture, agreed, changes, choices_of, is_object, usage_faults
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")  # and "function_call", long deprecated
@@ -49,11 +49,8 @@ def role(capture: Capture) -> Faults:
     """
     begun: set[int] = set()  # choices
     for number, index, choice in choices(capture):
-        delta = choice.delta
-        expected = [] if index in begun else ["assistant"]
-        got = [delta.role] if "role" in delta else []
-        if got != expected:
-            yield number, f"expected the role in the first delta alone, got {shortened(delta)}"
+        if choice.delta.role != (None if index in begun else "assistant"):
+            yield number, f"expected the role in the first delta alone, got {shortened(choice.delta)}"
         begun.add(index)
 
 
@@ -86,8 +83,7 @@ def call_deltas(capture: Capture) -> Faults:
     n_begun = Counter[int]()  # choice -> how many calls it has
     for number, index, choice in choices(capture):
         for call in choice.delta.tool_calls:
-            name = call.function.name or call.custom.name
-            head = [call.id, call.type, name]
+            head = [call.id, call.type, call.function.name or call.custom.name]
             is_new = call.index not in range(n_begun[index])
             if is_new:
                 yield from agreed(number, "the index of a new call to be", n_begun[index], call.index)
@@ -129,13 +125,13 @@ def usage_chunk(capture: Capture) -> Faults:
     for number in counted:
         yield from usage_faults(number, capture.events[number][1].usage, "prompt", "completion")
     for number, chunk in enumerate(capture.raw):
-        if chunk.get("moderation"):
-            continue  # it comes when it comes: OpenAI's after the usage
-        if "choices" in chunk and (chunk["choices"] == []) != (number in counted):
+        if "choices" not in chunk or chunk.get("moderation") or not chunk.get("object"):
+            continue  # OpenAI's moderation comes after the usage, and Azure's filter tells when it has read
+        if (chunk["choices"] == []) != (number in counted):
             yield number, "expected usage in a chunk without choices, and nothing else in such a chunk"
-        if counted and number < counted[0] and "usage" not in chunk and "choices" in chunk:
+        if counted and number < counted[0] and "usage" not in chunk:
             yield number, "expected usage: null in the chunks before the one that has it, got no usage"
-        if number - 1 in counted and "choices" in chunk:
+        if number - 1 in counted:
             yield number, "expected the chunk of the usage to be the last"
 
 
@@ -148,7 +144,7 @@ def error_frame(capture: Capture) -> Faults:
     """
     for number, chunk in enumerate(capture.raw):
         if chunk.get("error"):
-            for fault in Typed(object_in(chunk, "error"), "error").faults:
+            for fault in faults_in(object_in(chunk, "error"), "error"):
                 yield number, fault
             if number < len(capture.raw) - 1:
                 yield number + 1, "expected nothing after an error but [DONE]"

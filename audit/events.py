@@ -21,7 +21,7 @@ from audit.schema import (
     AFTER,
     BESIDE,
     EVENTS,
-    ORDER,
+    GRAMMAR,
     ROWS,
     Faults,
     Json,
@@ -108,9 +108,9 @@ def nested_numbers(capture: Capture) -> Faults:
 
 
 def of_the_response(capture: Capture) -> Iterator[tuple[int, Typed]]:
-    """Yield (number, event) but for what tells of a client's response.steer: it comes whenever it comes."""
+    """Yield (number, event) but for those that may come anywhere: of response.steer, and keepalive."""
     for number, event in capture.events:
-        if not event.type.startswith("response.steer."):
+        if not event.type.startswith(("response.steer.", "keepalive")):
             yield number, event
 
 
@@ -127,14 +127,16 @@ def order(capture: Capture) -> Faults:
         if state == "end" or event.type not in EVENTS:
             continue
         place, name = event.output_index, label(event)
-        before = beside.get(place, "beside" if beside else state)
-        then, usual = ORDER.get((before, name)), AFTER.get(name, before)
+        # OpenAI's streams may leave out the done of a list of tools.
+        before = beside.get(place, "beside" if {*beside.values()} - {"tools ended"} else state)
+        usual = AFTER.get(name, before)
+        then = GRAMMAR.get((before, name)) or (state != "start" and GRAMMAR.get(("open", name)))
         # A hosted tool may be left before it has ended: its item is done, and not completed.
         is_left = (
             place in beside and usual == "between" and event.item.get("status", "completed") != "completed"
         )
         if not then and not is_left:
-            expected = " or ".join(name for earlier, name in ORDER if earlier == before)
+            expected = " or ".join(name for earlier, name in GRAMMAR if earlier == before)
             yield number, f"expected {expected}, got {name}"
         then = then or usual
         if then in HOSTED:
@@ -347,8 +349,14 @@ def sums(capture: Capture) -> Faults:
             texts[key] = ""
             logprobs[place] = []
         elif event_type in TERMINAL:
-            done = without([items[place] for place in sorted(items)], *SEALED)
-            yield from agreed(number, "output", done, without(event.response.get("output", done), *SEALED))
+            done = [items[place] for place in sorted(items)]
+            # The list of tools whose done was left out is known from here alone: see the rule order.
+            output = [
+                item
+                for place, item in enumerate(event.response.output)
+                if place in items or item.type != "mcp_list_tools"
+            ]
+            yield from agreed(number, "output", without(done, *SEALED), without(output, *SEALED))
         elif event_type.endswith(".done") and event_type in EVENTS:
             if not item or key in texts:  # else the item came whole
                 text = texts.setdefault(key, "")

@@ -2,7 +2,7 @@
 
     JSON object --Typed()--> the same object without members of a wrong type, which reads without asking
                              .faults: a line for each member that is missing, or has a wrong type
-    event --label()--> its name in GRAMMAR        (state, label) --ORDER--> the next state
+    event --label()--> its name in GRAMMAR        (state, label) --GRAMMAR--> the next state
 
 Authority: that of tables.py.
 
@@ -52,10 +52,8 @@ def grammar(rows: str) -> dict[tuple[str, str], str]:
 
 BESIDE = grammar(HOSTED)
 GRAMMAR = grammar(ORDERED) | BESIDE
-# A failure may leave open whatever is open.
-ORDER = GRAMMAR | {(state, "response.failed"): "end" for state in {*GRAMMAR.values()} - {"end"}}
 # The state after an event that came out of order.
-AFTER = {event: state for (_, event), state in ORDER.items()}
+AFTER = {event: state for (_, event), state in GRAMMAR.items()}
 
 
 def label(event: "Typed") -> str:

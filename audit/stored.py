@@ -15,7 +15,7 @@ from audit.exchanges import enter_texts
 from audit.http import REFUSED, Reply
 from audit.peer import STORY, Peer, final
 from audit.rules import NoReply, NotApplicable, rules_of
-from audit.schema import Json
+from audit.schema import Json, expect_members
 from audit.stream import of_response
 
 
@@ -237,9 +237,7 @@ def background_late_refusal(peer: Peer) -> None:
     """
     reply = peer.reply(said="fox " * 200_000, background=True)
     if not reply.is_refusal:
-        last = ended(Kept(peer, reply.json))
-        assert last.get("status") == "failed"
-        assert last.get("error")
+        expect_members(ended(Kept(peer, reply.json)), "status:=failed error:dict")
 
 
 @must

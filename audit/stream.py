@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from audit.rules import NotApplicable
-from audit.schema import Faults, Json, Typed, printable, shortened, without
+from audit.schema import Faults, Json, Typed, object_in, printable, shortened, without
 
 EVENTS = {"responses": "event", "chat": "chunk"}  # kind of a stream -> what schema.py calls its events
+MARKS = {"responses": '"type": "response.', "chat": '"choices": '}  # kind of a stream -> a text in it
 
 FRAME_END = re.compile(rb"(?>\r\n|\n|\r)(?:\r\n|\n|\r)")  # the end of a line, and a blank one
 LINE_END = re.compile("\r\n|\n|\r")
@@ -102,18 +103,20 @@ def read(stream: bytes) -> Capture:
 
 def captured(raw: list[Json], stream: bytes = b"") -> Capture:
     """Make a capture of events, and of their bytes if these are known; raises NotApplicable."""
-    kind = ""
-    if any({"choices", "object"} & event.keys() for event in raw):
-        kind = "chat"
-    if any(str(event.get("type")).startswith("response.") for event in raw):
-        kind = "responses"
+    kind = next((kind for kind, mark in MARKS.items() if mark in json.dumps(raw)), "")
     if not kind:
         # Most often it is an error's body, which says more than we can.
         got = printable(stream[:400].decode(errors="replace")) or "nothing"
         raise NotApplicable(
             f"expected server-sent events of a Responses or chat completion stream, got {got}"
         )
-    events = [Typed(event, EVENTS[kind]) for event in raw]
+    events = []
+    for event in raw:
+        # Azure tells of its content filter in chunks of their own, which say nothing of the answer.
+        if event.get("object") == "" and "content_filter_results" in json.dumps(event):
+            event = {}
+        # OpenAI's streams have the members of an error in an object of their own.
+        events.append(Typed(object_in(event, "error") | event, EVENTS[kind]))
     return Capture(kind, [*frames_of([stream])], raw, [*enumerate(events)])
 
 

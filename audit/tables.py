@@ -197,7 +197,12 @@ response              = id:id object:=response created_at:time model:id output:[
                         reasoning?:reasoning safety_identifier?:text service_tier?:text store?:bool
                         text?:format_of_text top_logprobs?:int truncation?:=auto|=disabled user?:text
                         presence_penalty?:num frequency_penalty?:num moderation?:dict
-                        prompt_cache_retention?:text
+                        prompt_cache_retention?:text tool_usage?:tool_usage
+tool_usage            = image_gen:images_usage web_search:searches
+images_usage          = input_tokens:int input_tokens_details:images_tokens output_tokens:int total_tokens:int
+                        output_tokens_details?:images_tokens
+images_tokens         = image_tokens:int text_tokens:int
+searches              = num_requests:int
 failure               = code:id message
 incomplete            = reason?:text
 conversation          = id:id
@@ -211,6 +216,7 @@ event                 = type?:id sequence_number?:int response?:response item?:i
                         output_index?:int content_index?:int summary_index?:int annotation_index?:int
                         command_index?:int output?:[output] delta? text? refusal? arguments? input?
                         name? logprobs?:[event_token] obfuscation?
+event keepalive                              = sequence_number?:int
 event error                                  = code:text|null message:text param:text|null
 event response.created                       = response:response
 event response.queued                        = response:response
@@ -300,6 +306,7 @@ begins                = content_index:_part.added summary_index:_part.added comm
 summed                = text refusal arguments input code command diff
 sealed                = encrypted_content fingerprint
 changing              = status output usage error incomplete_details completed_at service_tier store
+                        tool_usage moderation content_filters
 
 announced             = status:=in_progress content:=[] summary:=[] text:= refusal:= arguments:= input:=
                         code:= command:=
@@ -330,7 +337,8 @@ status failed                 = error:failure incomplete_details:=null completed
 status cancelled              = error:=null incomplete_details:=null completed_at:=null
 """
 
-# Columns: state; event, and the item or part that it opens or ends; next state
+# Columns: state; event, and the item or part that it opens or ends; next state. In the state "open" is a
+# response that has begun, whatever of it is open: OpenAI's streams tell of an error before they fail.
 ORDERED = """
 start           response.created                                          created
 created         response.queued                                           queued
@@ -374,7 +382,8 @@ between         response.completed                                        end
 between         response.incomplete                                       end
 between         response.failed                                           end
 queued          response.failed                                           end
-beside          response.failed                                           end
+open            response.failed                                           end
+open            error                                                     failed
 
 message done    response.content_part.added output_text                   text
 text            response.output_text.annotation.added                     text

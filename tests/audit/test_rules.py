@@ -84,9 +84,10 @@ def test_a_planted_fault_is_named_by_its_rule_alone(rule: str, fault: dict[str, 
 # --- what others say ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["newer_events", "newer_chunks"])
+@pytest.mark.parametrize("name", ["newer_events", "newer_error", "newer_chunks"])
 def test_newer_events_and_members_are_known(name: str) -> None:
-    """What ours does not make: refusals, annotations, tools that the server runs, steering, moderation."""
+    """What ours does not make: refusals, annotations, tools that the server runs, steering, moderation, an
+    error before the failure, and what Azure's content filter tells."""
     lines = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     assert violations(streams.captured([json.loads(line) for line in lines])) == []
 
