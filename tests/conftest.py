@@ -35,7 +35,8 @@ GPU_TESTS = ROOT / "tests" / "gpu"
 
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "dist", "no") == "load":  # pytest -n auto
-        config.option.dist = "loadfile"  # or each worker would start the server of each module
+        # A half of the files for each: few start the server of a module twice, and none works alone in the end.
+        config.option.dist = "worksteal"
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if not any(path.is_relative_to(GPU_TESTS) for path in paths):
         return

@@ -24,6 +24,14 @@ from service import loading, options
 from worker import LocalWorker, Workers
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
+ALL_STEPS = check.STEPS
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, a decode, drafts: the long prompt after them is most of the time."""
+    monkeypatch.setattr(check, "STEPS", ALL_STEPS[: check.FOR_NUMPY])
+
 
 # fmt: off
 #    op          kernels, the array that each writes
@@ -124,7 +132,11 @@ FIRST = [("attend", wrong_stride), ("qkv", raises), ("pick", depends_on_the_batc
 
 
 @pytest.mark.parametrize(("op", "fault"), sweep(EVERY, FIRST))
-def test_a_planted_fault_is_named_and_stepped_back_from(op: str, fault: Any) -> None:
+def test_a_planted_fault_is_named_and_stepped_back_from(
+    op: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if op == "attend":  # whose blocks are others in each step
+        monkeypatch.setattr(check, "STEPS", ALL_STEPS)
     name = "qwen3-moe-dense-layers" if op == "experts" else "smollm3-untied-biases"
     ops, right = (ops_on(cp, name, 192) for cp in (Spoiled(SPOILED[op], fault), Emulator()))
     differences = check.check(ops)
@@ -156,6 +168,7 @@ class LostKernel(emulator.Stream):
 
 
 def test_a_graph_with_other_bits_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "STEPS", [*check.STEPS, (1, 1), (1, 1)])
     cp = Emulator()
     cp.cuda.Stream = lambda non_blocking=False: LostKernel(cp)
     ops = ops_on(cp, "smollm3-untied-biases")
@@ -164,6 +177,8 @@ def test_a_graph_with_other_bits_is_done_without(monkeypatch: pytest.MonkeyPatch
 
 
 def load(cp: Emulator, monkeypatch: pytest.MonkeyPatch, *others: str) -> LocalWorker:
+    monkeypatch.setattr(check, "STEPS", ALL_STEPS[:1])
+    monkeypatch.setattr(check, "N_LAYERS", 2)
     monkeypatch.setitem(sys.modules, "cupy", cast("ModuleType", cp))
     monkeypatch.setitem(sys.modules, "devices.cpu", cast("ModuleType", None))  # NumPy is the CPU's
     command = ["--model", str(TINY), "--max-model-len", "64", "--max-batch", "3", *others]
@@ -216,7 +231,6 @@ def test_without_memory_the_cpu_serves(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
-    monkeypatch.setattr(check, "STEPS", check.STEPS[:1])
     cp = Short(1e9)
     load(cp, monkeypatch)
     n_left = int(share * (1e9 - cp.n_left))
