@@ -35,7 +35,7 @@ GPU_TESTS = ROOT / "tests" / "gpu"
 
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "dist", "no") == "load":  # pytest -n auto
-        # A half of the files for each: few start the server of a module twice, and none works alone in the end.
+        # Each worker has a run of files: few start a server twice, and none works alone in the end.
         config.option.dist = "worksteal"
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if not any(path.is_relative_to(GPU_TESTS) for path in paths):

@@ -221,7 +221,7 @@ def test_the_key_is_asked_for(browser: "Browser") -> None:
 
 
 def slowly(route: "Route") -> None:
-    """Send the page's request as one whose tokens take time: the first prompt is answered when all have come."""
+    """Send the page's request as one whose tokens take time: the first is answered after the last came."""
     asked = route.request.post_data_json
     assert isinstance(asked, dict)
     route.continue_(post_data=json.dumps(asked | {"seed": SLOW, "max_output_tokens": 90}))
