@@ -490,8 +490,12 @@ tools ended     response.output_item.done mcp_list_tools                  betwee
 
 between         response.output_item.added mcp_call                       mcp
 mcp             response.mcp_call.in_progress                             mcp begun
-mcp begun       response.mcp_call_arguments.delta                         mcp begun
+mcp begun       response.mcp_call_arguments.delta                         mcp asking
 mcp begun       response.mcp_call_arguments.done                          mcp asked
+mcp asking      response.mcp_call_arguments.delta                         mcp asking
+mcp asking      response.mcp_call_arguments.done                          mcp asked
+mcp asking      response.mcp_call.in_progress                             mcp approved
+mcp approved    response.mcp_call_arguments.done                          mcp asked
 mcp asked       response.mcp_call.completed                               mcp ended
 mcp asked       response.mcp_call.failed                                  mcp ended
 mcp ended       response.output_item.done mcp_call                        between
