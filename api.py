@@ -60,7 +60,7 @@ from worker import Prompt
 log = logging.getLogger("api")
 
 Feed = Callable[[int, Said], list[Event]]  # writes what a choice says as the events of an API
-# Api.begin() and _prompt() return what runs a request or has answered it, its prompt, headers of the answer.
+# Api.begin() or _prompt(): returns what runs a request or has answered it, and its prompt.
 Begin = Callable[..., Awaitable[Any]]
 
 
@@ -86,7 +86,7 @@ class Api:
 
     async def create_response(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with a stream, the whole response, or in the background its first snapshot."""
-        job, prompt, headers = await self._received(http, visit, self.begin)
+        job, prompt = await self._received(http, visit, self.begin)
         if job.row.background:
             await self.registry.queue(job)
             task = None  # it outlives this request
@@ -94,12 +94,12 @@ class Api:
             await job.start(nullcontext(prompt))
             task = job.task
         if job.row.streamed:
-            return EventStream(job.log, task, self._done, more_headers=headers)
+            return EventStream(job.log, task, self._done, more_headers=prompt.headers)
         if task:
             await while_connected(task, http.receive)
             if self.registry.stopping.is_set():
                 self._refuse_failed(job.shown_row().response["error"])
-        return JsonAnswer(job.log.shown.response_json, headers=headers)
+        return JsonAnswer(job.log.shown.response_json, headers=prompt.headers)
 
     async def _received(self, http: HttpRequest, visit: Visit, begin: Begin, *more: Any) -> Any:
         """Receive a body, and return what `begin` makes of it while the client is connected."""
@@ -114,8 +114,8 @@ class Api:
         purpose: str = "respond",
         memory: Mapping[str, Row] | None = None,
         before: Sequence[items.Item] = (),
-    ) -> tuple[Job, Prompt, dict[str, str]]:
-        """Check a body; return its job, its prompt and the headers of its answer. Raises BadInput.
+    ) -> tuple[Job, Prompt]:
+        """Check a body; return its job, and its prompt with the headers of the answer. Raises BadInput.
 
         `purpose`: "respond", "count" (its tokens) or "compact". `memory`: what a WebSocket remembers, by id;
         `before`: items that go before the input of its message.
@@ -150,7 +150,8 @@ class Api:
         prompt = await self.workers.prepare(request, conversation)
         head = {"id": row.id, "object": "response", "created_at": int(row.born_at), **request.echo}
         head["model"] = self.workers.spoken_name(request.model)
-        return self._job(row, head, request.seal_reasoning), prompt, self._warning(prompt)
+        self._warn(prompt)
+        return self._job(row, head, request.seal_reasoning), prompt
 
     def _check(self, values: Object, found: items.Found) -> tuple[params.Request, Row, list[items.Item]]:
         """Return what is asked for, the row of the response, and the conversation; raises BadInput."""
@@ -164,13 +165,12 @@ class Api:
         builder = Builder(head, item_ids(row.id), seal, seals_reasoning, self.reasoning_events)
         return Job(row, builder, self.registry.archive, Stopwatch(self.metrics))
 
-    def _warning(self, prompt: Prompt) -> dict[str, str]:
-        """Return the headers with that of rule 3, and log the same."""
+    def _warn(self, prompt: Prompt) -> None:
+        """Add the header of rule 3 to those of the answer, and log the same."""
         if prompt.request.not_run:
             told = f"accepted, and without any effect here: {', '.join(prompt.request.not_run)}"
             log.warning(told)
             prompt.headers["Warning"] = f'299 - "{told}"'
-        return prompt.headers
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
@@ -211,7 +211,7 @@ class Api:
 
     async def compact(self, http: HttpRequest, visit: Visit) -> Response:
         """Answer with the user's messages and one sealed item for all the rest: the model's own summary."""
-        job, prompt, headers = await self._received(http, visit, self.begin, "compact")
+        job, prompt = await self._received(http, visit, self.begin, "compact")
         await job.start(nullcontext(prompt))
         await while_connected(job.task, http.receive)
         response = job.shown_row().response
@@ -219,7 +219,7 @@ class Api:
         retained = await visit.call(items.retained, job.row)
         told = {"object": "response.compaction", "output": [*retained, *response["output"]]}
         told |= {name: response[name] for name in ("id", "created_at", "usage")}
-        return json_response(200, told, headers)
+        return json_response(200, told, prompt.headers)
 
     async def _find(self, id: str, visit: Visit, memory: Mapping[str, Row]) -> Row | None:
         """Return a response that a request continues or refers to, None if there is none."""
@@ -293,7 +293,7 @@ class Api:
 
     async def answer(self, form: "Form", http: HttpRequest, visit: Visit) -> Response:
         """Answer with the events of a form as they come, or folded; an upstream's chat is relayed."""
-        relayed, prompt, headers = await self._received(http, visit, self._prompt, form)
+        relayed, prompt = await self._received(http, visit, self._prompt, form)
         if isinstance(relayed, Response):
             return relayed
         feed = form.feed(self, prompt.request)
@@ -301,29 +301,30 @@ class Api:
             event_log = EventLog()
             task = asyncio.create_task(self._run(prompt, feed, event_log))
             task.add_done_callback(lambda _: event_log.close())
-            return EventStream(event_log, task, form.done, more_headers=headers, keep_alive=form.keep_alive)
+            return EventStream(
+                event_log, task, form.done, more_headers=prompt.headers, keep_alive=form.keep_alive
+            )
         events: list[Event] = []
         await while_connected(self._run(prompt, feed, events), http.receive)
         answer = await asyncio.to_thread(form.fold, events)
         self._refuse_failed(answer.get("error"))
-        return await asyncio.to_thread(json_response, 200, answer, headers)
+        return await asyncio.to_thread(json_response, 200, answer, prompt.headers)
 
-    async def _prompt(
-        self, parsing: Parsing, visit: Visit, form: "Form"
-    ) -> tuple[Response | None, Any, dict[str, str]]:
-        """Check a body; return an upstream's answer, or a prompt and the headers. Raises BadInput."""
+    async def _prompt(self, parsing: Parsing, visit: Visit, form: "Form") -> tuple[Response | None, Any]:
+        """Check a body; return an upstream's answer or a prompt. Raises BadInput."""
         async with parsing as body:
             worker = self.workers.find(params.model_name(body))
             if isinstance(worker, RemoteWorker) and form.relays:
                 relayed = await asyncio.to_thread(worker.pass_through, body)
                 visit.set_streams(relayed.n_choices)
-                return relayed, None, {}
+                return relayed, None
             if self.image_texts:
                 body["messages"] = items.with_image_texts(body.get("messages"))
             request = await visit.call(form.read, body, worker.defaults, visit.owner)
             visit.set_streams(request.n)
         prompt = await worker.prepare(request)
-        return None, prompt, self._warning(prompt)
+        self._warn(prompt)
+        return None, prompt
 
     async def _run(self, prompt: Prompt, feed: Feed, event_log: Log) -> None:
         """Run all choices of a prompt; their events go to the log as they come. Raises what refuses it."""
@@ -354,7 +355,7 @@ class Api:
         self, begin: Begin, how: Any, members: Event | None, http: HttpRequest, visit: Visit
     ) -> Response:
         """Answer with the length of a prompt, and `members`; None: with all that the model reads."""
-        _, prompt, _ = await self._received(http, visit, begin, how)
+        _, prompt = await self._received(http, visit, begin, how)
         n_tokens = await prompt.count_tokens()  # raises if an upstream renders it
         if members is None:
             members = prompt.rendered()

@@ -6,10 +6,12 @@
 Authority: https://platform.openai.com/docs/guides/background
 
 Rules of this file:
-1. A background response is stored before it begins, and its events before they are shown (rule 3 of
-   event_log.py).
+1. A background response is stored before it begins, and its events before they are shown, unless the disk
+   fails (rule 3 of event_log.py).
 2. The queue is bounded in bytes. No owner can fill it, and none waits for everything another has queued.
 3. A waiting response is held as its row of JSON text: its prompt would take many times the room.
+4. Whoever asks for an id gets None unless the response is its own: get() looks, before any other method is
+   called with its row.
 
 Why tasks of this process, and not a task queue such as Celery: a run holds the log that its readers follow,
 and the model is here anyway. The price: only this process can run what it has accepted, so recover() must.

@@ -14,11 +14,11 @@ Rules of this file:
 1. The parser sees every piece, one after another: its output does not depend on how many tokens a step held.
 2. A marker that is one token of the vocabulary is matched as that token, so text that merely spells it
    opens nothing. The parser looks for a marker in the text only if the vocabulary has no such token.
-3. Text that may still become a marker, a stop string, a call or a header is held back, and no other text is.
+3. Only text that may still become a marker, a stop string, a call or a header, or be trimmed, is held back.
 4. If the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
 5. Stop strings are looked for in the text that the user reads, without its markers, never in the reasoning.
-6. Malformed output is passed on as text, with two exceptions that are dropped: a malformed message header,
-   and a call that ends before its name. No output of a model raises an exception here.
+6. Malformed output is passed on as text. Dropped are a malformed message header, a call without a name, a
+   marker that means nothing where it stands, and what stands between two calls. No output raises here.
 """
 
 import json
@@ -87,7 +87,7 @@ Output = Delta | Call | Arguments | Close
 
 @dataclass(frozen=True)
 class Accepted:
-    """The first output of a worker for a request: after it, the request cannot be refused."""
+    """The first output of a worker for a request: after it, a refusal can only be an error of the answer."""
 
     input_tokens: int = 0  # of its prompt; 0: only the upstream can count them
 

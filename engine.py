@@ -11,8 +11,8 @@ the thread and the event loop share one interpreter: SWITCH_INTERVAL_S bounds ho
 Rules of this file:
 1. One thread owns the scheduler and the model. Requests and aborts come in by a queue. The outputs of steps
    are handed to the event loop, with one wake-up a step for all sequences.
-2. Up to `n_ahead` steps of the model runner are launched before the oldest of them is read, so that the
-   device does not wait for this thread. Tokens computed past the end of a sequence are discarded.
+2. The engine launches up to `n_ahead` more steps of the model runner before it reads the oldest one, so that
+   the device does not wait for this thread. It discards tokens computed past the end of a sequence.
 3. An exception in a step fails the sequences in it, and no others: the next request works. A fault of one
    sequence, such as logits that are not numbers, fails that sequence alone. An exception outside of a step
    fails all sequences, and the engine reports that it is not alive.
@@ -79,7 +79,7 @@ class ModelRunner(Protocol):
     max_batch: int  # sequences a step
     chunk: int  # tokens of a prefill chunk
     max_wanted: int  # rows of a step from which a token may be chosen
-    n_ahead: int  # steps that may be launched before the first of them is read
+    n_ahead: int  # steps that are launched after the one that is read next; 0: each is read at once
 
     def launch(self, spans: list[Span], contexts: list[Context]) -> Ticket:
         """Start a step. `contexts` has one for each wanted row of the spans, in their order."""
@@ -174,7 +174,8 @@ class Engine:
     def _step(self) -> None:
         """Schedule and launch the next step, then read the oldest one in flight."""
         # 1. The masks of structured output, as far as they have come.
-        self._late = self._wait_for_masks() if self._bring_masks() else set()
+        awaits_mask = any(sequence.awaits_mask for sequence in self._scheduler.running)
+        self._late = self._wait_for_masks() if awaits_mask else set()
         # 2. The next step, launched before the last one is read.
         in_flight = [batch for _, batch in self._in_flight]
         batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
@@ -182,23 +183,14 @@ class Engine:
             self._launch(batch)
         # 3. The tokens of the step that was read before, to the event loop.
         self._flush_outbox()
-        # 4. The oldest step in flight, if enough others follow it.
-        is_far_enough_ahead = len(self._in_flight) > self._runner.n_ahead
+        # 4. The oldest step in flight, if enough others follow it, or none can.
         read: Read = [], [], 0.0
-        if self._in_flight and (is_far_enough_ahead or not batch):
+        if len(self._in_flight) > (self._runner.n_ahead if batch else 0):
             read = self._read()
         self._end_constraints()
         self.observer(self._scheduler, *read)
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
             self._flush_outbox()
-
-    def _bring_masks(self) -> list[Sequence]:
-        """Ask for the masks that running sequences need, and take those that have come.
-
-        Return the sequences that cannot go on without theirs.
-        """
-        waiting = [sequence for sequence in self._scheduler.running if sequence.awaits_mask]
-        return [sequence for sequence in waiting if self._is_held_up(sequence)]
 
     def _launch(self, batch: list[Scheduled]) -> None:
         spans = [scheduled.span for scheduled in batch]
@@ -208,6 +200,7 @@ class Engine:
         try:
             self._in_flight.append((self._runner.launch(spans, contexts), batch))
             self._scheduler.counts["steps"] += 1
+            # Their prompts are being computed: a background response is no longer queued (LocalPrompt.run).
             begun = [each.sequence for each in batch if each.is_prefill and not each.sequence.output]
             self._outbox += [(sequence, StepOutput([])) for sequence in begun]
         except Exception as error:
@@ -300,6 +293,15 @@ class Engine:
         self._thread.join(MAX_STEP_S)
 
     # --- the thread: it alone calls these -------------------------------------------------------------------
+
+    def _bring_masks(self) -> list[Sequence]:
+        """Ask for the masks that running sequences need, and take those that have come.
+
+        Return the sequences that cannot go on without theirs.
+        """
+        # A copy: a sequence whose constraint gives up leaves `running`.
+        waiting = [sequence for sequence in self._scheduler.running if sequence.awaits_mask]
+        return [sequence for sequence in waiting if self._is_held_up(sequence)]
 
     def _is_held_up(self, sequence: Sequence) -> bool:
         """Ask for the mask of a sequence, and take it if it has come; return whether it waits for it."""

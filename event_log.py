@@ -7,7 +7,7 @@ Authority: https://platform.openai.com/docs/guides/background for what a reader 
 
 Rules of this file:
 1. An event's number is its place in the log: 0, 1, 2, ... without a gap. Chunks of a completion and
-   events of a message have none.
+   events of a message have none. A WebSocket goes on counting between two responses (service/websocket.py).
 2. An event is encoded when it is appended, together with its response object; jobs.py and background.py
    encode an event that they store before that. Readers, the store and GET share those bytes. Nothing changes
    them.

@@ -81,7 +81,7 @@ async def run(
         watch.note(restored)  # metrics
         said = [one for output in restored for one in shown.feed(output)]  # less, if this is a compaction
         events = (event for one in said for event in make_events(one))  # made one by one, as they are logged
-        event_log.extend(events)  # numbered, encoded once, written, shown to every reader
+        event_log.extend(events)  # numbered, encoded once, shown to every reader (in the background: stored)
 
     try:
         await prompt.run(take, choice)
@@ -137,7 +137,11 @@ class Job:
     task: asyncio.Task[None] = field(init=False)
 
     async def start(self, turn: AbstractAsyncContextManager[Prompt]) -> None:
-        """Start the task that runs the response. The task enters `turn` first, which yields the prompt."""
+        """Start the task that runs the response.
+
+        The task enters `turn`, which yields the prompt: at once in the foreground, and in the background when
+        its turn has come (Registry._turn).
+        """
         self.task = asyncio.create_task(self._fill(turn))
         # Let it begin: a task that is cancelled before its first step would make no event, not even the last.
         await asyncio.sleep(0)

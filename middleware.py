@@ -7,7 +7,7 @@ Authority: https://platform.openai.com/docs/guides/error-codes; for pages of oth
 https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7.4.
 
 Rules of this file:
-1. Every reply has an x-request-id, all log records of its request too; errors of endpoints have one body.
+1. Every reply has an x-request-id, all log records of its request too; an error has the body of its API.
 2. We hold only digests of the keys, and compare with all of them each time: the time taken reveals nothing.
 3. An endpoint gets a Visit, which counts the resources of its request: a stream, bytes. A poll or a cancel
    needs no stream, so it gets in while all streams are taken.
@@ -216,7 +216,8 @@ BAD_ORIGIN = "Expected 'Content-Type: application/json', or a site that --cors-o
 
 # --- errors -------------------------------------------------------------------------------------------------
 
-HEADERS: dict[int, dict[str, str]] = {  # of an error, by its status
+# Of an error, by its status. What a full server says, 429 or 503, request/room.py decides.
+HEADERS: dict[int, dict[str, str]] = {
     401: {"WWW-Authenticate": "Bearer"},  # "MUST send": RFC 9110, section 15.5.2
     426: {"Upgrade": "HTTP/1.1", "Connection": "Upgrade"},  # RFC 9110, section 15.5.22
     429: {"Retry-After": "10"},  # seconds

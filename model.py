@@ -156,7 +156,7 @@ class NumpyOps:
     chunk = CHUNK
     kv_dtype = "float32"  # of the keys and values, for the start-up lines
     max_wanted = sys.maxsize  # rows of a step from which a token may be chosen
-    n_ahead = 0  # steps that may be launched before the first of them is read
+    n_ahead = 0  # steps that are launched after the one that is read next
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int

@@ -94,8 +94,8 @@ def apply_penalties(logits: Array, context: Context) -> Array:
     """Return the logits after penalties, bias and mask, applied in this order.
 
     repetition_penalty counts tokens of the prompt and the output: https://arxiv.org/abs/1909.05858, section
-    4.1, as transformers computes it. presence_penalty and frequency_penalty count tokens of the output:
-    https://platform.openai.com/docs/api-reference/chat/create, as does logit_bias.
+    4.1, as transformers computes it. presence_penalty and frequency_penalty count tokens of the output;
+    https://platform.openai.com/docs/api-reference/chat/create has both, and logit_bias.
     """
     sampling = context.sampling
     logits = logits.copy()

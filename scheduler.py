@@ -16,8 +16,9 @@ speculative decoding https://arxiv.org/abs/2211.17192, by prompt lookup
 https://github.com/apoorvumang/prompt-lookup-decoding.
 
 Rules of this file:
-1. A step holds the newest token of every sequence that decodes, and chunks of prompts beside them: no more
-   rows of prompts than `max_rows` allows, so that streams do not pause while a long prompt is computed.
+1. A step holds the newest token of every sequence that decodes, unless it waits for a mask or the step in
+   flight is its last, and chunks of prompts beside them: no more rows of prompts than `max_rows` allows, so
+   that streams do not pause while a long prompt is computed.
 2. The tokens of a sequence do not depend on company, cache, preemption or drafts. A row is computed by itself
    (model.py), so it has the same bits in any chunk, and any full page may be shared or computed again.
 3. Slots of the batch and prompts go round robin over owners, however many sequences an owner has.
@@ -291,17 +292,17 @@ class Scheduler:
             elif scheduled := self._decode(sequence, n_drafts):
                 batch.append(scheduled)
                 n_drafts -= len(scheduled.drafts)
-        if not prefilling:
-            return batch
 
         # prefill
+        ready = self._ready(prefilling, in_flight)
+        if not ready:
+            return batch
         n_rows = MAX_CHUNKS * self._chunk
         n_decoding = len(self.running) - len(prefilling)
         if n_decoding:
             n_rows = int(min(n_rows, max(max_rows - n_decoding, MIN_ROWS)))
-        ready = self._ready(prefilling, in_flight)
-        shortest = min(ready, key=lambda sequence: sequence.n_ready, default=None)
-        n_kept = n_rows // 2 if shortest not in ready[:1] else 0  # for the first in turn
+        shortest = min(ready, key=lambda sequence: sequence.n_ready)
+        n_kept = 0 if shortest is ready[0] else n_rows // 2  # for the first in turn
         for sequence in sorted(ready, key=lambda sequence: sequence is not shortest):
             n = min(sequence.n_ready, n_rows - n_kept)
             n_kept = 0
@@ -339,9 +340,7 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, n: int) -> Scheduled:
         """Schedule the next n tokens of a prompt. The last token of the prompt chooses the next one."""
         end = sequence.n_computed + n
-        contexts: list[Context] = []
-        if end == sequence.n_tokens:
-            contexts = sequence.contexts([])
+        contexts = sequence.contexts([]) if end == sequence.n_tokens else []
         span = self._span(sequence, sequence.token_ids(sequence.n_computed, end), len(contexts))
         return Scheduled(sequence, span, contexts, [], is_prefill=True)
 

@@ -8,7 +8,7 @@ more requests, gives those that run a grace, and ends the rest; Ctrl-C at the st
 Authority: the command line is in docs/operating.md and --help.
 
 Rules of this file:
-1. An option that cannot work ends the start with one line and exit status 2.
+1. An option that cannot work ends the start with exit status 2 and a line that says what was expected.
 2. Everything ends: a stop gives running requests some time to finish, then each open stream its last event.
 
 Why one process and one event loop, and not workers that share a socket: the weights and the KV cache exist

@@ -122,13 +122,11 @@ class Decoder:
         if not text:
             self._open_logprobs += logprobs
             return []
-        is_inside_character = bool(self._utf8.getstate()[0])
-        if is_inside_character:
-            # One character is complete and the next has begun: the logprob of this token waits for its end.
-            complete = self._open_logprobs
+        complete = self._open_logprobs
+        if self._utf8.getstate()[0]:  # the next character has begun: the logprob waits for its end
             self._open_logprobs = logprobs
         else:
-            complete = self._open_logprobs + logprobs
+            complete += logprobs
             self._open_logprobs = ()
         return [Piece(text, "", complete)]
 

@@ -20,8 +20,9 @@ Rules of this file:
    loop.
 4. Usage counts the tokens that were read from the engine, including a stop token, but nothing after a stop
    string. Finish("cancelled") has the count at that time, if the engine has computed a token.
-5. An answer ends with "length" after max_output_tokens, and after MAX_LOGPROBS logprobs, which all choices
-   share: a token may have 21 of them, and the events that end an item repeat them.
+5. An answer ends with "length" after max_output_tokens, after --max-output-tokens, where the context ends,
+   and after MAX_LOGPROBS logprobs, which all choices share: a token may have 21 of them, and the events that
+   end an item repeat them.
 """
 
 import asyncio
@@ -135,7 +136,7 @@ class LocalPrompt(NamedTuple):
         )
 
         accepted = Accepted(len(self.token_ids))  # prepare() has checked all: only an upstream may refuse
-        is_queued = self.request.background  # until it is in a step
+        is_queued = self.request.background  # until its prompt is in a step, whose output has no tokens
 
         def feed(step: StepOutput) -> bool:
             nonlocal is_queued
@@ -366,7 +367,7 @@ class Answer:
         """Return the outputs of a step, and the Finish if the step ends the answer."""
         said: list[Output | Finish] = []
         end = step.finish
-        if step.tokens:  # a failure brings none, and no count either
+        if step.tokens:  # a step of the prompt and a failure bring none, and no count
             self.usage.cached_tokens = step.cached_tokens
         for token in step.tokens:  # one by one: a step may cross any number of channels
             if self._n_logprobs_left < 0:

@@ -8,7 +8,8 @@ modeling_rope_utils.py).
 
 Rules of this file:
   * One description serves all families: the table FAMILIES has their differences. A new family is a row
-    there, a row of Fields for each field that is new, a case of tests/parity.py and a word in the README.
+    there, a row of Fields for each field that is new, a case of tests/parity.py and its name in
+    docs/operating.md; and rows of NAMES in weights.py if its tensors are not named as Llama's are.
   * No field is used before msgspec has checked its type and its range, which Fields and Rope declare.
   * A value that this program does not support raises UnsupportedModel; nothing is guessed or skipped.
 """

@@ -16,7 +16,7 @@ Rules of this file:
    in the tokens and logprobs of whole steps: a fault that later rounding to bfloat16 removes is not seen.
 3. What fails is said in a line of the log, at the start and in /health, and something slower runs. If that
    fails too, prove() raises, and the caller takes the CPU (service/loading.py).
-4. The verdict is kept in the cache until GPU, driver, CuPy, sizes of the model or code of devices/ change.
+4. The verdict is kept in the cache until GPU, driver, CuPy, sizes of the model or the kernels change.
 
 Not here: the kernels (kernels.cu, plain.cu), what an emulator can show without a GPU (tests/devices).
 """

@@ -221,7 +221,7 @@ class CudaOps:
 
     chunk = 256  # tokens of a prompt that are computed together
     kv_dtype = "bfloat16"
-    n_ahead = 4  # steps that may be in flight: launched and not yet read
+    n_ahead = 4  # steps that are launched after the one that is read next
     enough_blocks = 64  # of a product: an H100's 132 processors are no faster with fewer, larger blocks
 
     def __init__(

@@ -181,7 +181,7 @@ def check_sizes(config: Config) -> None:
 
 
 def cache_file(*facts: object) -> Path:
-    """Return where to keep what follows from these facts and the code of this folder, as it is now."""
+    """Return where to keep what follows from these facts, kernels.cu and the code of this folder."""
     sources = [path.read_bytes() for path in (FAST_CODE, *sorted(PLAIN_CODE.parent.glob("*.*")))]
     digest = hashlib.sha256(b"".join([*sources, repr((PAGE, *facts)).encode()])).hexdigest()
     return cache_folder() / "kernels" / digest[:16]

@@ -17,7 +17,7 @@ Rules of this file:
 2. Arguments leave as they come. Arguments in XML leave as JSON: each value by its schema.
 3. We look at each character once, however the text is cut.
 
-Not here: the markers (families.py), the fate of a malformed call (channels.py).
+Not here: the markers (families.py), the fate of a malformed call (channels.py, request/tool_calls.py).
 """
 
 import json

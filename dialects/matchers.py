@@ -16,9 +16,10 @@ Authority: https://man7.org/linux/man-pages/man7/unix.7.html (SCM_RIGHTS: socket
 Rules of this file:
 1. Only those processes compile and follow the grammar of a client, within their limits.
 2. A check waits for its owner's turn, and its outcome is remembered. A Constraint has a process while its
-   sequence has a place in the batch, so there are never more than --max-batch of them.
+   sequence has a slot of the batch, so there are never more than --max-batch of them.
 3. A process that exceeds its limits is killed, so it cannot report an error: if its connection ends without
-   an answer, the grammar was too costly.
+   an answer, the grammar was too costly, and the request is at fault (400). If no process answers in
+   MAX_ANSWER_S, the server is overloaded (503).
 
 Not here: the other end (matcher_process.py), the grammars and their purpose (structured_output.py).
 """

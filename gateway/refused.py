@@ -5,8 +5,8 @@
 Authority: https://platform.openai.com/docs/guides/error-codes; RFC 9110, section 10.2.3, for Retry-After.
 
 Rules of this file:
-1. A refusal keeps its status as far as clients of OpenAI know it. Any other is a 502: the fault lies between
-   the two servers.
+1. A refusal keeps its status as far as clients of OpenAI know it, or gets the one that means the same to
+   them (STATUS). Any other is a 502: the fault lies between the two servers. Retry-After goes on.
 2. An error that comes with status 200 has the status that is its code, 502 if that is none.
 3. First we ask with the body as the client sent it. If the refusal names something that we added, or that
    another spelling would mend, we ask the upstream once more.

@@ -5,9 +5,10 @@
 Authority: https://www.python-httpx.org/advanced/timeouts/.
 
 Rules of this file:
-1. Load balancing is least-connections: of the upstreams that have the model and answer their probes, the one
-   with the fewest requests in flight is asked.
-2. Until text, reasoning or a call has come, another upstream may be asked, and nothing leaves: no text is
+1. Load balancing is least-connections: of the upstreams that have the model and are not down (rule 6), the
+   one with the fewest requests in flight is asked.
+2. Until text, reasoning or a call has come, or MAX_BEGINNING chunks without any, another upstream may be
+   asked, and nothing leaves: no text is
    sent twice, and the role and the id come once. An answer that begins with an error is a refusal, even with
    status 200.
 3. Nothing goes on for ever. There is a timeout for connecting, for the first text, for silence after it and

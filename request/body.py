@@ -55,7 +55,7 @@ ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install b
 
 
 async def receive(http: HttpRequest, visit: Visit) -> Parsing:
-    """Wait for the body of a request, and parse it; see parsed(). Raises BadInput."""
+    """Receive the body of a request; return it to be parsed by `async with`: parsed(). Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
         message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"

@@ -12,7 +12,7 @@ https://platform.openai.com/docs/api-reference/chat/create (`messages`); for the
 https://huggingface.co/docs/transformers/chat_templating
 
 Rules of this file:
-1. One assembler for both APIs: the reasoning, text and calls of one turn of the assistant are one message.
+1. One assembler for all APIs: the reasoning, text and calls of one turn of the assistant are one message.
 2. Instructions and the system and developer messages right after them are one system message. Later ones
    stay where they are, and are one message if they follow each other.
 3. We refuse content that the model cannot read, by the name of its place in the request, and never omit it.

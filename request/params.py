@@ -243,7 +243,7 @@ ALIAS = "default"  # a name that any model answers to
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request, in the same form for both APIs."""
+    """A checked request, in the same form for all APIs."""
 
     model: str
     owner: str  # who asks: digest of the API key; "": the server needs none

@@ -8,7 +8,7 @@ https://platform.claude.com/docs/en/api/errors
 
 Rules of this file:
 1. null means absent: a null in place of a required value is a missing value, never one of a wrong type.
-2. Every error has a message with the expected and the received value, the parameter's path, and a code.
+2. An error that is about a value says what was expected and what came, and has the path of the parameter.
 3. A message shows only the first characters of the received value, so it stays short for a long text.
 """
 

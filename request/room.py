@@ -12,9 +12,8 @@ Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1; round robin for rule 2.
 
 Rules of this file:
-1. If there are several owners, none may hold more than what stays free for the others. So there is always
-   room for an owner that holds nothing. Such an owner may take everything that is free; otherwise large
-   requests would never fit.
+1. If there are several owners, none may add to what it holds unless as much stays free for the others. An
+   owner that holds nothing may take everything that is free; otherwise large requests would never fit.
 2. An owner has at most one waiter in each queue at a time. First come, first served is then round robin.
 """
 

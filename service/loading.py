@@ -6,7 +6,7 @@ It chooses the ops (the kernels of a GPU, Numba or NumPy) and the size of the pa
 
 Rules of this file:
 1. We refuse a setting that cannot work before we read the weights, and name the option to change.
-2. We compute with the fastest installed ops; the log names these, and faster ones.
+2. We compute with the fastest installed ops, which a line of the start names.
 3. The operator chose the model: if one of its files never ends, the start hangs.
 
 Not here: the options themselves (options.py), obtaining the files (checkpoint/hub.py), reading them

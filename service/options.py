@@ -3,7 +3,7 @@
     argv --arguments().parse_args()--> options --secrets(), upstream_keys()--> the settings of the server
 
 Rules of this file:
-1. We refuse a value that cannot work here, in one line with the expected value and the given one.
+1. We refuse a value that cannot work here, in a line with the expected value and the given one.
 2. NaN, infinities and empty texts are refused: most often a variable of the shell is not set.
 3. Settings that few operators need share one repeatable option of NAME=NUMBER pairs.
 4. Every secret can come from a file or the environment: `ps` shows a command line to all users.

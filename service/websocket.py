@@ -21,8 +21,8 @@ Rules of this file:
    waits, we keep the text of its message and parse it again later: a JSON value may take fifty times as much.
 2. We report an error in a message by a message, with the status that HTTP would have, and the connection
    lives on.
-3. The last response of each lane can be continued without a store. A turn that fails makes its lane forget
-   it.
+3. The last response of each lane can be continued without a store, if there is room to remember it. A turn
+   that fails makes its lane forget it.
 4. A client may send input while a response runs (response.steer). An accepted steer waits for a successor of
    that response, which takes it as input, or comes back to the client: it is never lost. The response ends
    before its next delta, and its successor begins at once; a response that has called a tool goes on to its
@@ -96,7 +96,7 @@ class Connection:
     websocket: WebSocket
     visit: Visit  # holds what it remembers
     registry: Registry
-    begin: Callable[..., Awaitable[tuple[Job, Any, Any]]]  # Api.begin()
+    begin: Callable[..., Awaitable[tuple[Job, Any]]]  # Api.begin()
 
     async def run(self) -> None:
         """Serve the connection until the client leaves, or the server stops."""
@@ -200,7 +200,7 @@ class Connection:
                         ]
                         if self.registry.stopping.is_set():
                             raise BadInput("The server is about to stop.", code="server_is_overloaded")
-                        job, prompt, _ = await self.begin(parsing, visit, memory=self.memory(), before=items)
+                        job, prompt = await self.begin(parsing, visit, memory=self.memory(), before=items)
                         await job.start(nullcontext(prompt))
                         await self._send_events(lane, job)
                         previous_id = job.row.id
