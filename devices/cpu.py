@@ -27,6 +27,7 @@ import logging
 import sys
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numba
@@ -125,21 +126,19 @@ class FastOps(NumpyOps):
     def embed(self, batch: Batch, weights: Weights) -> Array:
         if self._n_threads > 1:
             numba.set_num_threads(self._n_threads)  # it holds for the calling thread, whichever that is
-        self._page_tables, self._blocks = attention_blocks(batch, self._n_threads)
+        self._tasks = attention_tasks(batch, self._n_threads)  # the same in all layers
         x: Array = weights.embed.take(batch.token_ids)
         return x
 
     def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        normed = self._normed(x, layer.attn_norm, layer.wqkv.inputs(len(x)))
-        return self._product(normed, layer.wqkv, layer.bqkv)
+        return self._normed_product(x, layer.attn_norm, layer.wqkv, layer.bqkv)
 
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
         self._product(self._stored(y, layer.wo), layer.wo, layer.bo, x)
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> NDArray[Any]:
         """The hidden layer in the form that `down` multiplies."""
-        normed = self._normed(x, layer.mlp_norm, layer.w_gate_up.inputs(len(x)))
-        gate_up = self._product(normed, layer.w_gate_up, layer.b_gate_up)
+        gate_up = self._normed_product(x, layer.mlp_norm, layer.w_gate_up, layer.b_gate_up)
         h: NDArray[Any] = layer.w_down.inputs(len(x))
         self._run(silu_product, 4 * gate_up.size, gate_up, h)
         return h
@@ -148,21 +147,20 @@ class FastOps(NumpyOps):
         self._product(h, layer.w_down, layer.b_down, x)
 
     def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
-        rows = x[batch.wanted_rows]
-        normed = self._normed(rows, weights.norm, weights.head.inputs(len(rows)))
-        return self._product(normed, weights.head, None)
+        return self._normed_product(x[batch.wanted_rows], weights.norm, weights.head, None)
 
     def _run(self, one: Any, n_multiplications: int, *arguments: Any) -> None:
         """Call a kernel, with all threads if that is worth their waking up."""
-        if self._n_threads == 1 or n_multiplications <= self._small:
-            one(*arguments)
-            return
-        SHARED[one](*arguments)
+        is_shared = self._n_threads > 1 and n_multiplications > self._small
+        (SHARED[one] if is_shared else one)(*arguments)
 
     def _normed(self, x: Array, w: Array, y: NDArray[Any]) -> NDArray[Any]:
         """RMSNorm(x), written to y in the form that it has."""
         self._run(rms_norm, 4 * x.size, x, w, np.float32(self.config.norm_eps), y)
         return y
+
+    def _normed_product(self, x: Array, norm: Array, w: Panels, b: Array | None) -> Array:
+        return self._product(self._normed(x, norm, w.inputs(len(x))), w, b)
 
     def _rms_norm(self, x: Array, w: Array) -> Array:
         rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
@@ -199,25 +197,24 @@ class FastOps(NumpyOps):
     def attend(self, qkv: Array, layer: Layer, i: int, batch: Batch) -> Array:
         c = self.config
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = heads[:, : c.n_heads]
-            k = heads[:, c.n_heads : -c.n_kv_heads]
-            q[...] = self._rms_norm(q, layer.q_norm)
-            k[...] = self._rms_norm(k, layer.k_norm)
+        q, k = heads[:, : c.n_heads], heads[:, c.n_heads : -c.n_kv_heads]
+        for some, norm in ((q, layer.q_norm), (k, layer.k_norm)):
+            if norm is not None:
+                some[...] = self._rms_norm(some, norm)
         places = self._kv, i, batch.pages, batch.positions
         self._run(rotate_and_cache, 4 * qkv.size, heads, *places, self._turns, c.rotary[i])
         window = c.windows[i] or self.max_seq_len
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
-        y = np.empty((len(qkv), c.n_heads, c.head_dim), np.float32)
-        tables = self._page_tables  # of this batch, as the blocks are: embed() has made them
+        y = np.empty(q.shape, np.float32)
+        tables, blocks = self._tasks
         n_keys = tables.shape[1] * PAGE  # seen by a row, at most
-        arguments = self._kv, i, sinks, tables, batch.positions, self._blocks, window
+        arguments = self._kv, i, sinks, tables, batch.positions, blocks, window
         self._run(attention, 2 * y.size * n_keys, heads, *arguments, y)
         return y.reshape(len(y), -1)
 
 
-def attention_blocks(batch: Batch, n_threads: int) -> tuple[Ints, Ints]:
-    """How the attention of a batch is cut into tasks, the same in all layers: ATTENTION_ROWS of a span.
+def attention_tasks(batch: Batch, n_threads: int) -> tuple[Ints, Ints]:
+    """How the attention of a batch is cut into tasks: ATTENTION_ROWS of a span.
 
     Return the page tables (n_spans, max_pages), filled up with 0, and the blocks (n_blocks, 3): first row,
     end of the rows, page table.
@@ -225,14 +222,13 @@ def attention_blocks(batch: Batch, n_threads: int) -> tuple[Ints, Ints]:
     longest = max(len(span.pages) for span in batch.spans)
     page_tables: Ints = np.zeros((len(batch.spans), longest), np.int64)
     blocks: list[tuple[int, int, int]] = []
-    first_row = 0
+    end = 0
     for number, span in enumerate(batch.spans):
         page_tables[number, : len(span.pages)] = span.pages
-        end_row = first_row + span.end - span.start
-        for first in range(first_row, end_row, ATTENTION_ROWS):
-            blocks.append((first, min(first + ATTENTION_ROWS, end_row), number))
-        first_row = end_row
-    dealt: list[tuple[int, int, int]] = []  # each thread takes blocks that follow one another
-    for thread in range(n_threads):  # a later block of a prompt sees more keys, so all get some of these
-        dealt += blocks[thread::n_threads]
-    return page_tables, np.array(dealt, np.int64)
+        begin, end = end, end + span.end - span.start
+        for first in range(begin, end, ATTENTION_ROWS):
+            blocks.append((first, min(first + ATTENTION_ROWS, end), number))
+    # Each thread takes blocks that follow one another. A later block of a prompt sees more keys, so all get
+    # some of these.
+    dealt = chain(*(blocks[thread::n_threads] for thread in range(n_threads)))
+    return page_tables, np.array(list(dealt), np.int64)

@@ -36,7 +36,7 @@ from numba.extending import overload
 from checkpoint.default_model import HubError
 from devices import microkernel
 from devices.kernels import cache_file
-from devices.microkernel import AHEAD, BLOCK, ROWS, WIDTH, X_DTYPE, X_HEADER
+from devices.microkernel import AHEAD, BLOCK, WIDTH, X_DTYPE, X_HEADER
 from model import PAGE
 
 log = logging.getLogger("cpu")
@@ -122,28 +122,9 @@ def shared(one: Any) -> Any:
     return njit(parallel=True, fastmath=one.targetoptions["fastmath"], **OPTIONS)(copy)
 
 
-add_tile: Any = microkernel.add_tile  # Numba gives it the types and the code; mypy sees the generator
+add_rows: Any = microkernel.add_rows  # Numba gives it the types and the code; mypy sees the generator
 
 # --- products -----------------------------------------------------------------------------------------------
-
-
-@kernel
-def add_rows(x, w, y, adds, ahead):
-    """y = x @ w, and if `adds` plus y, for any number of rows, w as wide as a tile."""
-    r = 0
-    while len(y) - r >= ROWS:
-        add_tile(ROWS, x[r:], w, y[r:], adds, ahead)
-        r += ROWS
-    if len(y) - r >= 4:
-        add_tile(4, x[r:], w, y[r:], adds, ahead)
-        r += 4
-    n_left = len(y) - r
-    if n_left == 3:
-        add_tile(3, x[r:], w, y[r:], adds, ahead)
-    elif n_left == 2:
-        add_tile(2, x[r:], w, y[r:], adds, ahead)
-    elif n_left == 1:
-        add_tile(1, x[r:], w, y[r:], adds, ahead)
 
 
 @kernel
@@ -215,11 +196,9 @@ def as_blocks(row, y):
             number = np.int32(np.rint(row[k * BLOCK + i] * factor))
             total += number
             y[k, 2 * X_HEADER + i] = number
-        scale = np.float32(size / X_MAX)
-        for i, header in enumerate((scale, scale * np.float32(total))):
-            bits = np.float32(header).view(np.int32)
-            y[k, 2 * i] = bits
-            y[k, 2 * i + 1] = bits >> 16
+        header = y[k, : 2 * X_HEADER].view(np.float32)
+        header[0] = size / X_MAX
+        header[1] = header[0] * np.float32(total)
 
 
 FORMS = {types.float32: as_floats, types.uint16: as_bfloat16, types.int16: as_blocks}
@@ -317,14 +296,6 @@ def value_panels(page):
 
 
 @kernel
-def write_cache(key, value, offset, keys, values):
-    """Put the key and the value of one head in their place of a page."""
-    for d in range(len(key)):
-        keys[offset // WIDTH, d // 2, offset % WIDTH, d % 2] = bfloat16(key[d])
-        values[d // WIDTH, offset // 2, d % WIDTH, offset % 2] = bfloat16(value[d])
-
-
-@kernel
 def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary):
     """Rotate queries and keys in place, and write keys and values to the KV cache.
 
@@ -344,8 +315,10 @@ def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary):
         for h in range(n_kv_heads):
             keys = key_panels(kv[pages[r], i, 0, h])
             values = value_panels(kv[pages[r], i, 1, h])
-            key = heads[r, n_rotated - n_kv_heads + h]
-            write_cache(key, heads[r, n_rotated + h], offset, keys, values)
+            key, value = heads[r, n_rotated - n_kv_heads + h], heads[r, n_rotated + h]
+            for d in range(len(key)):
+                keys[offset // WIDTH, d // 2, offset % WIDTH, d % 2] = bfloat16(key[d])
+                values[d // WIDTH, offset // 2, d % WIDTH, offset % 2] = bfloat16(value[d])
             if is_last:
                 values[:, offset // 2, :, offset % 2 + 1 :] = 0
                 values[:, offset // 2 + 1 :] = 0

@@ -1,9 +1,9 @@
 """The micro-kernel: a tile of a matrix product in the registers of the processor, for each format of weights.
 
-    x (n_rows, ...), a panel of W (n_blocks, ...) --add_tile()--> y (n_rows, WIDTH) = x W^T + y or 0
+    x (n_rows, ...), a panel of W (n_blocks, ...) --add_rows()--> y (n_rows, WIDTH) = x W^T + y or 0
 
 A compiler does not keep the sums of a tile in registers by itself, so this one loop is written in LLVM's own
-language: ROWS x WIDTH sums, and for each block of inputs one load of the weights, which all rows share.
+language: up to 8 x WIDTH sums, and for each block of inputs one load of the weights, which all rows share.
 8 x 32 sums are 16 registers of AVX-512; the other half hold the factors.
 
 Each format, the form of x that it needs (cpu.py rounds x), and the sum:
@@ -49,7 +49,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-ROWS = 8  # rows of a tile; fewer rows are computed as tiles of 4, then 3, 2 or 1
+TILES = 8, 4, 3, 2, 1  # rows of a tile: as many of the largest as there are, then of the next
 LANES = 16  # numbers of 32 bits in a register of AVX-512; elsewhere LLVM splits it into smaller ones
 VECTORS = 2  # registers side by side
 WIDTH = VECTORS * LANES  # outputs of a tile, and of a panel
@@ -100,21 +100,20 @@ def moved(b, address, n_bytes: int):
     return b.add(address, ir.Constant(LONG, n_bytes))
 
 
-def places_of(b, address, of, n: int) -> list[Value]:
-    """Pointers to n things that lie side by side, from an address on."""
-    first = b.inttoptr(address, of.as_pointer())
+def places_of(b, address, n_bytes: int, of, n: int) -> list[Value]:
+    """Pointers to n things that lie side by side, from n_bytes after an address on."""
+    first = b.inttoptr(moved(b, address, n_bytes), of.as_pointer())
     return [b.gep(first, [ir.Constant(LONG, i)]) for i in range(n)]
+
+
+def load_row(b, address, n_bytes: int, of, n: int = VECTORS) -> list[Value]:
+    """n of what lies n_bytes after an address."""
+    return [b.load(place, align=1) for place in places_of(b, address, n_bytes, of, n)]
 
 
 def load_float(b, address, n_bytes: int):
     """The float32 that lies n_bytes after an address, in every lane."""
-    [place] = places_of(b, moved(b, address, n_bytes), FLOAT, 1)
-    return broadcast(b, b.load(place, align=2))
-
-
-def load_row(b, address, n_bytes: int, of) -> list[Value]:
-    """(VECTORS,) of what lies n_bytes after an address."""
-    return [b.load(place, align=1) for place in places_of(b, moved(b, address, n_bytes), of, VECTORS)]
+    return broadcast(b, *load_row(b, address, n_bytes, FLOAT, 1))
 
 
 def call(b, name: str, result, *arguments):
@@ -129,7 +128,7 @@ def prefetch(b, address, n_bytes: int) -> None:
     """
     how = [ir.Constant(INT, number) for number in (0, 2, 1)]  # to read; into all levels; data
     for offset in range(0, n_bytes, CACHE_LINE):
-        [place] = places_of(b, moved(b, address, offset), ir.IntType(8), 1)
+        [place] = places_of(b, address, offset, ir.IntType(8), 1)
         call(b, "llvm.prefetch.p0", ir.VoidType(), place, *how)
 
 
@@ -355,34 +354,40 @@ def rows_of(context, b, kind, value):
     return n_rows, lambda r: b.add(address, b.mul(stride, r))
 
 
-@intrinsic(prefer_literal=True)
-def add_tile(typing, n_rows, x, w, y, adds, ahead):
-    """y = x @ w for n_rows, a literal, and if `adds` plus y. The weights that lie `ahead` bytes after those
+@intrinsic
+def add_rows(typing, x, w, y, adds, ahead):
+    """y = x @ w, and if `adds` plus y, for any number of rows. The weights that lie `ahead` bytes after those
     that are read are asked of memory. x (n_rows, ...), w (n_blocks, ...), y (n_rows, WIDTH) float32.
     """
-    signature = types.void(n_rows, x, w, y, types.boolean, types.int64)
+    signature = types.void(x, w, y, types.boolean, types.int64)
     form = format_of(w, x)
 
     def generate(context, b, signature, arguments):
-        arrays = zip(signature.args[1:4], arguments[1:4], strict=True)
-        (_, x_row), (n_blocks, w_row), (_, y_row) = (rows_of(context, b, *array) for array in arrays)
-        adds, ahead = arguments[4:]
-        rows = [ir.Constant(LONG, r) for r in range(n_rows.literal_value)]
-        x_rows = [x_row(r) for r in rows]
-        places = [places_of(b, y_row(r), FLOATS, VECTORS) for r in rows]
-        sums = Variables()
-        for row in places:
-            before = [b.select(adds, b.load(place, align=4), repeated(FLOATS, 0)) for place in row]
-            sums.append([cgutils.alloca_once_value(b, value) for value in before])
-
-        with cgutils.for_range(b, n_blocks, intp=LONG) as loop:
-            w_block = w_row(loop.index)
-            prefetch(b, b.add(w_block, ahead), form.n_bytes)
-            x_block = b.mul(loop.index, ir.Constant(LONG, 4 * form.x_words))
-            x_blocks = [b.add(row, x_block) for row in x_rows]
-            add_block(b, x_blocks, form.read(b, w_block), form.dot, sums)
-        for variable, place in zip(chain(*sums), chain(*places), strict=True):
-            b.store(b.load(variable), place, align=4)
+        arrays = zip(signature.args[:3], arguments[:3], strict=True)
+        (_, x_row), (n_blocks, w_row), (n_rows, y_row) = (rows_of(context, b, *array) for array in arrays)
+        adds, ahead = arguments[3:]
+        done = ir.Constant(LONG, 0)
+        for n in TILES:
+            size = ir.Constant(LONG, n)
+            n_tiles = b.udiv(b.sub(n_rows, done), size)
+            with cgutils.for_range(b, n_tiles, intp=LONG) as tiles:
+                first = b.add(done, b.mul(tiles.index, size))
+                rows = [b.add(first, ir.Constant(LONG, r)) for r in range(n)]
+                x_rows = [x_row(r) for r in rows]
+                places = [places_of(b, y_row(r), 0, FLOATS, VECTORS) for r in rows]
+                sums = Variables()
+                for row in places:
+                    before = [b.select(adds, b.load(place, align=4), repeated(FLOATS, 0)) for place in row]
+                    sums.append([cgutils.alloca_once_value(b, value) for value in before])
+                with cgutils.for_range(b, n_blocks, intp=LONG) as loop:
+                    w_block = w_row(loop.index)
+                    prefetch(b, b.add(w_block, ahead), form.n_bytes)
+                    x_block = b.mul(loop.index, ir.Constant(LONG, 4 * form.x_words))
+                    x_blocks = [b.add(row, x_block) for row in x_rows]
+                    add_block(b, x_blocks, form.read(b, w_block), form.dot, sums)
+                for variable, place in zip(chain(*sums), chain(*places), strict=True):
+                    b.store(b.load(variable), place, align=4)
+            done = b.add(done, b.mul(n_tiles, size))
         return context.get_dummy_value()
 
     return signature, generate

@@ -134,7 +134,7 @@ def pack_floats(w: NDArray[Any]) -> Panels:
 
 
 def pack_blocks(w: Blocks, n_in: int = 0) -> Panels:
-    """Pack blocks as they are, unit by unit."""
+    """Pack blocks as they are, unit by unit. n_in: the inputs, if they do not fill the last block."""
     n_out, n_blocks, block_bytes = w.data.shape
     record = np.dtype([(w.format, np.uint8, (WIDTH * block_bytes,))])
     words = arena.zeros(record, math.ceil(n_out / WIDTH), n_blocks)

@@ -141,12 +141,12 @@ def test_a_processor_without_vnni_sums_the_same_bits(name: str, monkeypatch: pyt
     numbers[...] = np.random.default_rng(0).integers(-(2**15), 2**15, numbers.shape)
     numbers[4:6], numbers[6:] = -(2**15), 2**15 - 1
     expected, found = (np.empty((8, WIDTH), np.float32) for _ in range(2))
-    kernels.add_rows(rows, packed.words[0], expected, False, 0)
+    kernels.product(rows, packed.words, expected, NOTHING)
     key = name, types.int16
     portable = microkernel.FORMATS[key]._replace(dot=microkernel.portable_dot)
     monkeypatch.setitem(microkernel.FORMATS, key, portable)
-    fresh = njit(fastmath={"contract"}, error_model="numpy")(kernels.add_rows.py_func)
-    fresh(rows.repeat(2, 0)[::2], packed.words[0], found, False, 0)  # of a type not compiled yet
+    fresh = njit(fastmath={"contract"}, error_model="numpy")(kernels.product.py_func)
+    fresh(rows.repeat(2, 0)[::2], packed.words, found, NOTHING)  # of a type not compiled yet
     assert np.array_equal(found, expected)
 
 
@@ -155,8 +155,8 @@ def test_a_processor_without_vnni_sums_the_same_bits(name: str, monkeypatch: pyt
 def test_integers_are_multiplied_and_added_in_one_instruction(name: str) -> None:
     """LLVM takes two in place of its intrinsic, half as fast: llvm/llvm-project#84182."""
     packed, _ = in_format(name, WIDTH, 32)
-    fresh = njit(nogil=True, error_model="numpy")(kernels.add_rows.py_func)  # a cached one has no listing
-    fresh(packed.inputs(8), packed.words[0], np.zeros((8, WIDTH), np.float32), False, 0)
+    fresh = njit(nogil=True, error_model="numpy")(kernels.product.py_func)  # a cached one has no listing
+    fresh(packed.inputs(8), packed.words, np.zeros((8, WIDTH), np.float32), NOTHING)
     [code] = fresh.inspect_asm().values()  # what the processor executes
     assert "vpdpwssd" in code
     assert "vpmaddwd" not in code
