@@ -12,7 +12,8 @@ Authority: model.NumpyOps; plain.cu, which shares no code with kernels.cu.
 Rules of this file:
 1. The check calls launch() and read(), as the engine does: it has no launch path of its own.
 2. Fast kernels and plain ones get the same numbers, and a step goes on with those that the plain ones make:
-   one wrong op does not make the next ones look wrong. Whether a batch and a CUDA graph keep the bits is seen
+   one wrong op does not make the next ones look wrong. A sequence alone needs no such check, for it has the
+   bits that it has in a batch. Whether a batch and a CUDA graph keep the bits is seen
    in the tokens and logprobs of whole steps: a fault that later rounding to bfloat16 removes is not seen.
 3. What fails is said in a line of the log, at the start and in /health, and something slower runs. If that
    fails too, prove() raises, and the caller takes the CPU (service/loading.py).
@@ -115,18 +116,18 @@ def check(ops: CudaOps) -> dict[str, float]:
     sizes = ops.config, weights, 3 * PAGE, 3 * SLOTS, SLOTS
     differences = dict[str, float]()
 
-    # 1) Each op of the steps by its plain kernels, the same steps by NumPy, and the ops in a batch
+    # 1) Each op of a batch's steps by its plain kernels, and the first steps by NumPy
     beside = CudaOps(*sizes, ops._cp)
     beside._kernels, beside.degraded = ops._kernels, ops.degraded
     compared = {op: partial(compare, beside, differences, op, getattr(beside, op)) for op in OPS}
     vars(beside).update(compared, _run_step=beside._compute)  # which launches no graph
+    numpy = NumpyOps(ops.config, on_device(weights, download), *sizes[2:])
     tops = list[Any]()
-    for each in (beside, NumpyOps(ops.config, on_device(weights, download), *sizes[2:])):
-        tops.append([choice.top for [choices] in run(each, 1, FOR_NUMPY) for choice in choices])
+    for steps in (run(beside, SLOTS)[:FOR_NUMPY], run(numpy, 1, FOR_NUMPY)):
+        tops.append([choice.top for choices, *_ in steps for choice in choices])
     distance = np.median(np.abs(np.subtract(*tops)[..., 1]))
     if not distance <= NUMPY_LIMIT:
         raise RuntimeError(f"logprobs by plain kernels are {distance:.2g} from NumPy's")
-    run(beside, SLOTS)
 
     # 2) Whole steps of a batch, by graphs; if they have other bits than a sequence alone: without what?
     for how in ("", NO_EARLY, NO_GRAPHS, *map(plainly, OPS)):

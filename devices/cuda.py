@@ -43,7 +43,6 @@ from devices.kernels import (
     DeviceArray,
     Kernels,
     Shape,
-    check_sizes,
     model_constants,
     shape_for,
 )
@@ -102,15 +101,10 @@ ANY_SIZE = 0  # key of the memory for steps with prompts; decoding has one for e
 MAX_PARTS = 2**14  # places of `part`: 2 M tokens that the rows of a step attend to by splits
 
 
-def max_wanted(max_batch: int) -> int:
-    """Rows of a step from which a token may be chosen, at most: of each sequence one, and drafts."""
-    return bucket(max(2 * max_batch, 32))
-
-
 def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """All that is allocated beside weights, KV cache and the numbers of steps: dtype and shape by name."""
     c, of = config, model_constants(config)
-    wanted = max_wanted(max_batch)
+    wanted = bucket(max(2 * max_batch, 32))  # rows that a token may be chosen from: a sequence's, and drafts
     n = 2 * CudaOps.chunk + wanted  # rows of a step, at most: scheduler.MAX_CHUNKS, and what decodes
     n_experts = n_chosen = expert_dim = 0
     if c.experts:
@@ -228,7 +222,6 @@ class CudaOps:
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int, cp: Any = None
     ) -> None:
         """`weights` may lie on the device already. `cp`: the module cupy, or a stand-in for it."""
-        check_sizes(config)
         cp = cp or importlib.import_module("cupy")
         self._cp = cp
         self.config = config
@@ -236,10 +229,9 @@ class CudaOps:
         self.n_pages = n_pages
         self.max_batch = max_batch
         self.about = {"device": f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"}
-        self.max_wanted = max_wanted(max_batch)
         self._constants = model_constants(config)
         self.degraded: dict[str, str] = {}  # how it runs because something failed, and why: step_back()
-        self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[2:]
+        self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[1:]
         # The device's copy of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
         self._decoding: DecodingStep | None = None  # the step launched last, if the next may be like it
@@ -266,21 +258,21 @@ class CudaOps:
 
         self.weights = on_device(weights, partial(upload, cp))
         shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
-        self._buffers = {name: cp.zeros(shape, np.dtype(dtype)) for name, (dtype, shape) in shapes.items()}
+        self._buffers = {name: cp.zeros(shape, dtype) for name, (dtype, shape) in shapes.items()}
+        self.max_wanted = len(self._buffers["choices"])
         self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
         # The KV cache. A page has (PAGE, head_pad) keys, as NumpyOps has them, but (head_pad, PAGE) values:
         # the product with them wants those of neighbouring tokens together (kernels.cu). The padding of a
         # head is 0 and stays 0.
         pool = self.n_pages, c.n_kv_heads, PAGE * self._constants["HEAD_PAD"]
-        self._keys = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
-        self._values = [cp.zeros(pool, np.uint16) for _ in range(c.n_layers)]
+        self._keys, self._values = ([cp.zeros(pool, "u2") for _ in range(c.n_layers)] for _ in "kv")
         buckets = [1 << i for i in range(self.max_wanted.bit_length())]
         layouts = {n: step_layout(n, n, n) for n in buckets}  # steps of decoding
         rows = len(self._buffers["x"])
         layouts[ANY_SIZE] = step_layout(rows, self.max_wanted, rows * -(-self._constants["GROUP"] // QUERIES))
         self._memory = {}
         for n, layout in layouts.items():
-            numbers = cp.zeros(layout.itemsize, np.uint8)
+            numbers = cp.zeros(layout.itemsize, "u1")
             self._memory[n] = StepMemory(layout, numbers, views(layout, numbers), [])
         self._stream.synchronize()
 
@@ -301,9 +293,9 @@ class CudaOps:
         """Begin a step. `contexts` has one for each wanted row, in the order of the rows."""
         with self._stream:
             host, batch = self._next_step(spans) or self._upload_step(spans, contexts)
-            host.expected = batch.expected
             self._run_step(batch)
             self._download_choices(host, batch.n_wanted)
+        host.asked = spans, contexts
         return host
 
     def read(self, step: HostMemory) -> list[list[Choice]]:
@@ -344,22 +336,19 @@ class CudaOps:
         max_parts = len(self._buffers["part"])
         split, whole, n_splits = step_tiles(spans, self._constants["GROUP"], split_keys, max_parts)
         is_decode = not whole and len(split) == len(spans)
-        is_of_whole_chunks = all(is_prompt(span) and n_rows(span) == self.chunk for span in spans)
-        sizes = n, len(contexts), len(split)
+        size, sizes = ANY_SIZE, (n, len(contexts), len(split))
         if is_decode:
-            sizes = (bucket(n),) * 3
-        memory = self._memory[bucket(n) if is_decode else ANY_SIZE]
+            size = bucket(n)
+            sizes = size, size, size
+        memory = self._memory[size]
         host = self._free_host_memory(memory)
-        self._upload_slots(spans, contexts, host)
         is_plain = not any(sampling_flags(context.sampling) for context in contexts)
         advances = is_decode and n == len(contexts) == len(spans) and is_plain
-        fields = row_fields(spans) | pick_fields(spans, contexts, advances)
-        host.fill(fields | {"tiles": split + whole})
-        n_choices = [span.n_wanted for span in spans]
-        expected = n_choices, [context.sampling.n_top_logprobs for context in contexts]
+        host.fill(row_fields(spans) | pick_fields(spans, contexts, advances) | {"tiles": split + whole})
         memory.numbers.set(host.numbers, self._stream)
-        comes_again = is_decode or is_of_whole_chunks
-        batch = DeviceStep(memory.views, expected, *sizes, len(whole), n_splits, is_decode, comes_again)
+        comes_again = is_decode or all(is_prompt(span) and n_rows(span) == self.chunk for span in spans)
+        batch = DeviceStep(memory.views, *sizes, len(whole), n_splits, is_decode, comes_again)
+        self._upload_slots(spans, contexts, host, batch)
         self._decoding = None
         if advances:
             self._decoding = DecodingStep(decoding_rows(spans, split_keys), memory, batch)
@@ -387,27 +376,28 @@ class CudaOps:
             host.page_tables[place] = span.pages
             self._buffers["page_tables"][place].set(host.page_tables[place], self._stream)
 
-    def _upload_slots(self, spans: Sequence[Span], contexts: Sequence[Context], host: HostMemory) -> None:
-        """What slots keep from step to step, if the device does not have it yet."""
+    def _upload_slots(
+        self, spans: Sequence[Span], contexts: Sequence[Context], host: HostMemory, batch: DeviceStep
+    ) -> None:
+        """What slots keep from step to step, if the device does not have it yet; and the masks of a step.
+
+        Masks are (vocab_size,) each, on the device MASK_WORDS words of 32 bits.
+        """
         first = 0
         for span in spans:
             self._upload_page_table(span, host)
             if span.n_wanted:
-                self._upload_context(span, contexts[first])
+                self._upload_context(span, contexts[first], batch)
                 first += span.n_wanted
         if any(context.mask is not None for context in contexts):
-            self._upload_masks(contexts)
+            allowed = np.zeros((len(contexts), 32 * self._constants["MASK_WORDS"]), bool)
+            for row, context in zip(allowed, contexts, strict=True):
+                if context.mask is not None:
+                    row[: len(context.mask)] = context.mask
+            words = np.packbits(allowed, 1, "little").view(np.uint32)
+            self._buffers["masks"][: len(words)].set(words, self._stream)
 
-    def _upload_masks(self, contexts: Sequence[Context]) -> None:
-        """The masks of the wanted rows that have one, (vocab_size,) each, as MASK_WORDS words of 32 bits."""
-        allowed = np.zeros((len(contexts), 32 * self._constants["MASK_WORDS"]), bool)
-        for row, context in zip(allowed, contexts, strict=True):
-            if context.mask is not None:
-                row[: len(context.mask)] = context.mask
-        words = np.packbits(allowed, 1, "little").view(np.uint32)
-        self._buffers["masks"][: len(words)].set(words, self._stream)
-
-    def _upload_context(self, span: Span, context: Context) -> None:
+    def _upload_context(self, span: Span, context: Context, batch: DeviceStep) -> None:
         """Biases and counts of a span's slot, for the first of its wanted rows."""
         s, slot = context.sampling, span.slot
         flags = sampling_flags(s)
@@ -422,15 +412,14 @@ class CudaOps:
             if not context.n_unread and not is_counted:
                 tokens = np.concatenate([context.prompt, context.output]).astype(np.int32)
                 self._buffers["history"][: len(tokens)].set(tokens, self._stream)
-                numbers = {"slot": slot, "n_prompt": len(context.prompt), "n": len(tokens)}
-                shape = PLAIN if plainly("pick") in self.degraded else ANY_SHAPE
-                self._kernels.launch("count", (1,), self._buffers | numbers, shape)
+                n_prompt = len(context.prompt)
+                self._launch("pick", "count", (1,), batch, slot=slot, n_prompt=n_prompt, n=len(tokens))
             if span.n_wanted == 1:  # `pick` counts what it chooses, if it is the only one
                 self._counted[slot] = (context.output, context.n_output + 1)
 
     def _run_step(self, batch: DeviceStep) -> None:
         """Compute a step. If its sizes come again, later steps of these sizes launch a CUDA graph."""
-        sizes = batch[2:]  # a graph of one step serves for every other with the same
+        sizes = batch[1:]  # a graph of one step serves for every other with the same
         graph = self._graphs.get(sizes)
         if graph:
             graph.launch(self._stream)
@@ -556,8 +545,8 @@ class CudaOps:
         shape: Shape = ANY_SHAPE,
         **others: Any,
     ) -> None:
-        """Launch a kernel of an op, fast or plain; plain kernels norm their rows themselves."""
+        """Launch a kernel of an op, fast or plain."""
         arguments = self._buffers | batch.views | {"n_rows": batch.n_rows} | others
-        is_plain = plainly(op) in self.degraded
-        if not is_plain or name in self._kernels.plain_signatures:
-            self._kernels.launch(name, grid, arguments, PLAIN if is_plain else shape)
+        if plainly(op) in self.degraded:
+            shape = PLAIN
+        self._kernels.launch(name, grid, arguments, shape)

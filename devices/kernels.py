@@ -262,7 +262,6 @@ class Kernels:
         self._functions: dict[tuple[str, Shape], Any] = {}
         self._constants = constants(config, ANY_SHAPE)
         self._signatures = {shape: signatures(text) for shape, text in code.items()}
-        self.plain_signatures = self._signatures[PLAIN]
 
     def load(self) -> None:
         """Compile what is not compiled yet, all shapes: no step has to wait for that."""
@@ -274,8 +273,11 @@ class Kernels:
     ) -> None:
         """Launch a kernel with the arguments of its parameters' names.
 
-        An array for each array, None for one that the model does not have, a number for each number.
+        An array for each array, None for one that the model does not have, a number for each number. What has
+        no plain kernel is not needed before one: plain kernels norm their rows themselves.
         """
+        if shape is PLAIN and name not in self._signatures[PLAIN]:
+            return
         key = name, shape
         if key not in self._functions:
             self._functions[key] = self._modules[shape].get_function(name)

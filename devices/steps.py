@@ -63,17 +63,12 @@ def step_layout(n_rows: int, n_wanted: int, n_tiles: int) -> "np.dtype[Any]":
     # fmt: on
 
 
-def views(layout: "np.dtype[Any]", memory: Any) -> dict[str, Any]:
+def views(layout: Any, memory: Any) -> dict[str, Any]:
     """The fields as arrays, in memory (bytes,) uint8 of the host or the device."""
-    assert layout.fields
     arrays = {}
     for name, (field, begin, *_) in layout.fields.items():
         arrays[name] = memory[begin : begin + field.itemsize].view(field.base).reshape(field.shape)
     return arrays
-
-
-# How the choices of a step are shared out: how many each span has, and n_top_logprobs of each
-Expected = tuple[list[int], list[int | None]]
 
 
 class HostMemory:
@@ -90,7 +85,7 @@ class HostMemory:
         self.numbers, self.page_tables, self.choices = views(layout, pinned).values()
         self.views = views(memory.layout, self.numbers)
         self.arrived = cp.cuda.Event(disable_timing=True)
-        self.expected: Expected = [], []
+        self.asked: tuple[Sequence[Span], Sequence[Context]] = (), ()
 
     def fill(self, fields: Mapping[str, Any]) -> None:
         """Write the values of fields, row after row, and padding after them."""
@@ -102,9 +97,10 @@ class HostMemory:
 
     def read_choices(self) -> list[list[Choice]]:
         """The choices that have arrived, of each span that wants any."""
-        n_choices, n_top = self.expected
-        choices = list(map(Choice, self.choices[: len(n_top), 0].tolist()))
-        for i, n in enumerate(n_top):
+        spans, contexts = self.asked
+        choices = list(map(Choice, self.choices[: len(contexts), 0].tolist()))
+        for i, context in enumerate(contexts):
+            n = context.sampling.n_top_logprobs
             if n is not None:
                 row = self.choices[i]
                 logprobs = row.view(np.float32)
@@ -113,7 +109,7 @@ class HostMemory:
                 top = tuple(zip(top_ids, top_logprobs, strict=True))
                 choices[i] = Choice(int(row[0]), float(logprobs[1]), top)
         of_span = iter(choices)
-        return [list(islice(of_span, n)) for n in n_choices]
+        return [list(islice(of_span, span.n_wanted)) for span in spans]
 
 
 class StepMemory(NamedTuple):
@@ -137,7 +133,6 @@ class DeviceStep(NamedTuple):
     """The sizes of a step; the numbers themselves lie in `views`."""
 
     views: dict[str, DeviceArray]
-    expected: Expected
     n_rows: int
     n_wanted: int
     n_split_tiles: int  # the first tiles, whose splits are shared out to blocks

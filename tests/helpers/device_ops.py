@@ -152,7 +152,7 @@ class Both:
     def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
         """A batch of rows for the ops that look at no page."""
         views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
-        return DeviceStep(views, ([], []), n_rows, len(wanted), 0, 0, 1, False, False)
+        return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False, False)
 
     def put(self, name: str, values: Array) -> Any:
         """Values in the first rows of a buffer."""
@@ -223,7 +223,7 @@ class Both:
             host, batch = self.cuda._upload_step(spans, contexts)
             self.put("best", np.array([best(row) for row in raw], np.uint64))
             self.cuda.pick(self.put("raw", raw), batch)
-            host.expected = batch.expected
+            host.asked = spans, contexts
             self.cuda._download_choices(host, len(raw))
         return [choice for [choice] in self.cuda.read(host)]
 
