@@ -40,10 +40,10 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from benches.harness import FOLDER, ROOT, Case, Figures, report
+from benches.harness import FOLDER, ROOT, Answer, Case, Figures, figures, report
 from checkpoint import hub
 from checkpoint.config import Config, parse_config, read_config
-from checkpoint.weights import Part, all_parts, map_tensors, n_weight_bytes
+from checkpoint.weights import all_parts, map_tensors, n_weight_bytes
 from devices import check
 from engine import Engine, StepOutput
 from model import NumpyOps
@@ -75,10 +75,6 @@ class Row(NamedTuple):
 # --- models -------------------------------------------------------------------------------------------------
 
 
-def part_bytes(part: Part) -> int:
-    return math.prod(part.shape) * (1 if part.is_mxfp4 else 2)
-
-
 def random_tensors(config: Config, _: Path) -> dict[str, NDArray[Any]]:
     """Return a tensor for each part of a checkpoint."""
     parts = all_parts(config)
@@ -101,10 +97,11 @@ def step_bytes(config: Config, batch: int, context: int, packed: float = 1) -> i
     """
     total = 0.0
     for part in all_parts(config):
+        n_bytes = math.prod(part.shape) * (1 if part.is_mxfp4 else 2)
         if config.experts and ".experts." in part.name:
-            total += part_bytes(part) * (1 - (1 - config.experts.n_chosen / config.experts.n) ** batch)
+            total += n_bytes * (1 - (1 - config.experts.n_chosen / config.experts.n) ** batch)
         elif part.field != "embed" or config.tied:
-            total += part_bytes(part)
+            total += n_bytes
     n_seen = sum(min(context, window or context) for window in config.windows)
     return round(total * packed) + 4 * batch * n_seen * config.n_kv_heads * config.head_dim
 
@@ -136,31 +133,33 @@ def bandwidth_of_gpu() -> float:
 
 
 def speed(engine: Engine, row: Row) -> Figures:
-    """Return tokens a second: of the prompts if one token is said, else of all after the first ones.
+    """Return tokens a second: of the prompt if one token is said, else of all answers after the first ones.
 
     The engine is asked for all answers together, as the server asks it.
     """
-    times: list[list[float]] = [[] for _ in range(row.batch)]
+    answers: list[Answer] = []
 
-    async def one(times: list[float]) -> None:
+    async def one() -> None:
+        asked_at = time.monotonic()
+        times: list[float] = []
+
         def read(step: StepOutput) -> bool:
-            times.extend(time.perf_counter() for _ in step.tokens)
+            times.extend(time.monotonic() for _ in step.tokens)
             assert step.finish != "failed", step.message
             return True
 
         prompt = _random.integers(N_WORDS, size=row.n_prompt).tolist()
         await engine.generate(Sequence(prompt, row.n_new, frozenset(), row.sampling), read)
+        answers.append(Answer(asked_at, times, len(times)))
 
-    async def all_of() -> None:
-        await asyncio.gather(*map(one, times))
+    async def together() -> None:
+        await asyncio.gather(*(one() for _ in range(row.batch)))
 
-    began = time.perf_counter()
-    asyncio.run(all_of())
-    first = max(at for at, *_ in times)
+    asyncio.run(together())
+    found = figures(answers)
     if row.n_new == 1:
-        return {row.name: row.n_prompt / (first - began)}
-    later = [at for at in itertools.chain(*times) if at > first]
-    return {row.name: len(later) / (max(later) - first)}
+        return {row.name: 1e3 * row.n_prompt / found["first text, ms"]}
+    return {row.name: found["tokens/s"]}
 
 
 def run(args: argparse.Namespace) -> None:

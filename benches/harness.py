@@ -1,4 +1,4 @@
-"""What all measurements share: rounds, medians and tables.
+"""What all measurements share: rounds, medians and tables, and what the times of answers say.
 
     [(contenders, measure), ...] --rounds()--> {row: {contender: median}} --table()--> Markdown
 
@@ -10,7 +10,7 @@ Rules of this file:
 Why not pytest-benchmark: it runs one contender to its end before the next, so a machine that gets busy in
 between changes the ratio.
 
-Not here: anything that is measured.
+Not here: what is asked.
 """
 
 import argparse
@@ -24,10 +24,13 @@ from datetime import date
 from itertools import chain, cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
+GOOD_FIRST_MS = 1000
+GOOD_BETWEEN_S = 0.1  # on average
+N_WARM = 2  # ticks, while streams are still being opened
 
 Figures = Mapping[str, float]  # by row of the table
 Case = tuple[Mapping[str, Any], Callable[[Any], Figures]]  # contenders by name, and what measures one of them
@@ -68,6 +71,44 @@ def report(args: argparse.Namespace, about: str, cases: Sequence[Case]) -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"{date.today()}, commit {commit.stdout.strip()}, {machine}.\n{about}\n")
     print(*table(rounds(cases, args.repeat)), sep="\n")
+
+
+class Answer(NamedTuple):
+    """When the pieces of an answer came: by time.monotonic(), which all processes of a machine share."""
+
+    asked_at: float
+    times: list[float]  # of its texts, or of its tokens
+    n_events: int
+
+
+def figures(answers: list[Answer], wall_s: float = 1, cpu_s: float = 0, kb: float = 0) -> Figures:
+    """Return all that can be said of some answers; a row picks what it is about.
+
+    Tokens a second are those from when all have begun until one has ended; 0 if one ended before that. A
+    delta is late by the time since the tick of all streams.
+    """
+    firsts = [answer.times[0] for answer in answers]
+    start, end = max(firsts), min(answer.times[-1] for answer in answers)
+    n_tokens = sum(start < time <= end for answer in answers for time in answer.times)
+    waits_ms = [1e3 * (answer.times[0] - answer.asked_at) for answer in answers]
+    n_good = 0
+    for wait_ms, (_, times, _n) in zip(waits_ms, answers, strict=True):
+        n_good += wait_ms < GOOD_FIRST_MS and times[-1] - times[0] < GOOD_BETWEEN_S * len(times)
+    late_ms = sorted(1e3 * time % 1e3 for answer in answers for time in answer.times[N_WARM:]) or [0.0]
+    n_events = sum(answer.n_events for answer in answers)
+    return {
+        "first text, ms": median(waits_ms),
+        "last first text, ms": max(waits_ms),
+        "tokens/s": n_tokens and n_tokens / (end - start),
+        "good answers/s": n_good / wall_s,
+        "events/s": n_events / wall_s,
+        "CPU µs an event": 1e6 * cpu_s / n_events,
+        "CPU ms a stream": 1e3 * cpu_s / len(answers),  # of streams of one token the price of a request
+        "median late, ms": median(late_ms),
+        "p99 late, ms": late_ms[len(late_ms) * 99 // 100],
+        "kB a stream": kb / len(answers),  # in a process that has had none before
+        "% of a core": 100 * cpu_s / wall_s,
+    }
 
 
 def prose(n_characters: int) -> str:

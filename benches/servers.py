@@ -30,20 +30,16 @@ from functools import partial
 from os import sysconf
 from pathlib import Path
 from socket import create_server
-from statistics import median
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 import httpx2 as httpx
 
-from benches.harness import ROOT, Case, Figures, prose, report
+from benches.harness import ROOT, Answer, Case, Figures, figures, prose, report
 from checkpoint import hub
 
 TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|delta)": ?"(?!")')  # that is not empty
 SAID = "It is a long story about a lighthouse, its keeper and a storm."  # in an earlier turn
-GOOD_FIRST_MS = 1000
-GOOD_BETWEEN_S = 0.1  # on average
-N_WARM = 2  # ticks, while streams are still being opened
 
 
 class Row(NamedTuple):
@@ -67,14 +63,6 @@ class Server(NamedTuple):
         used = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
         peak = (folder / "status").read_text().split("VmHWM:")[1].split()[0]
         return time.monotonic(), sum(map(int, used)) / sysconf("SC_CLK_TCK"), int(peak)
-
-
-class Answer(NamedTuple):
-    """Times are of time.monotonic(), which all processes of a machine share."""
-
-    asked_at: float
-    times: list[float]  # of its texts
-    n_events: int
 
 
 # --- servers ------------------------------------------------------------------------------------------------
@@ -149,37 +137,7 @@ async def together(server: Server, row: Row) -> list[Answer]:
     return answers
 
 
-# --- figures of the answers ---------------------------------------------------------------------------------
-
-
-def figures(answers: list[Answer], wall_s: float, cpu_s: float, kb: float) -> Figures:
-    """Return all that can be said of some answers; a row picks what it is about.
-
-    Tokens a second are those from when all have begun until one has ended; 0 if one ended before that. A
-    delta is late by the time since the tick of all streams.
-    """
-    firsts = [answer.times[0] for answer in answers]
-    start, end = max(firsts), min(answer.times[-1] for answer in answers)
-    n_tokens = sum(start < time <= end for answer in answers for time in answer.times)
-    waits_ms = [1e3 * (answer.times[0] - answer.asked_at) for answer in answers]
-    n_good = 0
-    for wait_ms, (_, times, _n) in zip(waits_ms, answers, strict=True):
-        n_good += wait_ms < GOOD_FIRST_MS and times[-1] - times[0] < GOOD_BETWEEN_S * len(times)
-    late_ms = sorted(1e3 * time % 1e3 for answer in answers for time in answer.times[N_WARM:]) or [0.0]
-    n_events = sum(answer.n_events for answer in answers)
-    return {
-        "first text, ms": median(waits_ms),
-        "last first text, ms": max(waits_ms),
-        "tokens/s": n_tokens and n_tokens / (end - start),
-        "good answers/s": n_good / wall_s,
-        "events/s": n_events / wall_s,
-        "CPU µs an event": 1e6 * cpu_s / n_events,
-        "CPU ms a stream": 1e3 * cpu_s / len(answers),  # of streams of one token the price of a request
-        "median late, ms": median(late_ms),
-        "p99 late, ms": late_ms[len(late_ms) * 99 // 100],
-        "kB a stream": kb / len(answers),  # in a process that has had none before
-        "% of a core": 100 * cpu_s / wall_s,
-    }
+# --- the measurements ---------------------------------------------------------------------------------------
 
 
 def measure(server: Server, row: Row) -> Figures:
