@@ -14,6 +14,7 @@ from benches.decoding import SHAPES, load, step_bytes
 from benches.harness import Figures, rounds, table
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params, n_weight_bytes
+from devices import check
 from devices import cuda as cuda_module
 from helpers import emulator
 from helpers.device_ops import sweep
@@ -147,8 +148,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_gpu_report(capsys: Output) -> None:
+def test_gpu_report(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what a check found."""
+    monkeypatch.setattr(check, "STEPS", check.STEPS[:1])
+    monkeypatch.setattr(check, "N_LAYERS", 1)
     flags = "--prompts 5 --new 2 --batches 2 --contexts 9 --repeat 1"
     bench.main(["gpu-report", "--model", "dry", *flags.split()])
     text = capsys.readouterr().out

@@ -443,6 +443,7 @@ def test_what_is_stored_is_sent_as_it_is(tmp_path: Path) -> None:
         assert server.get(path_of(forgotten)).status == 404
         strict = server.post(RESPONSES, HI | temporary).json["error"]  # as OpenAI answered at first
         assert (strict["code"], strict["param"]) == ("unsupported_parameter", "background")
+        assert "with store=false under --no-temporary" in strict["message"]  # and not "It needs a POST"
 
 
 # --- flags --------------------------------------------------------------------------------------------------
@@ -639,16 +640,36 @@ COMPLAINTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "complaint"), COMPLAINTS)
-def test_what_cannot_work_is_said_in_a_line(flags: str, complaint: str) -> None:
+# Starts that fail one after another, in one process: most of a start is its imports.
+STARTS = """
+import contextlib, io, json, sys
+import server
+
+def start(flags):
+    sys.argv[1:], said = flags.split(), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            status = server.main()
+        except SystemExit as end:  # argparse's
+            status = end.code
+    return status, said.getvalue()
+
+print(json.dumps([start(flags) for flags in sys.argv[1:]]))
+"""
+
+
+def test_what_cannot_work_is_said_in_a_line() -> None:
     """Exit status 2, and one line that says what is wrong; argparse writes its usage above."""
     with contextlib.closing(connections.bind("127.0.0.1", 0)) as listener:
-        ended = run("server.py", *flags.replace("TAKEN", str(listener.getsockname()[1])).split())
-    assert (ended.returncode, ended.stdout) == (2, "")
-    line = ended.stderr.splitlines()[-1]
-    assert "error: " in line
-    assert complaint in line
-    assert ended.stderr.startswith("usage: ") or ended.stderr.count("\n") == 1
+        port = str(listener.getsockname()[1])
+        ended = run("-c", STARTS, *(flags.replace("TAKEN", port) for flags, _ in COMPLAINTS))
+    for (flags, complaint), (status, said) in zip(COMPLAINTS, json.loads(ended.stdout), strict=True):
+        assert status == 2, flags
+        line = said.splitlines()[-1]
+        assert "error: " in line
+        assert complaint in line
+        assert said.startswith("usage: ") or said.count("\n") == 1
+    assert ended.stderr == ""
 
 
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:

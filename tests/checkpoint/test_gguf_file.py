@@ -52,9 +52,9 @@ def test_a_file_of_floats_is_the_directory_that_it_was_made_of(name: str, tmp_pa
 
 
 def test_texts_of_a_file(tmp_path: Path) -> None:
-    """Tokenizer, special tokens and template of the tiny model, which are those of Qwen."""
-    write_gguf(TINY, tmp_path / "tiny.gguf", "Q8_0")
-    directory = find(str(tmp_path / "tiny.gguf"))
+    """Tokenizer, special tokens and template of the tiny model, those of Qwen; a file without its suffix."""
+    write_gguf(TINY, tmp_path / "tiny", "Q8_0")
+    directory = find(str(tmp_path / "tiny"))
     assert directory.name == "tiny"
     ours, expected = Tokenizer(directory / "tokenizer.json"), Tokenizer(TINY / "tokenizer.json")
     assert {**ours.added_by_id} == {**expected.added_by_id}

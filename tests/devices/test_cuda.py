@@ -182,10 +182,10 @@ def test_nothing_is_allocated_once_it_is_made() -> None:
 
 
 def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
-    """Drafts, company, preemption, a known beginning: 36 tokens, with the bits of 20 logits each."""
+    """Drafts, company, preemption, a known beginning: 18 tokens, with the bits of 20 logits each."""
     model = model_of(VARIED[1])
     samplings = [(n, replace(BITS, temperature=t, seed=n)) for n, t in ((70, 0), (3, 1), (66, 0))]
-    jobs = [Sequence(tokens(n, n), 12, frozenset(), sampling) for n, sampling in samplings]
+    jobs = [Sequence(tokens(n, n), 6, frozenset(), sampling) for n, sampling in samplings]
 
     async def together(engine: Any) -> list[Any]:
         answers = await asyncio.gather(*[steps_of(engine, job) for job in jobs])

@@ -100,10 +100,10 @@ def engine_of(ops: Any, speculate: int = 0) -> Iterator[Engine]:
 
 def read_any_way(ops: CudaOps) -> None:
     """The law of a prompt, to the bit: prefill = decode, chunked = whole, cached = cold, in pages as well."""
-    token_ids = tokens(90)
+    token_ids = tokens(70)
     [whole] = by_steps(ops, [rows(token_ids)])
     ways = [
-        [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 89) for i in range(90)],
+        [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 69) for i in range(70)],
         [rows(token_ids[:64], 0, 2, 0), rows(token_ids[64:], 64, 2)],
         [rows(token_ids[i : i + 33], i, 3, n_wanted=i == 66) for i in (0, 33, 66)],
         [rows(token_ids[:7], 0, 4, 0), rows(token_ids[7:], 7, 4)],  # rows, then a tile
