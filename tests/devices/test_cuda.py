@@ -73,18 +73,6 @@ def test_alone_is_batched(name: str, order: int) -> None:
     assert choices(ops, mixed) == [alone[0], by_steps(ops, [mixed[1]]), alone[1], by_steps(ops, [mixed[3]])]
 
 
-@pytest.mark.parametrize("name", sweep(VARIED, FEW))
-def test_drafts_change_nothing(name: str) -> None:
-    ops, token_ids = ops_of(name), tokens(60)
-    by_steps(ops, [rows(token_ids[:50], 0, slot, 0) for slot in (0, 1, 2)])
-    expected = by_steps(ops, [rows(token_ids[i : i + 1], i, 0) for i in range(50, 60)])
-    assert by_steps(ops, [rows(token_ids[50:60], 50, 1, 10)]) == expected
-    wrong = [*token_ids[50:53], 1, 2, 3]
-    [got] = choices(ops, [rows(wrong, 50, 2, 6)])
-    assert got[:3] == expected[:3]
-    assert by_steps(ops, [rows(token_ids[53:60], 53, 2, 7)]) == expected[3:]
-
-
 def test_graphs_change_nothing_and_are_few() -> None:
     """A step of decoding is a graph from the second of its size on, captured by launches that are early."""
     ops, plain = ops_of(VARIED[0]), ops_of(VARIED[0])
