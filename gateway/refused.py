@@ -9,7 +9,7 @@ Rules of this file:
    them (STATUS). Any other is a 502: the fault lies between the two servers. Retry-After goes on.
 2. An error that comes with status 200 has the status that is its code, 502 if that is none.
 3. First we ask with the body as the client sent it. If the refusal names something that we added, or that
-   another spelling would mend, we ask the upstream once more.
+   another spelling would mend, we ask the upstream once more: once for each row of ONCE_MORE.
 """
 
 import re

@@ -9,7 +9,8 @@ Rules of this file:
 1. An upstream's refusal goes on with its status as long as the client has got no head; later it is a failure.
 2. We send no parameter that the client has not set: the upstream may preset it, or not know it.
 3. Only the upstream can count tokens: we count and drop nothing, and the upstream refuses a prompt that is
-   too long.
+   too long. Most tell the count at the end of a stream, too late for `message_start`, which says 0; vLLM with
+   --enable-force-include-usage tells it with the first text. To ask for it OpenAI's API has no name.
 """
 
 import asyncio
@@ -130,7 +131,7 @@ class UpstreamPrompt(NamedTuple):
                     if name == b"warning":
                         both = self.headers.get("Warning"), value.decode("latin-1")
                         self.headers["Warning"] = ", ".join(filter(None, both))
-                take([Accepted()])
+                take([Accepted(meter.usage.input_tokens if meter.usage else 0)])
                 reply = await opening
                 outputs = Outputs(reply.answer, request.n_top_logprobs or 0)
                 async for chunks in reply:

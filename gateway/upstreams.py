@@ -248,12 +248,10 @@ class Upstreams:
                 refusal = error
         raise refusal
 
-    async def _ask(
-        self, upstream: Upstream, body: Mapping[str, Any], meter: Meter, asked: Asked, is_first: bool = True
-    ) -> Reply:
+    async def _ask(self, upstream: Upstream, body: Mapping[str, Any], meter: Meter, asked: Asked) -> Reply:
         """Ask this upstream, and wait until its answer has begun; raises Refused.
 
-        If it names what it does not take, the first refusal is not the last word.
+        It is asked again for as long as it names what it does not take, and the body can be mended.
         """
         reply = Reply(upstream, self._timeouts)
         try:
@@ -266,10 +264,10 @@ class Upstreams:
                 status = 504 if isinstance(error, TimeoutError) else 502
                 message = f"The upstream gave no answer to a request ({reason(error)})."
                 raise Refused(message, code="server_error", status=status) from error
-            if is_first and isinstance(error, Refused):
+            if isinstance(error, Refused):
                 other = without_what_is_refused(body, error)
                 if other != body:
-                    return await self._ask(upstream, other, meter, asked, is_first=False)
+                    return await self._ask(upstream, other, meter, asked)
             raise
         meter.upstream = upstream.url
         return reply

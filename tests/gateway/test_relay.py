@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import pytest
@@ -163,38 +165,32 @@ async def test_an_upstream_names_what_the_client_has_sent() -> None:
             assert caught.value.param == param
 
 
-def refuses_once(message: str) -> Answer:
-    """Answers 400 to the first completion, and then as it should."""
-    answers = [says(json_answer({"error": NO | {"message": message}}, "400 Bad Request"))]
-    return lambda exchange: (answers.pop() if answers else SAYS_STREAM)(exchange)
+def refuses(*messages: str) -> list[Answer]:
+    return [says(json_answer({"error": NO | {"message": each}}, "400 Bad Request")) for each in messages]
 
 
 SYSTEMS = [{"role": role, "content": role[0]} for role in ("system", "developer", "user")]
-MENDED: list[tuple[str, Json, Json]] = [
-    # what the upstream says, what is asked, what is asked then
-    ("Use 'max_completion_tokens' instead.", {"max_tokens": 3}, {"max_completion_tokens": 3}),
-    (
-        "System message must be at the beginning",
-        {"messages": SYSTEMS},
-        {"messages": [{"role": "system", "content": "s\n\nd"}, SYSTEMS[2]]},
-    ),
-]
+NEWER = "Use 'max_completion_tokens' instead.", {"max_tokens": 3}, {"max_completion_tokens": 3}
+ONE = {"messages": [{"role": "system", "content": "s\n\nd"}, SYSTEMS[2]]}
+FIRST = "System message must be at the beginning", {"messages": SYSTEMS}, ONE
 
 
 @pytest.mark.bug("P04")
 @pytest.mark.bug("P05")
-@pytest.mark.parametrize(("message", "more", "then"), MENDED)
-async def test_what_an_upstream_refuses_is_asked_once_more(message: str, more: Json, then: Json) -> None:
-    """Without what the client has not sent, or as that upstream spells it; and it is asked twice, no more."""
-    async with over(refuses_once(message)) as (worker, (asked,)):
-        await passed(worker, ASK | more)
-    kept = {name: value for name, value in (ASK | more).items() if name != "max_tokens"}
-    assert asked.exchanges[1].body == kept | then
-    refuses = says(json_answer({"error": NO | {"message": message}}, "400 Bad Request"))
-    async with over(refuses) as (worker, (asked,)):
+@pytest.mark.parametrize("mended", [[NEWER], [FIRST], [NEWER, FIRST]])
+async def test_what_an_upstream_refuses_is_asked_once_more(mended: list[tuple[str, Json, Json]]) -> None:
+    """Once for each thing, as that upstream spells it. Bug: an upstream that wants both refused for ever."""
+    messages, more, then = zip(*mended, strict=True)
+    body = reduce(or_, more, ASK)
+    answers = [SAYS_STREAM, *reversed(refuses(*messages))]
+    async with over(lambda exchange: answers.pop()(exchange)) as (worker, (asked,)):
+        await passed(worker, body)
+    kept = {name: value for name, value in body.items() if name != "max_tokens"}
+    assert asked.exchanges[-1].body == reduce(or_, then, kept)
+    async with over(*refuses(" ".join(messages))) as (worker, (asked,)):
         with pytest.raises(Refused):
-            await passed(worker, ASK | more)
-        assert len(asked.exchanges) == 2
+            await passed(worker, body)
+        assert len(asked.exchanges) == 1 + len(mended)
 
 
 @pytest.mark.bug("P08")
@@ -255,6 +251,13 @@ async def test_an_error_in_a_list_is_read() -> None:
         async with over(says(json_answer([{"error": NO}], status))) as (worker, _):
             with pytest.raises(Refused, match=NO["message"]):
                 await said(worker)
+
+
+async def test_a_count_of_the_prompt_that_comes_early_is_told_at_once() -> None:
+    """Claude Code showed an empty context: https://github.com/sgl-project/sglang/issues/20678."""
+    begun = event({"choices": [{"index": 0, "delta": {"content": "a"}}], "usage": USAGE})
+    async with over(says(head() + begun + finish() + DONE)) as (worker, _):
+        assert (await said(worker))[0].input_tokens == USAGE["prompt_tokens"]
 
 
 async def test_the_warning_of_an_upstream_is_passed_on() -> None:
