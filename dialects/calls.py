@@ -20,9 +20,11 @@ Rules of this file:
 Not here: the markers (families.py), the fate of a malformed call (channels.py, request/tool_calls.py).
 """
 
+import ast
 import json
 import re
 from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 import sse
@@ -280,20 +282,25 @@ class NamedCalls(AsWritten):
 
 # --- XML ----------------------------------------------------------------------------------------------------
 
-TAG = re.compile(r"(?:<(function|parameter)=([^<>]+)|</function)>\Z")
+TAG = re.compile(r"(?:<(function|parameter)=\s*([^<>\s][^<>]*?)\s*|</function)>\Z")
 FUNCTION = "<function="
+TAGS = (FUNCTION, "<parameter", "</function")  # what may follow a value
 MAX_TAG = 1024  # characters: a longer tag names no function on offer
 VALUE_END = "</parameter>"
-VALUE_ENDS = (VALUE_END, "\n" + VALUE_END)  # the newline at either end of a value is the template's
+# A value may lack its end; the newline at either end of a value is the template's.
+VALUE_ENDS = (VALUE_END, "\n</parameter>", "</tool_call>", "\n</tool_call>")
 
 
 class XmlCalls(Coroutine):
     """`<function=NAME>`, `<parameter=P>`VALUE`</parameter>`, ..., `</function>`, as a JSON object.
 
-    The coroutine is sent each ">" and each end of a value as a part of its own.
+    The coroutine is sent each ">" and each end of a value as a part of its own. Nothing is escaped, so an end
+    is one only if a tag follows, or the call ends; else it is text of the value, as in a file that a model
+    writes about calls: https://github.com/raullenchai/Rapid-MLX/issues/1515
     """
 
     def __init__(self, schemas: Schemas) -> None:
+        self._unread = ""  # of the next tag: it ended a value
         super().__init__()
         self._schemas = schemas
         self._finder = Finder([">", *VALUE_ENDS])
@@ -305,25 +312,24 @@ class XmlCalls(Coroutine):
         if not self.called:
             return []
         # The model may have forgotten to end the call. If it has not, what is added here means nothing.
-        return self._read([*self._finder.flush(), VALUE_END, "</function", ">"])
+        outputs = self._read([*self._finder.flush(), VALUE_END]) if self.in_string else []
+        return outputs + self._read(["</function", ">"])
 
     def _calls(self) -> Reading[None]:
         function = ""  # the open one
         before = "{"  # the next of its parameters
         while True:
-            match = TAG.search((yield from self._tag()))
-            kind, name = "", ""
-            if match and match[1]:
-                kind, name = match[1], match[2].strip()
+            found = TAG.findall((yield from self._tag()))
+            kind, name = found[0] if found else ("", "")
             if kind == "parameter" and function:
                 self._say(Arguments(f"{before}{_dumps(name)}: "))
                 before = ", "
                 yield from self._parameter(function, name)
                 continue
-            if function and match:
+            if function and found:
                 self._say(Arguments("{}" if before == "{" else "}"))
                 function = ""
-            if kind == "function" and name:
+            if kind == "function":
                 self._announce(name)
                 function = name
                 before = "{"
@@ -332,7 +338,7 @@ class XmlCalls(Coroutine):
 
     def _tag(self) -> Reading[str]:
         """Return what comes up to the next ">", which ends a tag."""
-        tag = ""
+        tag, self._unread = self._unread, ""
         while not tag.endswith(">"):
             tag = (tag + (yield))[-MAX_TAG:]
             if not self.called:  # notice at once that this is no call: the ">" may never come
@@ -347,33 +353,44 @@ class XmlCalls(Coroutine):
         if is_string:
             self._say(Arguments('"'))
         written: list[str] = []
-        text = (yield).removeprefix("\n")
-        while text not in VALUE_ENDS:
-            if not is_string:
+        self.in_string = True
+        part = (yield).removeprefix("\n")
+        end = ""  # of the value, if a tag follows: `_unread` may be the beginning of one
+        while True:
+            tag = (self._unread + part).lstrip()[: len(FUNCTION)]
+            if end and len(self._unread) < MAX_TAG and any(each.startswith(tag) for each in TAGS):
+                self._unread += part
+                if tag in TAGS:
+                    break
+            else:
+                text, self._unread = end + self._unread, ""
+                end = part if part in VALUE_ENDS else ""
+                text += part.removeprefix(end)
                 written.append(text)
-            elif text:
-                self._say(Arguments(_dumps(text)[1:-1]))
-            text = yield
+                if is_string and text:
+                    self._say(Arguments(_dumps(text)[1:-1]))
+            self.in_string = not end
+            part = yield
         rest = '"' if is_string else _as_json("".join(written), types)
         self._say(Arguments(rest))
 
 
-# Qwen3-Coder's template shows booleans and null in Python's spelling, and so the model writes them:
-# https://github.com/PrimeIntellect-ai/renderers/issues/47
-PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+def _as_json(written: str, types: set[str]) -> str:
+    """Return a value as JSON: a string unless it is JSON of a type that the schema allows.
 
-
-def _as_json(text: str, types: set[str]) -> str:
-    """Return a value as JSON: a string unless it is JSON of a type that the schema allows."""
+    Qwen3-Coder's template shows booleans, null and lists in Python's spelling, and so the model writes them:
+    https://github.com/waybarrios/vllm-mlx/issues/63
+    """
+    texts = [written.strip()]
     if types and "string" not in types:
-        text = PYTHON_LITERALS.get(text.strip(), text)
-    try:
-        value = sse.loads(text)
-    except ValueError:
-        return _dumps(text)
-    if "string" in types and not types & JSON_TYPES[type(value)]:
-        return _dumps(text)
-    return text.strip()
+        with suppress(Exception):  # sets, deep nesting, half a character, ...
+            texts.append(_dumps(ast.literal_eval(texts[0])))
+    for text in texts:
+        with suppress(ValueError):
+            value = sse.loads(text)
+            if "string" not in types or types & JSON_TYPES[type(value)]:
+                return text
+    return _dumps(written)
 
 
 _dumps = json.JSONEncoder(ensure_ascii=False).encode

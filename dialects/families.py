@@ -199,8 +199,7 @@ def recognised(template: str, takes_tools: bool) -> str:
     A template that teaches another form of calls is named in the log: its model answers, but its calls are
     not found, which worker.py tells the client too.
     """
-    matching = (name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
-    name = next(matching)
+    name = next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
     if takes_tools and not teaches_calls(template, name):
         log.warning(
             "the chat template teaches calls in a form that no dialect here reads: calls will be text"

@@ -73,7 +73,7 @@ class Constraint:
 
     def fileno(self) -> int:
         """Return what becomes readable when the mask has come."""
-        assert self._process is not None
+        assert self._process
         return self._process.fileno()
 
     def mask(self, output: list[int]) -> Mask | None:
@@ -98,7 +98,7 @@ class Constraint:
         return self._mask
 
     def close(self) -> None:
-        if self._process is not None:
+        if self._process:
             self._process.close()
         self._process = None
 

@@ -333,7 +333,7 @@ CASES = {
         (f"{G}{P}True{P_END}{F_END}",                                 "[call g]{'s': 'True'}"),
         (f"{G}{P}\n[1, {{}}]\n{P_END}{F_END}",                        "[call g]{'s': [1, {}]}"),
         (f"{G}{P}[1e999]{P_END}{F_END}",                              "[call g]{'s': '[1e999]'}"),
-        (f"a\n{F}{P}a</tool_call>b",                                   "[final]a[call f]{'s': 'a'}[final]b"),
+        (f"a\n{F}{P}a</tool_call>{G}{P}b</tool_call>",     "[final]a[call f]{'s': 'a'}[call g]{'s': 'b'}"),
         (f"{F}{P}a{P_END}",                                           "[call f]{'s': 'a'}"),
         (f"{F}</function><function=g></function>",                    "[call f]{}[call g]{}"),
         ("<tool_call><fun>a</tool_call>",                             "[final]<tool_call><fun>a</tool_call>"),
