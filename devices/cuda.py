@@ -71,9 +71,9 @@ log = logging.getLogger("gpu")
 
 def on_device(weights: Weights, upload: Callable[[Any], Any]) -> Weights:
     """The same weights, each array uploaded."""
-    layers = list[Layer]()
-    for layer in weights.layers:
-        layers.append(Layer(**{name: upload(array) for name, array in vars(layer).items()}))
+    layers = [
+        Layer(**{name: upload(array) for name, array in vars(layer).items()}) for layer in weights.layers
+    ]
     return Weights(upload(weights.embed), layers, upload(weights.norm), upload(weights.head))
 
 

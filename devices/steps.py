@@ -240,9 +240,8 @@ def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bo
             if s.temperature:
                 sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
             penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
-            row = span.slot, first, n_before, min(s.top_k, 1 << 30), flags, n_top
             fields["wanted"].append(first + n_before)
-            fields["pick_rows"].append(row)
+            fields["pick_rows"].append((span.slot, first, n_before, min(s.top_k, 1 << 30), flags, n_top))
             fields["settings"].append((sharpness, s.top_p, s.min_p, *penalties))
             fields["seeds"].append((s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, context.n_output))
     return fields

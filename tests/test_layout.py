@@ -161,7 +161,7 @@ CAPS = {
     "audit":      21_000,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
     "benches":     4_295,
     "checkpoint": 10_400,
-    "devices":    18_370,  # a GPU that checks itself (check.py), and steps back from what fails
+    "devices":    18_360,  # a GPU that checks itself (check.py), and steps back from what fails
     "dialects":    8_400,
     "gateway":     9_430,  # with an upstream's Warning and extra_content
     "request":    15_780,  # bodies of three APIs
