@@ -37,7 +37,7 @@ class BadInput(ValueError):
 
     @property
     def late_code(self) -> str:
-        """The `error.code` of a response that was accepted before: the API allows only a few."""
+        """The code of an error that comes after the response was accepted: the API allows only a few."""
         if self.status == 429:
             return "rate_limit_exceeded"
         if self.status >= 500:
