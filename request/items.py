@@ -82,8 +82,11 @@ def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tup
     if previous_id is not None:
         previous = found[previous_id]
         if previous is None:
-            message = f"Previous response with id '{previous_id}' not found."
-            raise BadInput(message, param="previous_response_id", code="previous_response_not_found")
+            raise BadInput(
+                f"Previous response with id '{previous_id}' not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
         chain = _continued(previous, sealer_of)
     counted = [] if own and is_trigger(own[-1]) else chain
     size = sum(map(n_bytes, counted))
@@ -97,8 +100,9 @@ def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tup
         if is_reference(item):
             item_id = text(item.get("id"), f"{path}.id")
             if item_id not in said:
-                message = f"Item with id '{item_id}' not found."
-                raise BadInput(message, param=f"{path}.id", code="item_not_found")
+                raise BadInput(
+                    f"Item with id '{item_id}' not found.", param=f"{path}.id", code="item_not_found"
+                )
             item = said[item_id]
         item = _long_form(_opened(item, path, sealer_of), path, ids)
         if is_trigger(item) and not is_trigger(own[-1]):
@@ -112,9 +116,12 @@ def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tup
 def _bound(n: int, limit: int, things: str) -> None:
     """Raise BadInput for a conversation with more than `limit` of these things."""
     if n > limit:
-        advice = "Compact it (POST /v1/responses/compact), or begin a new one without previous_response_id."
-        message = f"The conversation is too long: expected at most {limit} {things}, got more. {advice}"
-        raise BadInput(message, param="input", code="context_length_exceeded")
+        raise BadInput(
+            f"The conversation is too long: expected at most {limit} {things}, got more. Compact it (POST "
+            "/v1/responses/compact), or begin a new one without previous_response_id.",
+            param="input",
+            code="context_length_exceeded",
+        )
 
 
 def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
@@ -129,11 +136,11 @@ def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
     except (BadData, UnicodeError) as error:
         if kind == "reasoning":  # messages.py does without: a refusal would be for ever
             return item
-        made = "that this server has made for this client, with the secret that it has now"
-        # Clients know it by its code: https://github.com/openai/codex/issues/8145
-        code = "invalid_encrypted_content"
         raise BadInput(
-            f"Expected a blob of {kind} {made}.", param=f"{path}.encrypted_content", code=code
+            f"Expected a blob of {kind} that this server has made for this client, with the secret that it "
+            "has now.",
+            param=f"{path}.encrypted_content",
+            code="invalid_encrypted_content",  # clients know it by its code: openai/codex/issues/8145
         ) from error
     return item | {"content" if is_sealed_thought else "summary": opened}
 

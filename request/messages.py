@@ -51,11 +51,13 @@ Message = Object  # role, content (a string); reasoning_content, tool_calls; too
 # fmt: off
 #   type of a part     its member that is text for the model
 PART_TEXTS = {
-    "input_text":     "text",
-    "output_text":    "text",
-    "reasoning_text": "text",
-    "text":           "text",
-    "refusal":        "refusal",
+    "input_text":        "text",
+    "output_text":       "text",
+    "reasoning_text":    "text",
+    "text":              "text",
+    "refusal":           "refusal",
+    # A text for another agent: only OpenAI's server encrypts it. github.com/openai/codex/issues/43893
+    "encrypted_content": "encrypted_content",
 }
 # fmt: on
 IMAGES = ("input_image", "image_url", "image")  # types of parts
@@ -260,7 +262,7 @@ def kept(call: Object) -> Object:
 def readable(content: Any) -> str:
     """Return the text in the content of an item of an unknown type; "" if it has none."""
     parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    texts = [part.get("text", part.get("encrypted_content")) for part in parts if isinstance(part, dict)]
     return "\n".join(part for part in texts if isinstance(part, str))
 
 

@@ -400,6 +400,7 @@ MESSAGES = CHAT | {
     "tool_choice":            Parameter(place,                           Place({"type": "auto"}, "")),
     "thinking":               Parameter(thinking,                        {}),
     "output_config":          Parameter(output_config,                   {}),
+    "output_format":          Parameter(nameless_format,                 {}),  # its older name
     "metadata":               Parameter(hint),
     "cache_control":          Parameter(hint),  # the prefix cache needs none
     "n":                      Parameter(refused("A message is one answer; ask for each.", 1), 1),
@@ -440,7 +441,6 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool =
     if calls == "function":
         calls = {"type": calls, "name": choice.need("name", text)}
     told, left_out = messages.from_blocks(values["messages"], values["system"])
-    not_run = [f"thinking.{name}" for name in values["thinking"] if name != "type"]
     config = values["output_config"]
     effort = THINKING.get(values["thinking"].get("type"))
     if effort != "none":
@@ -454,8 +454,10 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool =
         "explicit": {name.removesuffix("_sequences") for name in values["explicit"]},
         "tool_choice": calls,
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", boolean, False),
-        "response_format": config.get("format", {}),
+        "response_format": config.get("format", values["output_format"]),
         "reasoning_effort": effort,
-        "not_run": values["not_run"] + not_run + left_out,
+        "not_run": values["not_run"]
+        + [f"thinking.{x}" for x in values["thinking"] if x != "type"]
+        + left_out,
     }
     return request(values | by_chats_names, "output_config.format.schema", [])

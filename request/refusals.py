@@ -76,8 +76,9 @@ def unsupported(path: str, why: str) -> BadInput:
 
 
 def no_images(path: str) -> BadInput:
-    why = "This server reads no images; with --images placeholder it tells the model of one."
-    return unsupported(path, why)
+    return unsupported(
+        path, "This server reads no images; with --images placeholder it tells the model of one."
+    )
 
 
 # --- errors -------------------------------------------------------------------------------------------------

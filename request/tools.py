@@ -151,8 +151,9 @@ def tool_choice(by_name: ByName, value: Any) -> ToolChoice:
             mode = given.need("mode", one_of("auto", "required"))
             choice = ToolChoice(mode, [tool for tools in lists for tool in tools])
         else:
-            why = f"This server runs no tools, so none can be forced: {shown(type_)}"
-            raise unsupported("tool_choice.type", why)
+            raise unsupported(
+                "tool_choice.type", f"This server runs no tools, so none can be forced: {shown(type_)}"
+            )
     if choice.allowed:
         return choice
     if choice.calls == "required":
@@ -169,7 +170,7 @@ def structured_output(
     """
     schema = format_.get("schema")
     if format_.get("type") == "json_object":
-        schema = {"type": "object"}
+        schema = schema or {"type": "object"}
     # Without a grammar if the model may answer freely: all calls that it could write may come.
     held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.allowed]
     is_free = choice.calls == "none" or (choice.calls == "auto" and not held)
@@ -181,8 +182,11 @@ def structured_output(
         name = tool.qualified_name
         arguments = {"type": "object"} | tool.schema()
         if arguments["type"] != "object":
-            message = f"Invalid schema for '{name}': expected a schema of type object."
-            raise BadInput(message, param="tools", code="invalid_json_schema")
+            raise BadInput(
+                f"Invalid schema for '{name}': expected a schema of type object.",
+                param="tools",
+                code="invalid_json_schema",
+            )
         functions.append((name, arguments))
         if tool.grammar:
             inputs.append((name, tool.grammar))

@@ -146,7 +146,7 @@ def test_events_have_names_and_no_numbers(server: Server) -> None:
     assert None not in usage.values()
 
 
-@pytest.mark.bug("S09", "S10", "S12", "S18")
+@pytest.mark.bug("S09", "S10", "S12", "S18", "S27")
 def test_what_a_request_says_is_read() -> None:
     """A result that is an error says so; words that change with each request do not stand before the prompt.
 
@@ -158,16 +158,14 @@ def test_what_a_request_says_is_read() -> None:
     body = TWO | {"system": "x-anthropic-billing-header: cch=1;\nBe brief.", "messages": turns}
     request = params.from_messages(body, {})
     assert [request.messages[0]["content"], request.messages[-1]["content"]] == ["Be brief.", "Error: gone"]
-    late = [
-        *TWO["messages"],
-        {"role": "system", "content": "Now in French."},
-        {"role": "user", "content": ""},
-    ]
+    late = [*TWO["messages"], {"role": "system", "content": "In French."}, {"role": "user", "content": ""}]
     assert params.from_messages(TWO | {"messages": late}, {}).messages == late
     quiet = params.from_messages(TWO | {"thinking": {"type": "disabled"}}, {})
     assert quiet.template_kwargs["enable_thinking"] is False
     warm_up = params.from_messages(TWO | {"max_tokens": 0}, {})
     assert (warm_up.generate, warm_up.max_tokens) == (False, 1)
+    older = TWO | {"output_format": {"type": "json_schema", "schema": {}}}
+    assert params.from_messages(older, {}).response_format["schema"] == {}
 
 
 # fmt: off

@@ -80,7 +80,7 @@ HELLO = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": 
 ANSWER = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [HELLO]}
 DEVELOPER = {"role": "developer", "content": "d"}
 TEXT = {"type": "input_text", "text": "t"}
-SAID = TEXT | {"type": "text"}
+SAID, TASK = TEXT | {"type": "text"}, {"type": "encrypted_content", "encrypted_content": "Count to 9."}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
 USE_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "42"}
 CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "call_3", "name": "p", "input": 'a\n"b"'}
@@ -125,8 +125,8 @@ CONVERSATIONS: dict[str, tuple[Callable[[Any], list[Message]], list[Any], list[M
         [calls(CHAT_CALL | {"function": HALF}), user("hi")],
         [assistant("", ("f", {"arguments": HALF["arguments"]})), user("hi")]),
     "a custom call has its input as the one argument": (responses,
-        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TEXT]}],
-        [assistant("", P), tool(0, "p", "done"), assistant("", P), tool(1, "p", "t\nt")]),
+        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TASK]}],
+        [assistant("", P), tool(0, "p", "done"), assistant("", P), tool(1, "p", "t\nCount to 9.")]),
     "and in chat, where content may be absent beside calls": (chat,
         [calls(CHAT_CALL, CHAT_CUSTOM), RESULT | {"tool_call_id": "call_3"}, RESULT],
         [assistant("", F, P), tool(0, "f", "42"), tool(1, "p", "42")]),
@@ -467,14 +467,14 @@ def test_a_model_without_template_is_refused_at_once(tmp_path: Path, config: str
 #    item                                                                        what the model reads
 TOLD = [
     ({"type": "agent_message", "author": "/root", "recipient": "/root/sub",
-      "content": [{"type": "input_text", "text": "hello"}]},
-     "agent_message, author /root, recipient /root/sub:\nhello"),
+      "content": [{"type": "input_text", "text": "Payload:"}, TASK]},
+     "agent_message, author /root, recipient /root/sub:\nPayload:\nCount to 9."),
     ({"type": "note_of_2027", "content": "hello"},                               "note_of_2027:\nhello"),
 ]
 # fmt: on
 
 
-@pytest.mark.bug("P10")
+@pytest.mark.bug("P10", "P26")
 @pytest.mark.parametrize(("item", "said"), TOLD)
 def test_an_item_of_an_unknown_type_is_told_as_text(item: dict[str, Any], said: str) -> None:
     request = params.from_responses({"model": "m", "input": [user("q"), item]}, {})
