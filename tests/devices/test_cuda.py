@@ -58,21 +58,6 @@ def test_the_same_logprobs_whichever_way_a_prompt_is_read(kind: Any, name: str, 
     device_models.read_any_way(ops)
 
 
-@pytest.mark.parametrize("name", sweep(VARIED, FEW))
-@pytest.mark.parametrize("order", sweep([0, 1], [1]))
-def test_alone_is_batched(name: str, order: int) -> None:
-    ops = ops_of(name, order)
-    prompts = [tokens(n, seed=n) for n in (1, 31, 70, 5, 33, 64)]
-    alone = [by_steps(ops, [rows(p, 0, slot)]) for slot, p in enumerate(prompts)]
-    assert choices(ops, [rows(p, 0, slot) for slot, p in enumerate(prompts)]) == alone
-    decode = [rows([7 + slot], len(p), slot) for slot, p in enumerate(prompts)]
-    alone = [by_steps(ops, [span]) for span in decode]
-    for n in (2, 3, 6):
-        assert choices(ops, decode[:n]) == alone[:n]
-    mixed = [decode[0], rows(prompts[2], 0, 2), decode[1], rows(prompts[4], 0, 4)]
-    assert choices(ops, mixed) == [alone[0], by_steps(ops, [mixed[1]]), alone[1], by_steps(ops, [mixed[3]])]
-
-
 def test_graphs_change_nothing_and_are_few() -> None:
     """A step of decoding is a graph from the second of its size on, captured by launches that are early."""
     ops, plain = ops_of(VARIED[0]), ops_of(VARIED[0])
@@ -171,7 +156,7 @@ def test_nothing_is_allocated_once_it_is_made() -> None:
 
 def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
     """Drafts, company, preemption, a known beginning: 18 tokens, with the bits of 20 logits each."""
-    model = model_of(VARIED[1])
+    model, packed = device_models.both_of(VARIED[2])
     samplings = [(n, replace(BITS, temperature=t, seed=n)) for n, t in ((70, 0), (3, 1), (66, 0))]
     jobs = [Sequence(tokens(n, n), 6, frozenset(), sampling) for n, sampling in samplings]
 
@@ -181,7 +166,7 @@ def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
 
     runs = []
     for n_pages, speculate, is_alone in ((24, 0, True), (24, 4, True), (24, 0, False), (4, 3, False)):
-        ops = CudaOps(model.config, model.weights, SIZES[0], n_pages, SIZES[2], cp=Emulator())
+        ops = CudaOps(model.config, packed, SIZES[0], n_pages, SIZES[2], cp=Emulator())
         with device_models.engine_of(ops, speculate) as engine:
             runs.append([alone(engine, job).tokens for job in jobs] if is_alone else play(together(engine)))
     assert runs == [runs[0]] * 4

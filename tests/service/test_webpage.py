@@ -245,6 +245,26 @@ def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(bro
     assert n_computed == n_prompt - PAGE * n_found
 
 
+# Of one sequence.
+STEP = (
+    'data: {"step": %d, "running": [%d], "waiting": [], "cached": [], "n_pages": 1, "page_size": 64, '
+    '"time_s": 1, "duration_s": 0, "n_free_pages": 0, "sequences": [{"sequence": %d, "ended": "%s", '
+    '"phase": "decode", "n_prompt": 3, "page_table": [0], "request_id": "", "n_tokens": 0}]}\n\n'
+)
+
+
+def test_the_lanes_are_those_of_the_steps_in_sight(browser: "Browser", server: Server) -> None:
+    """Bugs: of more than eight sequences an early step had empty lanes, and so had those that had ended."""
+    frames = "".join(STEP % (n, n // 100, n // 100, "stop" * (n % 100 == 99)) for n in range(1000))
+    with opened(browser, server, "/") as page:
+        page.route("**/debug/steps", lambda route: route.fulfill(body=frames))
+        page.get_by_role("link", name="Engine").click()
+        page.locator("#step-said").filter(has_text="Step 999").wait_for()
+        for number, lanes in (("150", "B"), ("310", "CD"), ("950", "J")):
+            page.locator("#scrub").fill(number)
+            assert page.locator("#names .chip").all_inner_texts() == [*lanes]
+
+
 def test_where_steps_are_not_shown_it_says_how_to_have_them(browser: "Browser", server: Server) -> None:
     with opened(browser, server, "/#engine", may_complain="status of 404") as page:
         page.locator("#engine-state").filter(has_text="start it with --debug-steps").wait_for()
