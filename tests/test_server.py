@@ -401,15 +401,6 @@ def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
             check_message(reply, f"Response with id '{id_}' not found.", None, "response_not_found")
 
 
-@pytest.mark.bug("I05")
-def test_a_background_response_outlives_its_client(server: Server) -> None:
-    """vllm-project/vllm#23927"""
-    body = LONG | BACKGROUND | {"stream": True, "max_output_tokens": 400}
-    with server.connect(http_bytes(RESPONSES, body)) as connection:
-        id_ = json.loads(sse.data(next(http_frames(connection))))["response"]["id"]
-    until(lambda: server.get(path_of(id_)).json["status"] == "incomplete", "it has come to its end")
-
-
 def test_what_a_foreground_response_is_refused(server: Server) -> None:
     id_ = created(server, HI)["id"]
     check_message(server.post(path_of(id_, "cancel"), {}), "Cannot cancel a synchronous response.")

@@ -140,6 +140,7 @@ def test_the_answer_to_a_call_forces_no_further_call(page: "Page") -> None:
 # --- pause, resume, cancel ----------------------------------------------------------------------------------
 
 
+@pytest.mark.bug("I05")
 def test_a_background_response_goes_on_without_us(page: "Page", server: Server) -> None:
     send(page, STORY, background=True, more=SLOW_STORY)
     wait_for_events(page, 20)
@@ -245,8 +246,7 @@ def test_it_says_why_the_second_request_began_faster_and_which_was_preempted(bro
     assert n_computed == n_prompt - PAGE * n_found
 
 
-# Of one sequence.
-STEP = (
+STEP = (  # of one sequence
     'data: {"step": %d, "running": [%d], "waiting": [], "cached": [], "n_pages": 1, "page_size": 64, '
     '"time_s": 1, "duration_s": 0, "n_free_pages": 0, "sequences": [{"sequence": %d, "ended": "%s", '
     '"phase": "decode", "n_prompt": 3, "page_table": [0], "request_id": "", "n_tokens": 0}]}\n\n'
