@@ -8,11 +8,9 @@ import json
 import logging
 import threading
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import pytest
@@ -181,12 +179,12 @@ FIRST = "System message must be at the beginning", {"messages": SYSTEMS}, ONE
 async def test_what_an_upstream_refuses_is_asked_once_more(mended: list[tuple[str, Json, Json]]) -> None:
     """Once for each thing, as that upstream spells it. Bug: an upstream that wants both refused for ever."""
     messages, more, then = zip(*mended, strict=True)
-    body = reduce(or_, more, ASK)
+    body = dict(ChainMap(*more, ASK))
     answers = [SAYS_STREAM, *reversed(refuses(*messages))]
     async with over(lambda exchange: answers.pop()(exchange)) as (worker, (asked,)):
         await passed(worker, body)
     kept = {name: value for name, value in body.items() if name != "max_tokens"}
-    assert asked.exchanges[-1].body == reduce(or_, then, kept)
+    assert asked.exchanges[-1].body == dict(ChainMap(*then, kept))
     async with over(*refuses(" ".join(messages))) as (worker, (asked,)):
         with pytest.raises(Refused):
             await passed(worker, body)

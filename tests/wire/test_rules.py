@@ -13,6 +13,7 @@ from audit import answers, isolation, peer
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import Result, judge
+from helpers.limits import SLOWNESS
 from helpers.serving import SERVER, TINY, Server, serve
 from wire.foreign import NO_FAULT, Exchange, Fault, Foreign, changes
 from wire.minimal import Minimal
@@ -60,8 +61,7 @@ def our_peer(ours: Server) -> Peer:
     return endless(ours.url + "/v1")
 
 
-# A crowd in a small pool, below, shows more than one in a large pool.
-@pytest.mark.parametrize("rule", [rule for rule in RULES if "isolation" not in rule])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if "isolation" not in rule])  # see below
 def test_rule(our_peer: Peer, rule: str) -> None:
     assert judge(our_peer, rule) == Result(rule, "pass")
 
@@ -69,8 +69,9 @@ def test_rule(our_peer: Peer, rule: str) -> None:
 def test_clients_are_kept_apart_in_a_small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 32 pages, which change hands all the time; the mutants that leak are seen from outside."""
     monkeypatch.setattr("audit.isolation.CODES", isolation.CODES[:9])
+    monkeypatch.setattr("audit.isolation.SECONDS", 60 * SLOWNESS)  # a slow server has fewer clients
     with serve("--kv-memory", "2M") as server:
-        crowded = Peer(server.url + "/v1", "tiny")
+        crowded = Peer(server.url + "/v1", "tiny", budget=60 * SLOWNESS)
         for rule in ("isolation", "chat-isolation"):
             assert judge(crowded, rule) == Result(rule, "pass")
 
