@@ -571,7 +571,7 @@ class CallReader(Protocol):
 
     called: bool  # the name has been passed on: it is a call now, whatever follows
     malformed: bool  # it can never become a call
-    in_string: bool  # a string of the arguments is open: a marker is text in it
+    in_string: bool  # a string of the arguments is open: a marker is text in it, but for the turn's end
 
     def feed(self, piece: Piece) -> list[Output]:
         """Read more of the call, including markers without a row in the dialect's table."""

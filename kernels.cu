@@ -666,7 +666,7 @@ __device__ __forceinline__ void load_queries(Work &work, const Tile &tile, int k
 
 // One warp's 32 keys of a split, all queries of the tile: greatest score, sum of weights and weighted values,
 // to `work`. Column 2t + e of the i-th product of 8 keys is key 8t + 2i + e, so a lane has the weights of 8
-// neighbours.
+// neighbours; lane 4g + t has those of the queries g and g + 8.
 __device__ __forceinline__ void attend_keys(Work &work, const Tile &tile, int split, int kv, const bf16 *keys,
                                             const bf16 *values, int window) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -123,6 +123,7 @@ class Parser:
 
         Raises EventTooLarge at an event that is too large. If this chunk has completed events before that
         one, return them and drop the rest of the chunk; the next call with bytes, or close(), raises.
+        The size is looked at after each piece of a line, not once a chunk. An empty chunk changes nothing.
         """
         events: list[Event] = []
         if not chunk:

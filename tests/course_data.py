@@ -343,7 +343,7 @@ def kernels() -> Lines:
     """Chapter 11: a sum by 32 lanes, a softmax in splits, what the checker says of a race, and floors."""
     values = [np.float32(x) for x in (micro.WEIGHTS["model.embed_tokens.weight"][700][:32])]
     lanes = np.array(values, np.float32) ** 2
-    yield "x: 32 numbers of the token 700, a lane each; its square after each __shfl_xor_sync(), lanes 0 to 3"
+    yield "x: 32 numbers of the token 700, a lane each; what lanes 0 to 3 have after each __shfl_xor_sync()"
     for m in (0, 16, 8, 4, 2, 1):
         lanes = lanes + lanes[np.arange(32) ^ m] if m else lanes
         yield f"    {f'+ that of lane ^ {m}' if m else 'x * x':24}" + "".join(f"{x:12.8f}" for x in lanes[:4])
@@ -380,7 +380,7 @@ def kernels() -> Lines:
         n_bytes = weights + n * length * token
         ms = n_bytes / 3.35e9
         yield f"    {n:2} rows, {length} tokens each {n_bytes / 1e9:12.1f} {ms:20.1f} {n / ms * 1000:24.0f}"
-    yield f"    its products alone keep the tensor cores (989 Tflop/s) as busy at {989 / 3.35:.0f} rows"
+    yield f"    at {989 / 3.35:.0f} rows its products (989 Tflop/s) take as long as reading the weights"
 
 
 BLOCKS: dict[str, Callable[[], Lines]] = {

@@ -41,20 +41,28 @@ def files() -> Iterator[tuple[Path, dict[str, str]]]:
     return ((path, read(path)) for path in sorted((TESTS / "replays").glob("*.toml")))
 
 
+def docstring(mutant: Mutant) -> str:
+    """Return what the function around a change says that it does."""
+    text = (ROOT / mutant.file).read_text(encoding="utf-8")
+    n = text[: text.index(mutant.old)].count("\n") + 1
+    functions: list[Any] = [*ast.walk(ast.parse(text if mutant.file.endswith(".py") else ""))]
+    around = [f for f in functions if hasattr(f, "returns") and f.lineno <= n <= f.end_lineno]
+    return "".join(f"{function.name}(): {ast.get_docstring(function)}\n" for function in around[-1:])
+
+
 def told(mutant: Mutant) -> tuple[str, str]:
     """Return what the reporter of a mutant's bug saw and where, and a hint: our rule, or where to read."""
-    hint = f"Read {mutant.test}."
+    hint = f"{docstring(mutant)}Read {mutant.test}."
     name, _, is_written = mutant.undoes.partition("() has been taken out")
     if is_written:
         test = mutant.test.partition("::")[0]
         is_imported = re.compile(rf"^(from|import) {mutant.module}\b", re.M)
         uses = [f"It is judged by {mutant.test}. It is used here:"]
-        for path in dict.fromkeys(
-            (ROOT / mutant.file, ROOT / test, *ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"))
-        ):
-            text = path.read_text(encoding="utf-8")
-            is_near = path in (ROOT / mutant.file, ROOT / test) or mutant.file.endswith(".cu")
-            for n, line in enumerate(text.splitlines() if is_near or is_imported.search(text) else (), 1):
+        uses += ["devices/cuda.py launches it, or what calls it"] * mutant.file.endswith(".cu")
+        others = [*ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"), ROOT / test]
+        importing = [path for path in others if is_imported.search(path.read_text(encoding="utf-8"))]
+        for path in dict.fromkeys((ROOT / mutant.file, *importing)):
+            for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 if re.search(rf"^\s+(?!.*(def |float \*)).*\b{name}\(", line):
                     uses.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()}")
         return mutant.undoes, "\n".join(uses[:12])

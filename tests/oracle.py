@@ -7,6 +7,7 @@ The cases are the same in each run. tests/judge.py runs this in two checkouts an
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 TINY = Path(__file__).parent / "models" / "tiny"
-N = 400  # cases
+N = int(os.environ.get("CASES", "400"))  # fewer where a glance will do
 Cases = Iterator[tuple[object, object]]
 
 
@@ -52,9 +53,12 @@ def sse(random: Random) -> Cases:
 
     words = [b"data: x", b"data:  y", b"data", b"id: 7"]
     words += [b"event: e", b": note", "data: ü€".encode(), b"\xef\xbb\xbf"]
+    words += [b'data: {"a": {}', b"data: }", b"data: [DONE]"]
     words += [b"\n", b"\r", b"\r\n", b"\n\n", b"\r\r", b"\r\n\r\n", b"data: " + bytes(40), b"id: \0"]
     for _ in range(4 * N):
         chunks, limit = [*cuts(random, b"".join(drawn(random, words, 12)))], random.choice([9, 44, 1000])
+        if random.random() < 0.3:
+            chunks.insert(random.randrange(len(chunks)), b"")
         parser, fed = Parser(limit), list[Any]()
         while len(fed) < len(chunks) and "EventTooLarge" not in fed:
             fed.append(outcome(parser.feed, chunks[len(fed)]))
@@ -70,7 +74,7 @@ def channels(random: Random) -> Cases:
 
     call = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
     words = ["Hi", " ", "\n", "<", "<think>", "</think>", "<tool"]
-    words += ["EN", "END", "E", call, call[:30], "{}", '"']
+    words += ["EN", "END", "E", call, call[:30], "{}", '"', "ST<tool"]
     words += ["<|eot_id|>"]  # as with Llama it ends the turn, also inside a string of a call
     hermes = DIALECTS["hermes"]
     transitions = {**hermes.transitions, ("any", "<|eot_id|>"): "end"}
@@ -82,9 +86,10 @@ def channels(random: Random) -> Cases:
             for word in drawn(random, words, 9)
             for text in ([word] if word in dialect.tokens else cuts(random, word))
         ]
-        parser, is_cut = Parser(dialect, stop=["END", "NEND"], one_call=i % 3 == 0), i % 5 == 0
+        parser, is_cut = Parser(dialect, stop=["END", "NEND", "ST<t"], one_call=i % 3 == 0), i % 5 == 0
         fed = [outcome(parser.feed, piece) for piece in pieces]
-        yield [[piece.text for piece in pieces], i % 2, i % 3, is_cut], [fed, outcome(parser.close, is_cut)]
+        case = ["pieces", [piece.text for piece in pieces], "marker tokens", special]
+        yield [*case, "one call", i % 3 == 0, "cut", is_cut], [fed, outcome(parser.close, is_cut)]
 
 
 def special_tokens(random: Random) -> Cases:
@@ -202,10 +207,13 @@ def scheduler(random: Random) -> Cases:
             if isinstance(batch, str):
                 told.append(batch)
                 break
-            told.append([(sequences.index(x.sequence), x.span.start, x.span.end, x.drafts) for x in batch])
+            for x in batch:
+                number, rows_of = sequences.index(x.sequence), f"rows {x.span.start} to {x.span.end - 1}"
+                told.append(f"{rows_of} of sequence {number}, drafts {x.drafts}")
             for x in batch:
                 one.postprocess(x, [Choice(7) for _ in x.contexts])
-            told.append([one.pool.n_free, [sequences.index(each) for each in one.running]])
+            running = [sequences.index(each) for each in one.running]
+            told.append(f"{one.pool.n_free} pages are free, the sequences {running} run")
         yield case, told
 
 
@@ -310,12 +318,13 @@ def plain_kernels(_: Random) -> Cases:
     """Two small models on the emulator, whose checker sees races and places outside of an array."""
     import numpy as np
 
-    from helpers.device_ops import CONFIGS, SMALL, Both, config
+    from checkpoint.weights import bfloat16, unpacked
+    from helpers.device_ops import CONFIGS, SMALL, Both, config, span
     from helpers.plain_ops import PlainOps
     from model import Batch, Span
 
-    def difference(got: Any, right: Any) -> str:
-        apart = ~np.isclose(got, right, rtol=0.02, atol=0.02 * np.abs(right).mean())
+    def difference(got: Any, right: Any, share: float = 0.02) -> str:
+        apart = ~np.isclose(got, right, rtol=share, atol=share * np.abs(right).mean())
         for place in np.argwhere(apart)[:1]:
             row, column = map(int, place)
             numbers = f"{got[row, column]:.4g}, not {right[row, column]:.4g}"
@@ -324,24 +333,35 @@ def plain_kernels(_: Random) -> Cases:
 
     few = SMALL | {"n_heads": 4, "n_kv_heads": 2, "windows": (37,), "sinks": True, "qk_norm": False}
     models = {"18 heads, biases, norms": CONFIGS["many-heads"], "a window, sinks": config(**few)}
-    for name, c in models.items():
+    for name, c in [*models.items()][: 1 + N // 400]:
         m = Both(c, 0, True, PlainOps, 1)
         for n in (1, 5):
             x, y, h = (np.random.default_rng(n).standard_normal(one.shape, np.float32) for one in m.inputs(n))
-            right, spans = {}, Batch([Span(0, range(16), [0] * n, 0, 0)])
-            for op in ("qkv", "gate_up"):
-                right[op] = getattr(m.numpy, op)(x, m.layer, spans)
-            right["logits"] = m.numpy._rms_norm(x, m.weights.norm) @ m.weights.head.T
+            x[1:2] *= 1e-5  # beside it NORM_EPS counts
+            spans = Batch([Span(0, range(16), [0] * n, 0, 0)])
+            right = {"gate_up": m.numpy.gate_up(x, m.layer, spans)}
+            qkv, logits = (
+                (m.layer.attn_norm, m.layer.wqkv, m.layer.bqkv),
+                (m.weights.norm, m.weights.head, None),
+            )
+            for op, (norm, w, b) in (("qkv", qkv), ("logits", logits)):
+                right[op] = m.numpy._linear(unpacked(bfloat16(m.numpy._rms_norm(x, norm))), w, b)
             for op, inputs in (("out", y), ("down", h)):
                 right[op] = x.copy()
                 getattr(m.numpy, op)(right[op], inputs, m.layer, spans)
             found = m.products(x, y, h)
             for op in right:
-                yield f"{name}, {op}() of {n} rows", difference(found[op], right[op])
-        for n in (2, 70):
+                share = 5e-4 if op in ("qkv", "logits") else 0.02  # is it rounded where it has to be?
+                yield f"{name}, {op}() of {n} rows", difference(found[op], right[op], share)
+        for n, rotary in ((2, True), (70, True), (3, False)):
+            m.cuda.config = m.numpy.config = replace(c, rotary=(rotary,))
             spans = Batch([Span(1, [9, 2], [0] * (n + 5), 0, 0)])
             attended = difference(m.attended(n)[0], m.numpy.attend(m.qkv_noise(n + 5), m.layer, 0, spans))
-            yield f"{name}, attend() of a prompt of {n} tokens, of one, of four", attended
+            yield f"{name}, rotary {rotary:d}: attend() of a prompt of {n} tokens, of one, of four", attended
+        alone = np.full((4, y.shape[1]), 7, np.float32)
+        m.put("y", alone)
+        m.attend([span(1, 6, 3, False)], m.qkv_noise(3))
+        yield f"{name}, attend(): a row that only pads", difference(m.got("y", 4)[3:], alone[3:])
 
 
 ORACLES = {
@@ -356,7 +376,7 @@ def stories() -> Iterable[tuple[object, object]]:
     import explore
 
     for label, case in explore.CASES.items():
-        yield label, explore.explore(case, 400).story
+        yield label, explore.explore(case, N).story
 
 
 if __name__ == "__main__":

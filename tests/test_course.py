@@ -22,6 +22,7 @@ from course_pictures import PICTURES, picture
 
 # isort: split
 from course import micro, numpy_micro
+from helpers.device_ops import sweep
 from helpers.emulator import MISSING
 from helpers.serving import ROOT, TINY, Server, environment, serve, without
 from index import told
@@ -79,12 +80,7 @@ def said(client: openai.OpenAI, body: Any) -> list[Any]:
     return [without(event.to_dict(), OF_ONE_RUN) for event in client.responses.create(**body, stream=True)]
 
 
-def few(cases: list[Any], n: int) -> list[Any]:
-    """Return the first `n` cases, and the others marked as a sweep."""
-    return cases[:n] + [pytest.param(case, marks=pytest.mark.sweep) for case in cases[n:]]
-
-
-@pytest.mark.parametrize("prompt", few(PROMPTS, 2))
+@pytest.mark.parametrize("prompt", sweep(PROMPTS, PROMPTS[:2]))
 def test_one_page_says_what_the_real_server_says(
     one_page: openai.OpenAI, server: Server, prompt: str
 ) -> None:
@@ -93,7 +89,7 @@ def test_one_page_says_what_the_real_server_says(
         assert said(one_page, body) == said(client, body)
 
 
-@pytest.mark.parametrize("prompt", few(PROMPTS, 3))
+@pytest.mark.parametrize("prompt", sweep(PROMPTS, PROMPTS[:3]))
 def test_at_every_cut(server: Server, monkeypatch: pytest.MonkeyPatch, prompt: str) -> None:
     """The tokens are computed once, and cut."""
     for name in ("forward", "new_cache"):
@@ -202,11 +198,8 @@ def course(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=path)
 
 
-SWEPT = [pytest.param(number, marks=pytest.mark.sweep) for number in EXERCISES if number != "9.4"]
-
-
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", ["9.4", *SWEPT])
+@pytest.mark.parametrize("number", sweep(EXERCISES, ["9.4"]))
 def test_an_exercise_fails_and_is_solved(number: str, tmp_path: Path) -> None:
     assert course(tmp_path, number).returncode == 0
     failed = course(tmp_path, "check")
@@ -232,12 +225,10 @@ def test_the_words_of_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(
-    "words", [["--few"], *(pytest.param([chapter], marks=pytest.mark.sweep) for chapter in CHAPTERS)]
-)
-def test_wrong_fixes_are_refused_and_right_ones_accepted(words: list[str]) -> None:
+@pytest.mark.parametrize("word", sweep(["--few", *CHAPTERS], ["--few"]))
+def test_wrong_fixes_are_refused_and_right_ones_accepted(word: str) -> None:
     """Here two of a chapter; `make check` judges the whole table."""
-    command = [sys.executable, "tests/judge.py", *words]
+    command = [sys.executable, "tests/judge.py", word]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
     assert ended.returncode == 0, ended.stdout
     assert "right and accepted" in ended.stdout

@@ -139,7 +139,8 @@ def test_when_pages_run_out_the_owner_with_most_gives_way() -> None:
     s.add(victim)
     while s.counts["preemptions"] == 0:
         step(s)
-    assert s.running == [old, victim]
+    names = {old: "A, old", young: "A, young", victim: "B"}
+    assert [names[one] for one in s.running] == ["A, old", "B"]
 
 
 def test_prompts_of_owners_are_computed_in_turn() -> None:
