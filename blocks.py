@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import sse
-from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, Usage, is_object
+from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, Usage
 from responses import IllegalEvent
 
 Event = dict[str, Any]  # as on the wire
@@ -229,4 +229,4 @@ def whole(members: dict[str, str]) -> Event:
     if "partial_json" not in members:
         return members
     written = members["partial_json"]
-    return {"input": sse.loads(written) if is_object(written) else {}}
+    return {"input": sse.loads(written) if sse.is_object(written) else {}}

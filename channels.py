@@ -21,7 +21,6 @@ Rules of this file:
    marker that means nothing where it stands, and what stands between two calls. No output raises here.
 """
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -119,7 +118,7 @@ Take = Callable[[Sequence[Accepted | Output | Finish]], None]  # takes a worker'
 # beside the one dialect that has them.
 HeaderState = Literal["between", "role", "header"]
 State = Literal["analysis", "commentary", "final", "call", "end"] | HeaderState
-NextState = State | Literal["content"]  # after "content" the header says which state it is
+NextState = State | Literal["content", "bare"]  # the end of a header; a call that lacks its marker
 Transitions = Mapping[tuple[State | Literal["any"], str], NextState]  # (state, marker) -> next state
 
 HEADER_STATES = ("between", "role", "header")
@@ -287,6 +286,9 @@ class Parser:
         call may turn out not to be one: then it becomes text, and the marker of its end does too.
         """
         leads_to = self._dialect.next(self.state, marker)
+        if leads_to == "bare":
+            self._bare_call(marker)
+            return
         if self.state in HEADER_STATES and leads_to not in ("header", "content"):
             self._end_header()
         if self.state == "call":
@@ -336,7 +338,7 @@ class Parser:
             self._header.append(Piece(" "))  # a marker keeps the words beside it apart
         elif leads_to == "end":
             self.stopped = True
-        self.state = leads_to
+        self.state = cast(State, leads_to)  # _marker() has handled "bare"
 
     def _text(self, piece: Piece) -> None:
         if self.state == "call":
@@ -410,6 +412,15 @@ class Parser:
             for piece in pieces:
                 self._text(piece)
 
+    def _bare_call(self, marker: str) -> None:
+        if self.state == "final":  # elsewhere it is text
+            self._show_up_to_stop(self._stop.flush())
+            self._call = CallBody(self._dialect.call_reader(self._schemas))
+            self.state = "call"
+            self._to_call(Piece(marker, marker))
+        else:
+            self._text(Piece(marker))
+
     def _to_call(self, piece: Piece) -> None:
         if not self._call.reader.called:
             self._call.held_pieces.append(piece)
@@ -468,8 +479,7 @@ class Trimming:
 
     def release(self) -> list[Piece]:
         """Return the held pieces: no marker has come."""
-        released = self._held_pieces
-        self._held_pieces = []
+        released, self._held_pieces = self._held_pieces, []
         return released
 
     def lets_through(self, text: str) -> bool:
@@ -496,9 +506,7 @@ class Finder:
 
     def flush(self) -> list[Piece]:
         """Release the text that is held: it did not become a needle."""
-        released = self._held_pieces
-        self._held_pieces = []
-        self._held_text = ""
+        released, self._held_pieces, self._held_text = self._held_pieces, [], ""
         return released
 
     def feed(self, piece: Piece) -> Iterator[Piece | str]:
@@ -593,18 +601,10 @@ class CallBody:
 class Forms(NamedTuple):
     """How to write the dialect, for grammars: TEXT, NAME and ARGUMENTS are placeholders."""
 
-    thought: tuple[str, str]  # markers around the reasoning; not all models of a family know them
     call: str
     separator: str | None  # between two calls; None: an answer has only one call
+    thought: tuple[str, str] = ("<think>", "</think>")  # not all models of a family know them
     text: str = "TEXT"  # an answer without calls
     before: str | None = "TEXT"  # text before calls; None: not allowed
     calls: tuple[str, str] = ("", "")  # around all calls
     arguments: Literal["json", "xml"] = "json"
-
-
-def is_object(arguments: str) -> bool:
-    """Return whether this is the text of a JSON object, which the arguments of a function must be."""
-    try:
-        return isinstance(json.loads(arguments, parse_constant=int), dict)  # int() refuses NaN and Infinity
-    except (ValueError, RecursionError):
-        return False

@@ -208,3 +208,11 @@ def data(frame: bytes) -> str:
     """Return the data of a frame that encode() has made."""
     _, _, line = frame.partition(b"data: ")
     return line.removesuffix(b"\n\n").decode()
+
+
+def is_object(arguments: str) -> bool:
+    """Return whether this is the text of a JSON object, which the arguments of a function must be."""
+    try:
+        return isinstance(json.loads(arguments, parse_constant=int), dict)  # int() refuses NaN and Infinity
+    except (ValueError, RecursionError):
+        return False

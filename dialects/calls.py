@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 import sse
-from channels import Arguments, Call, Close, Finder, Output, Piece, Schemas, is_object
+from channels import Arguments, Call, Close, Finder, Output, Piece, Schemas
 from dialects.json_schema import JSON_TYPES, types_of, variants
 from request.tools import MAX_QUALIFIED_NAME
 
@@ -209,7 +209,7 @@ def _unquoted(arguments: str) -> str:
     if arguments == "null":
         return "{}"
     text = _string(arguments)
-    return text if text and is_object(text) else arguments
+    return text if text and sse.is_object(text) else arguments
 
 
 def _string(literal: str) -> str | None:
@@ -299,13 +299,16 @@ class XmlCalls(Coroutine):
     writes about calls: https://github.com/raullenchai/Rapid-MLX/issues/1515
     """
 
+    _unread = ""  # of the next tag: it ended a value
+    _is_bare = False  # no marker came before it: it is a call only if the function is on offer
+
     def __init__(self, schemas: Schemas) -> None:
-        self._unread = ""  # of the next tag: it ended a value
         super().__init__()
         self._schemas = schemas
         self._finder = Finder([">", *VALUE_ENDS])
 
     def feed(self, piece: Piece) -> list[Output]:
+        self._is_bare |= piece.special == FUNCTION
         return self._read(self._finder.feed(piece))
 
     def end(self) -> list[Output]:
@@ -329,7 +332,7 @@ class XmlCalls(Coroutine):
             if function and found:
                 self._say(Arguments("{}" if before == "{" else "}"))
                 function = ""
-            if kind == "function":
+            if kind == "function" and (name in self._schemas or not self._is_bare):
                 self._announce(name)
                 function = name
                 before = "{"

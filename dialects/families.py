@@ -18,7 +18,7 @@ import logging
 from collections.abc import Collection
 
 from channels import CallReader, Dialect, Forms, State, Transitions
-from dialects.calls import AsWritten, JsonCalls, NamedCalls, XmlCalls
+from dialects.calls import FUNCTION, AsWritten, JsonCalls, NamedCalls, XmlCalls
 
 log = logging.getLogger("dialects")
 
@@ -92,7 +92,6 @@ def harmony_header(header: str) -> tuple[State, CallReader | None]:
     return "final", None
 
 
-THINKING = ("<think>", "</think>")
 HERMES_CALLS = ("<tool_call>", "</tool_call>")
 MISTRAL_THINKING = ("[THINK]", "[/THINK]")
 MISTRAL_CALLS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -139,11 +138,11 @@ DIALECTS = {
     ),
     "qwen3-coder": Dialect(
         known_by=("<tool_call>", "<function="),
-        transitions=HERMES,
+        # The model forgets <tool_call>: https://github.com/ollama/ollama/issues/18530
+        transitions={**HERMES, ("any", FUNCTION): "bare"},
         call_reader=XmlCalls,
-        call_markers=HERMES_CALLS,
+        call_markers=(*HERMES_CALLS, FUNCTION),
         forms=Forms(
-            thought=THINKING,
             call="<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
             separator="\n",
             arguments="xml",
@@ -155,7 +154,6 @@ DIALECTS = {
         call_reader=lambda _: JsonCalls(),
         call_markers=("<|tool_call|>", "<|/tool_call|>"),
         forms=Forms(
-            thought=THINKING,
             call=OBJECT,
             separator=", ",
             calls=("<|tool_call|>[", "]"),
@@ -168,7 +166,6 @@ DIALECTS = {
         start="call",
         call_markers=("<|python_tag|>",),
         forms=Forms(
-            thought=THINKING,
             before=None,
             call='{"name": "NAME", "parameters": ARGUMENTS}',
             separator=None,
@@ -180,7 +177,6 @@ DIALECTS = {
         call_reader=lambda _: JsonCalls(),
         call_markers=HERMES_CALLS,
         forms=Forms(
-            thought=THINKING,
             call=f"<tool_call>\n{OBJECT}\n</tool_call>",
             separator="\n",
         ),
@@ -216,8 +212,9 @@ def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Di
     unused = {marker for marker in row.forms.thought if marker not in added and marker not in template}
     if not tools:
         unused |= {*row.call_markers}
-    transitions = {key: state for key, state in row.transitions.items() if key[1] not in unused}
-    dialect = row._replace(transitions=transitions)
+    dialect = row._replace(
+        transitions={key: state for key, state in row.transitions.items() if key[1] not in unused}
+    )
     return dialect._replace(tokens=dialect.markers & set(added))
 
 

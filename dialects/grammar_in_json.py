@@ -40,8 +40,8 @@ SET_OPERATION = re.compile("&&|--|~~")
 @lru_cache
 def _literal(character: str) -> str:
     """Return a string of Lark for the character as JSON writes it."""
-    escaped = json.dumps(character, ensure_ascii=False)[1:-1]
-    return json.dumps(escaped, ensure_ascii=False).replace("\x7f", r"\u007f")
+    encode = json.JSONEncoder(ensure_ascii=False).encode
+    return encode(encode(character)[1:-1]).replace("\x7f", r"\u007f")
 
 
 # An atom of a regular expression matches one character: class, escape or dot -> the name of its rule.
@@ -196,10 +196,9 @@ def _lark(source: str, atoms: _Atoms) -> str:
 
 def _text(literal: str) -> str:
     """Decode a string of Lark: a JSON string, in which Python's \\xHH is allowed too."""
-    # `\\x` is written as `\\u00`; a backslash that is escaped stays.
-    as_json = re.sub(r"(\\\\)|\\x(?=[0-9a-fA-F]{2})", lambda m: m[1] or r"\u00", literal)
     try:
-        return str(json.loads(as_json))
+        # `\\x` is written as `\\u00`; a backslash that is escaped stays.
+        return str(json.loads(re.sub(r"(\\\\)|\\x(?=[0-9a-fA-F]{2})", lambda m: m[1] or r"\u00", literal)))
     except ValueError as error:
         raise BadGrammar(f"expected a string as in JSON, got {literal}: {error}") from error
 

@@ -125,8 +125,7 @@ class Grammars:
             self._checks[digest] = asyncio.create_task(self._problem(digest, grammar, owner))
             if len(self._checks) > MAX_REMEMBERED:
                 del self._checks[next(iter(self._checks))]
-        problem = await asyncio.shield(self._checks[digest])
-        if problem is not None:
+        if problem := await asyncio.shield(self._checks[digest]):
             raise BadGrammar(*problem)
 
     async def _problem(self, digest: bytes, grammar: AnswerGrammar, owner: str) -> Problem | None:

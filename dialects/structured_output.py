@@ -118,8 +118,8 @@ def answer_grammar(
         content = writer.rule("json", _part(writer, "schema", spec.schema))
     writer.rule("text", writer.sequence(dialect.forms.text, TEXT=content))
     writer.rule("body", *_bodies(writer, spec))
-    rules = [f"{name}: {rule}" for name, rule in writer.rules.items()]
-    return AnswerGrammar("\n".join(rules), tuple(writer.parts))
+    lark = "\n".join(f"{name}: {rule}" for name, rule in writer.rules.items())
+    return AnswerGrammar(lark, tuple(writer.parts))
 
 
 def _reasoning(writer: _Writer, thinking: Thinking) -> str:
@@ -158,10 +158,11 @@ def _bodies(writer: _Writer, spec: StructuredOutput) -> list[str]:
     if spec.calls == "none":
         return ["text"]
     forms = writer.dialect.forms
-    grammars = dict(spec.inputs)
     places: list[dict[str, str]] = []
     for i, (name, schema) in enumerate(spec.functions):
-        arguments = writer.rule(f"arguments_{i}", _arguments(writer, name, schema, grammars.get(name)))
+        arguments = writer.rule(
+            f"arguments_{i}", _arguments(writer, name, schema, dict(spec.inputs).get(name))
+        )
         places.append({"NAME": json.dumps(name), "ARGUMENTS": arguments})
     opening, ending = forms.calls
     writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))

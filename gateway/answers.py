@@ -60,13 +60,14 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import sse
-from channels import Channel, is_object
+from channels import Channel
 from completions import CALL_MEMBERS, Chunk
 from gateway.metering import Meter
 from request import ids
 from request.messages import kept
 from request.refusals import BadInput, error_body, shown
 from request.tools import as_json
+from sse import is_object
 
 log = logging.getLogger("remote")
 

@@ -21,7 +21,8 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from channels import Accepted, Arguments, Call, Close, Finish, Output, is_object
+import sse
+from channels import Accepted, Arguments, Call, Close, Finish, Output
 from request.tools import Tool, tool_called
 
 
@@ -49,7 +50,7 @@ class Restorer:
             if call.custom:
                 if text := input_of(arguments):
                     yield Arguments(text)
-            elif not (may_be_cut or is_object(arguments)):
+            elif not (may_be_cut or sse.is_object(arguments)):
                 self._broken = call.name
                 yield Close(is_cut=True)
                 if isinstance(output, Close):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import responses
 import sse
-from channels import Delta, Finish, Output, TokenLogprob, is_object
+from channels import Delta, Finish, Output, TokenLogprob
 from gateway import answers
 from gateway.answers import Answer as Reader
 from gateway.answers import Asked
@@ -218,7 +218,7 @@ def test_interleaved_calls_take_linear_time(monkeypatch: pytest.MonkeyPatch) -> 
     def counted(text: str) -> bool:
         nonlocal n_parsed
         n_parsed += len(text)
-        return is_object(text)
+        return sse.is_object(text)
 
     monkeypatch.setattr(answers, "is_object", counted)
     parts = ['{"x":"', *["x" * 15_000] * 58, '"}']
