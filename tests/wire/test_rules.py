@@ -68,7 +68,7 @@ def test_rule(our_peer: Peer, rule: str) -> None:
 
 def test_clients_are_kept_apart_in_a_small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 32 pages, which change hands all the time; the mutants that leak are seen from outside."""
-    monkeypatch.setattr("audit.isolation.CODES", isolation.CODES[:9])
+    monkeypatch.setattr("audit.isolation.CODES", isolation.CODES[:11])
     monkeypatch.setattr("audit.isolation.SECONDS", 60 * SLOWNESS)  # a slow server has fewer clients
     with serve("--kv-memory", "2M") as server:
         crowded = Peer(server.url + "/v1", "tiny", budget=60 * SLOWNESS)

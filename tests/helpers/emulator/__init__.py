@@ -25,6 +25,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -42,6 +43,8 @@ if not shutil.which("g++") or (platform.system(), platform.machine()) != ("Linux
     MISSING = "the emulator needs g++ on Linux and x86-64"
 
 AWAIT = "await_previous()"
+LAUNCHING = threading.Lock()
+STACKS = (ctypes.c_char * (1024 * (64 << 10)))()  # of a block's threads, for each launch the same
 FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-I."]  # for g++ in HERE
 
 # fmt: off
@@ -248,7 +251,8 @@ class Kernel:
             if self.emulator.check:
                 library.emulator_arrays((ctypes.c_size_t * len(table))(*table), len(arrays))
             launch = getattr(library, f"launch_{self.name}")
-            error = library.emulator_launch(launch, pointers, *sizes, self.emulator.order)
+            with LAUNCHING:
+                error = library.emulator_launch(launch, pointers, *sizes, self.emulator.order, STACKS)
             if error:
                 raise RuntimeError(f"{self.name}: {self.with_line(error.decode())}")
 

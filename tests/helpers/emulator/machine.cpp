@@ -7,7 +7,6 @@
 // 2. `order` decides who goes next: 0 first to last, 1 last to first, else a random seed. Of any two threads
 //    between two barriers each goes first in one of the orders 0 and 1.
 // 3. Shared memory begins each block as NaN, and is so where a copy to it is on its way.
-#include <sys/mman.h>
 
 #include <cstdlib>
 #include <deque>
@@ -40,7 +39,7 @@ Warp warps[32];
 dim3 block_index, block_size, grid_size;
 
 static unsigned long epoch;  // counts the block barriers
-static char *stacks;         // one a thread
+static char *stacks;         // one a thread, the same for all libraries
 static void *host_stack;     // where emulator_launch was left
 static void (*kernel)(void **), **arguments;
 static uint32_t warps_ready, warps_live;  // one bit a warp, as in Warp
@@ -180,11 +179,8 @@ static void run_block() {
 }
 
 extern "C" const char *emulator_launch(void (*kernel_)(void **), void **arguments_, const unsigned *grid,
-                                       const unsigned *block, int order_) {
-  if (!stacks)
-    stacks = (char *)mmap(0, MAX_THREADS * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                          -1, 0);
-  kernel = kernel_, arguments = arguments_, order = order_, error = nullptr;
+                                       const unsigned *block, int order_, char *stacks_) {
+  kernel = kernel_, arguments = arguments_, order = order_, stacks = stacks_, error = nullptr;
   dice.seed(order + 1);
   grid_size = {grid[0], grid[1], grid[2]}, block_size = {block[0], block[1], block[2]};
   unsigned n_blocks = grid[0] * grid[1] * grid[2], first = 0, stride = 1;
