@@ -562,10 +562,9 @@ def test_engine_fails(server: Server) -> None:
 def test_a_stop_drops_clients_that_do_not_read() -> None:
     """Bug: the requests of those were cancelled, and each left a traceback in the log."""
     body = ENDLESS | says(CHAT, STORY) | {"stream": True, "n": 16, "max_tokens": 1900}
-    body |= {"logprobs": True, "top_logprobs": 20}
     with serve("--shutdown-grace", "60") as server, server.connect(http_bytes(CHAT, body)):
         until(lambda: server.health()["running"] == 16, "it is being answered")
-        until(lambda: server.health()["steps"] > 60, "there is more than the system holds for the client")
+        until(lambda: server.health()["steps"] > 300, "there is more than the system holds for the client")
         server.interrupt()
         until(lambda: "again to stop at once" in server.log(), "it waits for what runs")
         server.interrupt()
