@@ -194,7 +194,7 @@ __device__ size_t value_at(const int *page_table, int kv_head, int position, int
 
 // v = v / sqrt(mean(v^2) + eps) * norm                                                    NumpyOps.attend
 // (v[2j] + i v[2j + 1]) *= cos + i sin of pair j (RoPE)                                   model.rotate
-// For each head of q and k, in place; then it is rounded, rotated or not. A row that only pads is left alone.
+// For each head of q and k, in place; then it is rounded.
 //   q_norm, k_norm  (HEAD_DIM,) bfloat16         null: the model has none
 //   rotary          0: this layer does not rotate
 //   A thread has a whole head, over which the norm goes: n_rows * (N_HEADS + N_KV_HEADS)
@@ -222,8 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// keys[page, kv_head, place] = k; values[page, kv_head, :, place] = v              NumpyOps._write_cache
-// Writes the keys and values of the step's tokens to their pages; of a row that only pads, none.
+// keys[page, kv_head, place] = k; values[page, kv_head, :, place] = v              NumpyOps.attend
+// Writes the keys and values of the step's tokens to their pages.
 //   qkv as `rotate` leaves it
 //   A thread has a number of a key, and the same number of its value
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -249,9 +249,8 @@ __device__ float score(const float *q, const bf16 *k) {
 }
 
 // y = softmax(q k^T / sqrt(HEAD_DIM)) v over the positions that a token sees              NumpyOps._attention
-// A thread goes through all keys twice: for the greatest score, then for the sums, of exp(score - greatest)
-// rounded to bfloat16. (kernels.cu rounds it relative to another greatest score, that of the 32 keys around it.)
-// A row that only pads is left alone.
+// A thread goes through all keys twice: for the greatest score, then for the sums. (kernels.cu rounds a key's
+// weight relative to another greatest score, that of the 32 keys around it.)
 //   qkv as `rotate` leaves it, its keys and values in their pages
 //   y       (n_rows, N_HEADS * HEAD_DIM) bfloat16, written
 //   sinks   (N_HEADS,) bfloat16      a score of each head that no key has; null: none
