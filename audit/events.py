@@ -127,8 +127,10 @@ def order(capture: Capture) -> Faults:
         if state == "end" or event.type not in EVENTS:
             continue
         place, name = event.output_index, label(event)
-        # OpenAI's streams may leave out the done of a list of tools.
-        before = beside.get(place, "beside" if {*beside.values()} - {"tools ended"} else state)
+        # Of several lists of tools OpenAI's streams may leave out the done of some.
+        before = beside.get(
+            place, "beside" if len(beside) == 1 or {*beside.values()} - {"tools ended"} else state
+        )
         usual = AFTER.get(name, before)
         then = GRAMMAR.get((before, name)) or (state != "start" and GRAMMAR.get(("open", name)))
         # A hosted tool may be left before it has ended: its item is done, and not completed.
@@ -141,9 +143,7 @@ def order(capture: Capture) -> Faults:
         then = then or usual
         if then in HOSTED:
             beside[place] = then
-        elif place in beside:
-            del beside[place]
-        else:
+        elif not beside.pop(place, ""):
             state = then
 
 
@@ -338,7 +338,7 @@ def sums(capture: Capture) -> Faults:
     parts: defaultdict[int, list[Json]] = defaultdict(list)  # of an item, as they were done
     items: dict[int, Json] = {}  # of the response, as they were done
     for number, event in capture.events:
-        event_type, place, item = event.type, event.get("output_index", -1), event.item
+        event_type, place, item = event.type, event.output_index, event.item
         key = (place, event.command_index)
         said = item or event.part or event
         if event_type.endswith(".delta"):

@@ -89,7 +89,11 @@ def test_newer_events_and_members_are_known(name: str) -> None:
     """What ours does not make: refusals, annotations, tools that the server runs, steering, moderation, an
     error before the failure, and what Azure's content filter tells."""
     lines = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    assert violations(streams.captured([json.loads(line) for line in lines])) == []
+    events = [json.loads(line) for line in lines]
+    assert violations(streams.captured(events)) == []
+    without_list = [event for event in events if event.get("output_index") != 3]
+    if without_list != events:  # only several lists of tools may lack their done
+        assert "order" in {each.rule for each in violations(streams.captured(without_list))}
 
 
 # --- nothing makes it raise ---------------------------------------------------------------------------------
