@@ -358,10 +358,10 @@ def plain_kernels(_: Random) -> Cases:
             spans = Batch([Span(1, [9, 2], [0] * (n + 5), 0, 0)])
             attended = difference(m.attended(n)[0], m.numpy.attend(m.qkv_noise(n + 5), m.layer, 0, spans))
             yield f"{name}, rotary {rotary:d}: attend() of a prompt of {n} tokens, of one, of four", attended
-        alone = np.full((4, y.shape[1]), 7, np.float32)
-        m.put("y", alone)
-        m.attend([span(1, 6, 3, False)], m.qkv_noise(3))
-        yield f"{name}, attend(): a row that only pads", difference(m.got("y", 4)[3:], alone[3:])
+        m.put("y", alone := np.full((4, y.shape[1]), 7, np.float32))
+        m.attend([span(1, 6, 3, False)], noise := m.qkv_noise(4))
+        kept = difference(m.got("qkv", 4)[3:], noise[3:], 0), difference(m.got("y", 4)[3:], alone[3:])
+        yield f"{name}, attend(): a row that only pads, in qkv and y", kept
 
 
 ORACLES = {
