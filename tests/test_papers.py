@@ -109,10 +109,10 @@ def test_the_readme_quotes_the_way_of_a_token() -> None:
     assert len(take.body) <= 15
 
 
-def test_the_readme_and_the_tour_list_the_spine() -> None:
-    for block in (fences(README)[-1], fences(TOUR)[0]):
-        files = {line.split()[0] for line in block if re.match(r"\w+\.py ", line)}
-        assert files == {f"{name}.py" for name in SPINE.keys() - SCRIPTS}
+def test_the_readme_and_the_tour_list_the_spine_in_the_same_words() -> None:
+    readme, tour = (re.findall(r"^(\w+\.py) +([a-z].+)$", text, re.MULTILINE) for text in (README, TOUR))
+    assert readme == tour
+    assert {name for name, _ in tour} == {f"{name}.py" for name in SPINE.keys() - SCRIPTS}
 
 
 def test_the_tour_lists_every_chapter() -> None:
