@@ -84,8 +84,8 @@ MAX_BLANKS = 1024  # characters of blank text that are held until text follows
 # fmt: off
 #  words in a finish_reason, in any case; the first row holds          OpenAI's
 FINISH_REASONS = {
-    "abort|error|fail|cancel|timeout|disconnect":                       None,       # a failure
-    "filter|safety|sensitive|prohibited|blocklist|recitation":          "content_filter",
+    "abort|error|fail|cancel|timeout|disconnect|malformed|unexpected":  None,       # a failure
+    "filter|safety|sensitive|prohibit|block|recitation|guardrail|spii":  "content_filter",
     "length|max_|limit|window":                                         "length",
     "^$|stop|eos|end|complete|finish|tool|function":                    "stop",
     "":                                                                 "unknown",  # and read as stop
@@ -189,8 +189,9 @@ def document(text: str | bytes) -> Chunk:
         value = sse.loads(text, "replace")
     except ValueError as error:
         raise Unreadable(f"expected JSON, got {shown(text)}") from error
-    if isinstance(value, list) and len(value) == 1:  # Gemini's error
-        (value,) = value
+    match value:
+        case [value]:  # Gemini's error
+            pass
     if not isinstance(value, dict):
         raise Unreadable(f"expected a JSON object, got {shown(text)}")
     return value
@@ -237,12 +238,6 @@ def text_of(value: Any) -> str:
 @lru_cache(maxsize=64)  # once
 def warn_of(reason: str) -> None:
     log.warning("The finish_reason '%s' of an upstream is not known, and read as 'stop'.", reason)
-
-
-def says_more(choice: Chunk) -> bool:
-    """Return whether a choice that has finished goes on: then its end was none."""
-    delta = choice.get("delta")
-    return isinstance(delta, dict) and any(delta.get(name) for name in SAYING)
 
 
 # --- one choice ---------------------------------------------------------------------------------------------
@@ -340,10 +335,11 @@ class Choice:
     # --- text -----------------------------------------------------------------------------------------------
 
     def _delta(self, delta: Chunk) -> None:
-        if delta.get("role"):
-            # The `openai` package appends it: https://github.com/BerriAI/litellm/pull/9986
-            if self._has_role:
-                del delta["role"]
+        # The `openai` package appends it: https://github.com/BerriAI/litellm/pull/9986
+        # The Vercel AI SDK takes no null: https://github.com/vercel/ai/issues/2548
+        if self._has_role or not delta.get("role"):
+            delta.pop("role", None)
+        else:
             self._has_role = True
         parts = objects(delta.get("content"))
         if thoughts := [part.get("thinking") for part in parts if part.get("type") == "thinking"]:
@@ -351,8 +347,7 @@ class Choice:
         for channel, names in TEXTS.items():
             if value := delta.get(names[0]) or delta.get(names[-1]):
                 text = self._text(channel, text_of(value))
-                for name in names:
-                    delta[name] = text
+                delta |= dict.fromkeys(names, text)
         if fragments := delta.get("tool_calls"):
             delta["tool_calls"] = [*filter(self._call_fragment, objects(fragments))]
 
@@ -542,7 +537,9 @@ class Answer:
                 chunk["object"] = "chat.completion.chunk"
             found = self.choices[index]
             had_finished = found.is_finished
-            if had_finished and not says_more(choice):
+            delta = choice.get("delta")
+            says_more = isinstance(delta, dict) and any(map(delta.get, SAYING))
+            if had_finished and not says_more:  # else its end was none
                 found.finish(choice.get("finish_reason"))
                 continue
             found.read(choice, is_end=is_whole)

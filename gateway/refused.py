@@ -97,8 +97,7 @@ def one_system_message(body: Chunk) -> Chunk:
 
 
 def with_newer_limit(body: Chunk) -> Chunk:
-    body = {"max_completion_tokens": body["max_tokens"]} | body
-    del body["max_tokens"]
+    body.setdefault("max_completion_tokens", body.pop("max_tokens"))
     return body
 
 

@@ -129,8 +129,7 @@ async def send_stream(opening: asyncio.Future[Reply], headers: list[tuple[bytes,
                 if chunks:
                     await write(frames_of(chunks))
         except Refused as refused:
-            error = error_body(refused)
-            await write(frames_of([error]))
+            await write(frames_of([error_body(refused)]))
         await write(sse.DONE)
     await send({"type": "http.response.body", "body": b""})
 

@@ -29,7 +29,7 @@ from gateway.refused import Refused
 from gateway.relay import RelayedChat, asking, forwarded
 from gateway.upstreams import Reply, Timeouts, Upstreams
 from request import params
-from request.messages import Message, arguments_as_text
+from request.messages import arguments_as_text
 from request.params import Request
 from request.tools import NO_PARAMETERS
 
@@ -44,7 +44,11 @@ READ_HERE = ("model", "stream", "stream_options", "n", "tools", "tool_choice", "
 def chat_body(request: Request, model: str) -> dict[str, Any]:
     """Return the request as the body of a chat completion."""
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-    body["messages"] = [both_names(message) for message in arguments_as_text(request.messages)]
+    # The reasoning has two names: vLLM reads one, llama.cpp and SGLang the other.
+    body["messages"] = [
+        message | {"reasoning": message["reasoning_content"]} if "reasoning_content" in message else message
+        for message in arguments_as_text(request.messages)
+    ]
     known = request.sampling | vars(request)
     body |= {name: known[name] for name in PRESET if name in request.explicit}  # rule 2
     # fmt: off
@@ -63,13 +67,6 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
     if request.tools:
         body |= tools_and_choice(request)
     return body
-
-
-def both_names(message: Message) -> Message:
-    """Return a message with its reasoning by both names: vLLM reads one, llama.cpp and SGLang the other."""
-    if "reasoning_content" not in message:
-        return message
-    return message | {"reasoning": message["reasoning_content"]}
 
 
 def tools_and_choice(request: Request) -> dict[str, Any]:
@@ -116,17 +113,19 @@ class UpstreamPrompt(NamedTuple):
     body: dict[str, Any]
 
     async def count_tokens(self) -> int:
-        message = f"Tokens of '{self.request.model}' cannot be counted here: ask its own server."
-        raise Refused(message, code="unknown_url")
+        raise Refused(
+            f"Tokens of '{self.request.model}' cannot be counted here: ask its own server.",
+            code="unknown_url",
+        )
 
     async def run(self, take: Take, choice: int = 0) -> None:
         """Hand on the model's outputs; raises Refused, after Accepted too if the upstream refuses late."""
         request = self.request
         meter = Meter(self.worker.price, request.model, self.worker.totals)
-        can_wait = request.stream or request.background
-        open_reply = partial(self._open, meter)
         try:
-            async with asking(open_reply, can_wait, meter) as opening:
+            async with asking(
+                partial(self._open, meter), request.stream or request.background, meter
+            ) as opening:
                 for name, value in forwarded(opening.result().headers) if opening.done() else ():
                     if name == b"warning":
                         both = self.headers.get("Warning"), value.decode("latin-1")
@@ -215,6 +214,5 @@ class RemoteWorker(Upstreams):
             named_call=request.named_call,
             shows_usage=request.include_usage,
         )
-        open_reply = partial(self.open, body, meter, asked)
-        opening = asking(open_reply, request.stream, meter)
+        opening = asking(partial(self.open, body, meter, asked), request.stream, meter)
         return RelayedChat(opening, request.n, request.stream)

@@ -21,14 +21,15 @@ Rules of this file:
    probes mark an upstream as down, never failed requests: one poisonous request must not take every upstream
    out of rotation.
 7. A key goes to the upstream that it is for, and to no other.
-8. We ask for uncompressed answers: a compressed one could unpack to gigabytes. If an upstream compresses all
-   the same, we do not unpack the answer, and so cannot read it.
+8. We ask for uncompressed answers. Some gateways send gzip all the same, which we unpack piece by piece, at
+   most a thousandfold: https://github.com/Wei-Shaw/claude-relay-service/issues/1027. We unpack nothing else.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ GRACE_S = 3  # for usage and [DONE], after the last finish_reason
 PIECE_BYTES = 2048  # read in one turn of the event loop: 200 of the smallest events, which take 3 ms
 MAX_BEGINNING = 1000  # empty chunks, held until the first that holds anything
 BODY_S = 3  # for the body of a refusal, or of a list of models
-UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, TimeoutError)
+UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, TimeoutError, zlib.error)
 
 
 def reason(error: Exception) -> str:
@@ -141,20 +142,16 @@ class Reply:
 
     async def _read_all(self, response: httpx.Response) -> AsyncGenerator[list[Chunk]]:
         answer = self.answer
-        async with aclosing(response.aiter_raw()) as body:
-            async for data in body:
-                # One read may have thousands of frames: the event loop has a turn after each piece of it.
-                for start in range(0, len(data), PIECE_BYTES):
-                    had_finished = answer.is_finished
-                    chunks = answer.feed(data[start : start + PIECE_BYTES])
-                    if answer.is_finished and (chunks or not had_finished):  # it may go on all the same
-                        self._deadline = time.monotonic() + GRACE_S
-                    yield chunks
-                    if answer.is_over:
-                        break
-                    await asyncio.sleep(0)
+        async with aclosing(pieces(response)) as body:
+            async for piece in body:
+                had_finished = answer.is_finished
+                chunks = answer.feed(piece)
+                if answer.is_finished and (chunks or not had_finished):  # it may go on all the same
+                    self._deadline = time.monotonic() + GRACE_S
+                yield chunks
                 if answer.is_over:
                     break
+                await asyncio.sleep(0)
         yield await asyncio.to_thread(answer.close)  # it may be all of the answer
 
     def close(self) -> None:
@@ -169,12 +166,22 @@ class Reply:
             task.add_done_callback(CLOSING.discard)
 
 
+async def pieces(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """Yield a body in pieces, unpacked: one read may have thousands of frames."""
+    is_gzip = "gzip" in response.headers.get("content-encoding", "")
+    unpack = zlib.decompressobj(31).decompress if is_gzip else bytes  # 31: the format has gzip's header
+    async with aclosing(response.aiter_raw()) as reads:
+        async for data in reads:
+            for start in range(0, len(data), PIECE_BYTES):
+                yield unpack(data[start : start + PIECE_BYTES])
+
+
 async def beginning(response: httpx.Response) -> bytes:
     """Return of a body what comes in BODY_S, up to about MAX_BODY_BYTES, and close the response."""
     body = b""
     with contextlib.suppress(*UNREACHABLE):
         async with asyncio.timeout(BODY_S), aclosing(response):
-            async for piece in response.aiter_raw():
+            async for piece in pieces(response):
                 body += piece
                 if len(body) >= MAX_BODY_BYTES:
                     break
@@ -280,8 +287,7 @@ class Upstreams:
         request = self._client.build_request(method, upstream.url + path, json=body, headers=upstream.headers)
         response = await self._client.send(request, stream=True)
         if response.status_code != 200:
-            body_of_error = await beginning(response)
-            raise read_refused(response.status_code, response.headers, body_of_error)
+            raise read_refused(response.status_code, response.headers, await beginning(response))
         return response
 
     # --- probing --------------------------------------------------------------------------------------------
