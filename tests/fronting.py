@@ -2,15 +2,18 @@
 
     python tests/fronting.py http://host:port/v1 --model NAME        [--api-key KEY]
 
-It starts `server.py --upstream URL` and prints a table, a line for each case: what the server says directly,
-through ours over chat completions, and through ours over the Responses API. All is asked at temperature 0;
-if the server is not deterministic, two direct answers differ. Exit status 1 if an answer of ours differs.
+It starts `server.py --upstream URL` and prints a table, a line for each case of fronting.toml: what the server
+says directly, through ours over chat completions, and through ours over the Responses API. All is asked at
+temperature 0; if the server is not deterministic, two direct answers differ. Exit status 1 if an answer of
+ours differs.
 """
 
 import argparse
 import json
 import sys
-from typing import Any, NamedTuple
+import tomllib
+from pathlib import Path
+from typing import Any
 
 import openai
 from openai import OpenAI
@@ -19,69 +22,8 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from helpers.serving import serve
 
 Answer = Any  # what JSON can say, compared as it is
-Body = dict[str, Any]
-
-
-class Case(NamedTuple):
-    """A request, and which part of its answer is compared."""
-
-    chat: Body
-    shows: str = "text"  # text, calls, names, logprobs or JSON
-    background: bool = False  # over the Responses API
-
-
-def asking(text: str, **more: Any) -> Body:
-    return {"messages": [{"role": "user", "content": text}]} | more
-
-
-def schema_of(**members: Any) -> Body:
-    return {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
-
-
-def function(name: str) -> Body:
-    parameters = schema_of(city={"type": "string"})
-    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
-
-
-HI = "Name three colours."
-EMOJI = "Write only emoji: \N{GRINNING FACE}"  # some tokens are parts of one
-COLOUR = {"name": "colour", "schema": schema_of(colour={"enum": ["red", "green"]}), "strict": True}
-LOGPROBS = {"logprobs": True, "top_logprobs": 2}
-REQUIRED = asking("How is the weather in Tokyo?", tools=[function("get_weather")], tool_choice="required")
-# Only the names are compared: over the Responses API the upstream gets no other tool, so its prompt differs.
-# llama.cpp takes the object for "auto": https://github.com/ggml-org/llama.cpp/issues/26535
-NAMED = REQUIRED | {
-    "tools": [function("get_weather"), function("get_time")],
-    "tool_choice": {"type": "function", "function": {"name": "get_time"}},
-}
-CASES = {
-    "plain": Case(asking(HI)),
-    "streamed": Case(asking(HI, stream=True)),
-    "in the background": Case(asking(HI), background=True),
-    "a required call": Case(REQUIRED, "calls"),
-    "a required call, streamed": Case(REQUIRED | {"stream": True}, "calls"),
-    "a named call": Case(NAMED, "names"),
-    "n=2": Case(asking(HI, n=2)),
-    "logprobs": Case(asking(HI, **LOGPROBS), "logprobs"),
-    "logprobs of emoji": Case(asking(EMOJI, **LOGPROBS), "logprobs"),
-    "json_schema": Case(asking(HI, response_format={"type": "json_schema", "json_schema": COLOUR}), "JSON"),
-}
-
-
-def as_responses(chat: Body) -> Body:
-    body: Body = {"input": chat["messages"][0]["content"], "stream": chat.get("stream", False)}
-    if "tools" in chat:
-        body |= {"tools": [*map(flat, chat["tools"])], "tool_choice": flat(chat["tool_choice"])}
-    if "response_format" in chat:
-        body["text"] = {"format": flat(chat["response_format"])}
-    if "logprobs" in chat:
-        body |= {"include": ["message.output_text.logprobs"], "top_logprobs": chat["top_logprobs"]}
-    return body
-
-
-def flat(value: Any) -> Any:
-    """Return an object with its members beside its type, as the Responses API has them."""
-    return {"type": value["type"]} | value[value["type"]] if isinstance(value, dict) else value
+Case = dict[str, str]
+CASES: dict[str, Case] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def loaded(text: str) -> Any:
@@ -92,16 +34,16 @@ def loaded(text: str) -> Any:
         return text
 
 
-def compared(shows: str, text: str, end: list[Any], calls: list[Any], logprobs: list[Any]) -> Answer:
+def compared(case: Case, text: str, end: list[Any], calls: list[Any], logprobs: list[Any]) -> Answer:
     """Return the part of an answer that is compared. `logprobs` are [token, number of alternatives]."""
     while logprobs and not "".join(token for token, _ in logprobs).startswith(text):
         del logprobs[0]  # of the reasoning: a response has no logprobs for it
     parts = {"calls": calls, "names": [name for name, _ in calls], "logprobs": logprobs, "JSON": loaded(text)}
-    return parts.get(shows, [text, *end])
+    return parts.get(case.get("shows", "text"), [text, *end])
 
 
 def over_chat(client: OpenAI, model: str, case: Case) -> Answer:
-    body = case.chat | {"model": model, "temperature": 0, "max_tokens": 60}
+    body = json.loads(case["chat"]) | {"model": model, "temperature": 0, "max_tokens": 60}
     if body.get("stream"):
         state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
         chunks: Any = client.chat.completions.create(**body, stream_options={"include_usage": True})
@@ -116,14 +58,13 @@ def over_chat(client: OpenAI, model: str, case: Case) -> Answer:
     end = [sorted(choice.finish_reason for choice in answer.choices), answer.usage.completion_tokens]
     logprobs = [[entry.token, len(entry.top_logprobs)] for entry in entries]
     text = "\n".join(sorted(choice.message.content or "" for choice in answer.choices))
-    return compared(case.shows, text, end, calls, logprobs)
+    return compared(case, text, end, calls, logprobs)
 
 
 def over_responses(client: OpenAI, model: str, case: Case) -> Answer:
-    limits = {"model": model, "temperature": 0, "max_output_tokens": 60}
-    body = as_responses(case.chat) | limits | {"background": case.background}
+    body = json.loads(case["responses"]) | {"model": model, "temperature": 0, "max_output_tokens": 60}
     response: Any = client.responses.create(**body)
-    if body["stream"]:  # the SDK's own helper knows of completed ones only
+    if body.get("stream"):  # the SDK's own helper knows of completed ones only
         events = list(response)
         response = events[-1].response
         deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
@@ -134,7 +75,7 @@ def over_responses(client: OpenAI, model: str, case: Case) -> Answer:
     parts = [part for item in response.output if item.type == "message" for part in item.content]
     logprobs = [[entry.token, len(entry.top_logprobs)] for part in parts for entry in part.logprobs or ()]
     end = [["length" if response.status == "incomplete" else "stop"], response.usage.output_tokens]
-    return compared(case.shows, response.output_text, end, calls, logprobs)
+    return compared(case, response.output_text, end, calls, logprobs)
 
 
 def answer(ask: Any, client: OpenAI, model: str, case: Case) -> Answer:
@@ -167,7 +108,7 @@ def main() -> int:
         for name, case in CASES.items():
             expected, again = (answer(over_chat, direct, options.model, case) for _ in range(2))
             found = [answer(over_chat, front, options.model, case)]
-            if "n" not in case.chat:  # a response has one
+            if "responses" in case:
                 found.append(answer(over_responses, front, options.model, case))
             verdict = "same"
             if any(each != expected for each in found):

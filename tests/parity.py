@@ -1,6 +1,6 @@
 """Random checkpoints of every family and variation, and what transformers makes of them: the golden files.
 
-    CASES --write()--> a checkpoint --> transformers, float32 --> tests/golden/<case>.json
+    parity.toml --write()--> a checkpoint --> transformers, float32 --> tests/golden/<case>.json
 
 `pip install -e '.[parity]' && python tests/parity.py` writes the golden files anew, and exits with 1 if a
 logit of ours differs by more than TOLERANCE, or one of the 64 greedy tokens after the prompt. Transformers
@@ -19,6 +19,7 @@ import itertools
 import json
 import sys
 import tempfile
+import tomllib
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -47,7 +48,7 @@ N_TOP = 50  # logits kept of a position, where the vocabulary is a real one
 
 
 class Case(NamedTuple):
-    """A checkpoint: config.json is SMALL with these changes."""
+    """A checkpoint of parity.toml: config.json is SMALL with these changes."""
 
     model_type: str
     changes: dict[str, Any]
@@ -56,108 +57,12 @@ class Case(NamedTuple):
     n_shards: int = 1
 
 
-# fmt: off
-SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}
-LINEAR = {"type": "linear", "factor": 4.0}  # the older spelling
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-YARN_ALL = YARN | {"attention_factor": 1.4, "beta_fast": 6.0, "beta_slow": 0.5, "truncate": False}
-NO_SCALING: dict[str, Any] = {"rope_scaling": None}
-OWN = {"rope_theta": 50_000.0}
-THETA = {"rope_theta": 1_000_000.0}
-YARN_PARAMETERS = {"rope_parameters": YARN | OWN}  # as transformers 5 writes it
-NO_PARAMETERS = {"rope_parameters": {"rope_type": "default"} | OWN}
-ALL_ROTARY = {"no_rope_layers": [1] * 4}
-NOPE = {"no_rope_layers": [1, 1, 1, 0]}  # as an interval of 4 has it
-HEADS = {"head_dim": 20}  # not hidden_size / num_attention_heads, which is 12
-BIASES = {"attention_bias": True, "mlp_bias": True}
-TIED = {"tie_word_embeddings": True}
-WINDOW = {"sliding_window": 9}
-NO_WINDOW: dict[str, Any] = {"sliding_window": None}
-SLIDE = WINDOW | {"use_sliding_window": True}
-UPPER_SLIDE = SLIDE | {"max_window_layers": 2}
-ODD = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-LATE = {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}
-LAST = {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}
-
-CHOICE = {"num_experts_per_tok": 3}
-ONE_LESS = {"num_experts_per_tok": 2}
-EXPERTS = {"num_local_experts": 5} | CHOICE
-QWEN_EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40} | HEADS | CHOICE
-SAVED_EXPERTS = {"num_local_experts": 7, "moe_intermediate_size": 40} | HEADS | CHOICE  # by transformers 5
-NORMALISED = {"norm_topk_prob": True}
-OF_ALL = {"norm_topk_prob": False}
-SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3]}  # experts in layer 1 alone
-GPT_OSS = EXPERTS | {
-    "hidden_size": 64, "intermediate_size": 96,  # whole blocks of MXFP4
-    "head_dim": 20, "sliding_window": 9, "swiglu_limit": 2.0, "rope_scaling": YARN | {"truncate": False},
-}
-MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
-GRANITE: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
-GRANITE |= {"attention_multiplier": 0.4, "logits_scaling": 0.5}
-RESIDUAL, EMBEDDING = {"residual_multiplier": 0.3}, {"embedding_multiplier": 6.0}
-ATTENTION, LOGITS = {"attention_multiplier": 0.2}, {"logits_scaling": 1.0}
-GRANITE_4 = GRANITE | {
-    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 88, "mamba_n_heads": 4,
-    "position_embedding_type": "rope", "layer_types": ["attention"] * 4,
-}
-LONG = {"max_position_embeddings": 512, "original_max_position_embeddings": 32}
-SHORT = {"original_max_position_embeddings": 512}
-LONGROPE: dict[str, Any] = {"rope_type": "longrope", "partial_rotary_factor": 0.7}  # whole pairs: 8 of 12
-LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 1.5, 3.0, 7.0]}
-PHI_4_MINI = TIED | LONG | {"rope_scaling": LONGROPE}
-OTHER_LONG = {"rope_scaling": LONGROPE | {"long_factor": [1.0, 1.4, 3.0, 7.0]}}
-IN_SHORT = PHI_4_MINI | SHORT | {"rope_scaling": LONGROPE | {"factor": 8.0}}
-
+ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SMALL: dict[str, Any] = json.loads(ROWS.pop("small"))
 CASES = {
-    # name                         model_type config.json                       otherwise         files
-    "llama-2":                Case("llama",   {"num_key_value_heads": 4},       THETA),  # no grouping
-    "llama-3":                Case("llama",   OWN,                              THETA,            "BF16", 2),
-    "llama-3.1-rope-scaling": Case("llama",   {"rope_scaling": LLAMA3},         NO_SCALING,       "BF16"),
-    "llama-3.2-rope-parameters":Case("llama",   TIED | {"rope_parameters": LLAMA3 | OWN}, NO_PARAMETERS),
-    "llama-linear":           Case("llama",   {"rope_scaling": LINEAR},         NO_SCALING),
-    "llama-yarn":             Case("llama",   {"rope_scaling": YARN},           NO_SCALING),
-    "llama-biases":           Case("llama",   BIASES,                           THETA),
-    "llama-head-dim":         Case("llama",   HEADS,                            THETA,            "F16"),
-    "smollm2":                Case("llama",   TIED | OWN,                       THETA,            "BF16"),
-    "mistral":                Case("mistral", NO_WINDOW,                        WINDOW,           "BF16"),
-    "mistral-window":         Case("mistral", WINDOW,                           NO_WINDOW,        "BF16"),
-    "mistral-nemo-head-dim":  Case("mistral", HEADS | NO_WINDOW,                THETA,            "F32", 3),
-    "qwen2":                  Case("qwen2",   TIED,                             THETA,            "BF16"),
-    "qwen2-window-unused":    Case("qwen2",   WINDOW,                           UPPER_SLIDE,      "F16"),
-    "qwen2-max-window-layers":Case("qwen2",   UPPER_SLIDE,                      NO_WINDOW),
-    "qwen2-layer-types":      Case("qwen2",   SLIDE | ODD,                      SLIDE | LATE),
-    "qwen2.5-yarn-explicit":  Case("qwen2",   {"rope_scaling": YARN_ALL},       {"rope_scaling": YARN}),
-    "qwen3":                  Case("qwen3",   HEADS | TIED,                     THETA,            "BF16"),
-    "qwen3-attention-bias":   Case("qwen3",   HEADS | {"attention_bias": True}, THETA),
-    "qwen3-yarn-parameters":  Case("qwen3",   HEADS | YARN_PARAMETERS,          NO_PARAMETERS),
-    "qwen3-layer-types":      Case("qwen3",   HEADS | SLIDE | ODD,              NO_WINDOW),
-    "smollm3":                Case("smollm3", OWN | NOPE,                       ALL_ROTARY,       "BF16"),
-    "smollm3-untied-biases":  Case("smollm3", BIASES | {"tie_word_embeddings": False} | NOPE, ALL_ROTARY),
-    "smollm3-no-rope-layers": Case("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, ALL_ROTARY),
-    "smollm3-window":         Case("smollm3", SLIDE | LAST | NOPE,              NO_WINDOW),
-    "smollm3-yarn":           Case("smollm3", YARN_PARAMETERS | NOPE,           NO_PARAMETERS),
-    "mixtral":                Case("mixtral", EXPERTS,                          ONE_LESS),
-    "mixtral-window":         Case("mixtral", EXPERTS | WINDOW,                 NO_WINDOW,        "BF16"),
-    "qwen3-moe":              Case("qwen3_moe", QWEN_EXPERTS | NORMALISED,      ONE_LESS,         "BF16"),
-    "qwen3-moe-of-all":       Case("qwen3_moe", SAVED_EXPERTS,                  NORMALISED),
-    "qwen3-moe-dense-layers": Case("qwen3_moe", QWEN_EXPERTS | SPARSE | NORMALISED, OF_ALL,       "F16", 2),
-    "gpt-oss":                Case("gpt_oss", GPT_OSS | MXFP4,                  ONE_LESS,         "BF16", 2),
-    "gpt-oss-unpacked":       Case("gpt_oss", GPT_OSS,                          ONE_LESS),
-    "granite":                Case("granite", GRANITE,                          RESIDUAL),
-    "granite-tied":           Case("granite", GRANITE | TIED,                   EMBEDDING,        "BF16"),
-    "granite-biases":         Case("granite", GRANITE | BIASES,                 ATTENTION),
-    "granite-4":              Case("granitemoehybrid", GRANITE_4 | TIED,        LOGITS,           "BF16"),
-    "phi-3":                  Case("phi3",    WINDOW,                           NO_WINDOW,        "BF16"),
-    "phi-4-mini":             Case("phi3",    PHI_4_MINI,                       OTHER_LONG),
-    "phi-4-mini-short":       Case("phi3",    IN_SHORT,                         LONG),
+    name: Case(**row | {member: json.loads(row[member]) for member in ("changes", "otherwise")})
+    for name, row in ROWS.items()
 }
-# fmt: on
 
 
 def config_json(case: Case) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import argparse
 import os
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
@@ -23,20 +24,7 @@ from helpers.serving import SERVER, serve  # noqa: E402
 from responses import GRAMMAR  # noqa: E402
 
 PICTURE = ROOT / "pictures" / "events.svg"
-STYLE = """
-  text { font: 12px ui-monospace, monospace; fill: #24292f; text-anchor: middle }
-  .state { font-weight: 600 } .edge { font-size: 10px; fill: #57606a }
-  rect { fill: #f6f8fa; stroke: #8c959f } path { fill: none; stroke: #8c959f; marker-end: url(#head) }
-  #head path { fill: #8c959f; stroke: none; marker-end: none }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .edge { fill: #9ea7b3 }
-    rect { fill: #161b22; stroke: #6e7681 } path { stroke: #6e7681 } #head path { fill: #6e7681 }
-  }
-"""
-HEAD = (
-    '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-    'orient="auto"><path d="M0,0 L8,4 L0,8 z"/></marker></defs>'
-)
+DRAWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 # Half of the pages that the four prompts of the page's second view need together: one of them is preempted.
 WATCHED = ("--debug-steps", "--speculate", "4", "--kv-memory", "1.125M")
@@ -46,29 +34,9 @@ CHROMIUM = os.environ.get("CHROMIUM") or next(
 
 # --- the states and arrows of responses.GRAMMAR -------------------------------------------------------------
 
-# fmt: off
-GRID = [
-    ["start",   "created",   "queued"],
-    ["between", "message",   "text",    "text done",    "message done"],
-    ["",        "",          "refusal", "refusal done"],
-    ["",        "reasoning", "thought", "thought done", "reasoning done"],
-    ["",        "",          "call",    "",             "call done"],
-    ["",        "",          "custom",  "",             "custom done"],
-    ["",        "",          "",        "",             "compaction"],
-    ["end"],
-]
-# Arrows that neither stay in a row nor begin or end an item: the path from the middle of the box that they
-# leave to an edge of the box that they reach, and the place of the text, seen from the former box.
-ROUTES = {
-    ("created", "between"):           ("M{x},{y} m0,13 v25 H{to_x} V{top}",       -120,  34),
-    ("queued", "between"):            ("M{x},{y} m0,13 v25 H{to_x} V{top}",       -120,  34),
-    ("queued", "end"):                ("M{x},{y} m40,13 v37 H8 V{to_y} H{left}",    66,  46),
-    ("between", "end"):               ("M{x},{y} m-40,13 V{top}",                    0, 400),
-    ("message", "refusal"):           ("M{x},{y} m20,13 V{to_y} H{left}",          108,  83),
-    ("refusal done", "message done"): ("M{x},{y} m64,0 H{to_x} V{bottom}",         126,  -5),
+PLACES = {
+    state: (column, row) for row, states in enumerate(DRAWN["grid"]) for column, state in enumerate(states)
 }
-# fmt: on
-PLACES = {state: (column, row) for row, states in enumerate(GRID) for column, state in enumerate(states)}
 STEP_X, STEP_Y, WIDTH, HEIGHT = 250, 88, 128, 26
 
 
@@ -87,7 +55,9 @@ def events() -> str:
     size = f'viewBox="0 0 {right + 250} {bottom + 30}"'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
     title = "<title>The events of a Response: a box is a state, an arrow an event</title>"
-    return "\n".join([svg, title, f"<style>{STYLE}</style>", HEAD, *drawn(edges), "</svg>", ""])
+    return "\n".join(
+        [svg, title, f"<style>{DRAWN['style']}</style>", DRAWN["head"], *drawn(edges), "</svg>", ""]
+    )
 
 
 def drawn(edges: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
@@ -108,8 +78,8 @@ def route(state: str, following: str) -> tuple[str, int, int]:
     _, row = PLACES[state]
     if state == following:  # a delta
         return f"M{x - 30},{y - 13} c0,-25 60,-25 60,0", x, y - 34
-    if (state, following) in ROUTES:
-        path, right, down = ROUTES[state, following]
+    if special := DRAWN["routes"].get(f"{state}, {following}"):
+        path, right, down = special
         edges = {"top": to_y - 13, "bottom": to_y + 13, "left": to_x - 64}
         return path.format(x=x, y=y, to_x=to_x, to_y=to_y, **edges), x + right, y + down
     if following == "between":  # an item is done

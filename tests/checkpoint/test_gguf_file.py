@@ -3,10 +3,10 @@
 import struct
 import subprocess
 import tempfile
+import tomllib
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -87,36 +87,15 @@ def test_pre_tokenizers(pre: str) -> None:
     assert "|".join(word for word, _ in words) == WORDS[pre]
 
 
-# fmt: off
-#  entry of the metadata                    its value     words of the refusal
-REFUSED: dict[str, tuple[Any, list[str]]] = {
-    "general.architecture":                 ("gemma3\n",  ["architecture is 'gemma3", "llama, qwen2, qwen3"]),
-    "general.alignment":                    (0,           ["general.alignment is '0'; supported: 32"]),
-    "qwen3.expert_count":                   (8,           ["qwen3.expert_count is 8"]),
-    "qwen3.block_count":                    (None,        ["missing required field `num_hidden_layers`"]),
-    "qwen3.attention.head_count":           ([4, 4],      ["qwen3.attention.head_count is '[4 4]'", "int"]),
-    "tokenizer.ggml.token_type":            ([1, 1],      ["2048 tokens and 2 entries of token_type"]),
-    "tokenizer.ggml.model":                 ("llama",     ["tokenizer.ggml.model is 'llama'", "gpt2"]),
-    "tokenizer.ggml.pre":                   ("tekken",    ["tokenizer.ggml.pre is 'tekken'", "smollm"]),
-    "tokenizer.ggml.merges":                (["a"],       ["its tokenizer: "]),
-    "tokenizer.ggml.bos_token_id":          ("a",         ["tokenizer.ggml.bos_token_id is 'a'", "int"]),
-    "tokenizer.ggml.eos_token_id":          (2048,        ["eos_token_id is 2048; there are 2048 tokens"]),
-    "tokenizer.chat_template":              (None,        ["tokenizer.chat_template is 'None'", "str"]),
-    "qwen3.rope.scaling.attn_factor":       (4.0,         ["qwen3.rope.scaling.attn_factor is 4.0"]),
-    "qwen3.rope.scale_linear":              (4.0,         ["qwen3.rope.scale_linear is 4.0"]),
-    "qwen3.rope.dimension_count":           (8,           ["partial_rotary_factor is 0.25", "1 in a qwen3"]),
-    "qwen3.attention.value_length":         (8,           ["qwen3.attention.value_length is 8"]),
-}
-# fmt: on
+REFUSED = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))["gguf"]
 
 
 @pytest.mark.bug("P17")
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(key: str, tmp_path: Path) -> None:
-    value, words = REFUSED[key]
-    write_gguf(TINY, tmp_path / "made.gguf", "Q8_0", {key: value})
+    write_gguf(TINY, tmp_path / "made.gguf", "Q8_0", {key: REFUSED[key].get("value")})
     message = refusal(tmp_path / "made.gguf")
-    assert all(word in message for word in words), message
+    assert all(word in message for word in REFUSED[key]["words"]), message
 
 
 def refusal(file: Path) -> str:

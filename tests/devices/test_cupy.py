@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +20,7 @@ pytestmark = pytest.mark.sweep
 cupy: Any = pytest.importorskip("cupy", reason="pip install -e '.[cuda]'")
 
 ROOT = Path(__file__).parents[2]
-# fmt: off
-#  name in cupy                          what its signature, or else its docstring, has
-NAMES = {
-    "__version__":                       "",
-    "RawModule":                         "code=None, tuple options=()",
-    "empty":                             "shape: dtype:",
-    "zeros":                             "shape: dtype:",
-    "cuda.Device":                       "device=None",
-    "cuda.Device.compute_capability":    "string",
-    "cuda.Device.mem_info":              "free: total:",
-    "cuda.Event":                        "disable_timing=False",
-    "cuda.Stream":                       "non_blocking=False",
-    "cuda.alloc_pinned_memory":          "size_t size",
-    "cuda.get_current_stream":           "device_id=-1",
-    "cuda.runtime.getDeviceProperties":  "int device",
-    "cuda.runtime.deviceGetAttribute":   "int attrib, int device",
-    "cuda.runtime.driverGetVersion":     "-> int",
-}
-# what is asked of the objects that these return; the emulator has each, and no more
-METHODS = {
-    "RawModule.get_function":            "str name",
-    "RawKernel.kernel":                  "",
-    "RawKernel.__call__":                "",
-    "cuda.Event.record":                 "stream=None",
-    "cuda.Event.synchronize":            "self",
-    "cuda.Graph.launch":                 "stream=None",
-    "cuda.Stream.__enter__":             "self",
-    "cuda.Stream.begin_capture":         "mode=None",
-    "cuda.Stream.end_capture":           "self",
-    "cuda.Stream.synchronize":           "self",
-    "ndarray.data":                      "",
-    "ndarray.get":                       "stream=None out=None blocking=True",
-    "ndarray.reshape":                   "",
-    "ndarray.set":                       "arr, stream=None",
-    "ndarray.view":                      "",
-    "cuda.MemoryPointer.ptr":            "",
-    "cuda.function.Function.ptr":        "",
-}
-# fmt: on
+ASKED = tomllib.loads(Path(__file__).with_name("cupy.toml").read_text(encoding="utf-8"))
 CUPY = r"\b(?:cp|import_module\(\"cupy\"\))\.([a-zA-Z_.]+)"
 
 
@@ -67,12 +30,12 @@ def test_the_names_are_those_that_the_code_has() -> None:
     found = {name for file in files for name in re.findall(CUPY, file.read_text(encoding="utf-8"))}
     used = {name.removesuffix("().ptr") for name in found} - {"driver"}
     assert {re.sub(r"\.(ptr|mem_info)$", "", name) for name in used} == {
-        name for name in NAMES if name.count(".") < 3 and "Device." not in name
+        name for name in ASKED["names"] if name.count(".") < 3 and "Device." not in name
     }
     assert not hasattr(cupy, "driver")
 
 
-@pytest.mark.parametrize(("name", "words"), (NAMES | METHODS).items())
+@pytest.mark.parametrize(("name", "words"), (ASKED["names"] | ASKED["methods"]).items())
 def test_cupy_has_it_with_these_arguments(name: str, words: str) -> None:
     found: Any = cupy
     for part in name.split("."):
