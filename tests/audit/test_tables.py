@@ -1,24 +1,16 @@
-"""The audit's tables hold what the types of the `openai` package require, and no edit of a member passes."""
+"""The audit's tables hold what the types of the `openai` package require."""
 
-import copy
 import itertools
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import pytest
 from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel
 
 from audit import schema
-from audit.recording import violations
-from audit.stream import captured
-from helpers.serving import Json
 
-TYPES = {"event": ResponseStreamEvent, "chunk": ChatCompletionChunk}  # kind -> the type of all of them
 # What the types demand and the tables do not: rules are about the types of events, the index of a call, and
 # usage; OpenAI's recorded streams lack an action, and a code of an error is each server's own.
 LOOSE = {"error type", "function index", "failure code", "program_output status", "web_search_call action"}
@@ -61,7 +53,8 @@ def looser(annotation: Any, kind: str, seen: set[str]) -> Iterator[str]:
             words = {one for one in told.split("|") if one.startswith("=")}
             expected = {f"={word}" for word in literals(field.annotation)}
             is_closed = not expected or name == "type" or words == expected
-            if field.is_required() and not (name in needed and is_closed):
+            is_typed = told != "any" or object in options(field.annotation)
+            if field.is_required() and not (name in needed and is_closed and is_typed):
                 yield f"{type_ or kind} {name}"
             inner = kind_of(told)
             if inner and f"{inner} {field.annotation}" not in seen:
@@ -70,7 +63,7 @@ def looser(annotation: Any, kind: str, seen: set[str]) -> Iterator[str]:
 
 
 def test_a_table_demands_what_the_types_demand() -> None:
-    """All events, items, parts and tools of the package's release."""
+    """Of all events, items, parts and tools of the release; tests/faults.toml has edited members."""
     found = {*looser(ResponseStreamEvent, "event", set()), *looser(ChatCompletionChunk, "chunk", set())}
     found -= {
         name
@@ -78,49 +71,3 @@ def test_a_table_demands_what_the_types_demand() -> None:
         if name.startswith(("usage ", "response.")) or name.endswith(" sequence_number")
     }
     assert found == LOOSE
-
-
-def members(
-    annotation: Any, value: Any, path: tuple[Any, ...] = ()
-) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
-    """Yield (path, its model's type and its name, annotation) of each member that the types require."""
-    for type_, fields in models(annotation) if isinstance(value, dict) else ():
-        if type_ == value.get("type", type_) and fields.keys() >= value.keys() - {"obfuscation", "bytes"}:
-            for name in fields.keys() & value.keys():
-                if fields[name].is_required():
-                    yield (*path, name), f"{type_} {name}", fields[name].annotation
-                yield from members(fields[name].annotation, value[name], (*path, name))
-    for place, entry in enumerate(value if isinstance(value, list) else ()):
-        yield from members(annotation, entry, (*path, place))
-
-
-def edits(event: Json, path: tuple[Any, ...], annotation: Any) -> Iterator[Json]:
-    """Yield the event with one member absent, null, of another type, and out of its literals."""
-    *outer, name = path
-    of_text = str in options(annotation)
-    other = ... if object in options(annotation) else {"x": 1} if of_text else "x"
-    for new in (..., None, other, "x" if literals(annotation) else ...):
-        edited = copy.deepcopy(event)
-        inner: Any = edited
-        for step in outer:
-            inner = inner[step]
-        inner |= {name: new}
-        if new is ...:
-            del inner[name]
-        yield edited
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_no_edit_of_a_member_passes(kind: str) -> None:
-    lines = Path(__file__).with_name(f"newer_{kind}s.jsonl").read_text(encoding="utf-8").splitlines()
-    events = [json.loads(line) for line in lines]
-    seen: set[str] = set()
-    for number, event in enumerate(events):
-        for path, name, annotation in members(TYPES[kind], event):
-            if name not in seen and not (name.endswith(" sequence_number") and seen):
-                seen.add(name)
-                for edited in edits(event, path, annotation):
-                    changed = [*events[:number], edited, *events[number + 1 :]]
-                    bad = schema.Typed(edited, kind).faults or violations(captured(changed))
-                    assert bad or name in LOOSE, edited
-    assert len(seen) > 10
