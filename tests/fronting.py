@@ -2,8 +2,8 @@
 
     python tests/fronting.py http://host:port/v1 --model NAME        [--api-key KEY]
 
-It starts `server.py --upstream URL` and prints a table, a line for each case of fronting.toml: what the server
-says directly, through ours over chat completions, and through ours over the Responses API. All is asked at
+It starts `server.py --upstream URL` and prints a table, a line for each case of fronting.toml: the server's
+answer directly, through ours over chat completions, and through ours over the Responses API. All is asked at
 temperature 0; if the server is not deterministic, two direct answers differ. Exit status 1 if an answer of
 ours differs.
 """

@@ -23,7 +23,6 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -102,28 +101,21 @@ class Place(NamedTuple):
 
 def places(module: Path) -> dict[str, Place]:
     """Return the functions of a module, in its order; those inside others are a part of these."""
-    lines = module.read_text(encoding="utf-8").splitlines()
-    found: dict[str, Place] = {}
-
-    def look(body: Sequence[ast.stmt], prefix: str, is_above: bool, start: int) -> None:
-        for node in body:
-            folds = (line.startswith(" " * node.col_offset + FOLD) for line in lines[start : node.lineno])
-            is_above = is_above and not any(folds)
-            start = node.lineno
-            if isinstance(node, ast.ClassDef):
-                look(node.body, f"{node.name}.", is_above, start)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                has_no_body = all(isinstance(each, ast.Expr) for each in node.body)
-                found[prefix + node.name] = Place(is_above, has_no_body or node.name in DECLARATIONS)
-
-    body = ast.parse("\n".join(lines)).body
-    look(body, "", True, 0)
+    above, found = lines_above(module), dict[str, Place]()
+    body = ast.parse(module.read_text(encoding="utf-8")).body
     classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    for outer in body:
+        prefix, nodes = (f"{outer.name}.", outer.body) if isinstance(outer, ast.ClassDef) else ("", [outer])
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                has_no_body = all(isinstance(each, ast.Expr) for each in node.body)
+                is_declaration = has_no_body or node.name in DECLARATIONS
+                found[prefix + node.name] = Place(node.lineno in above, is_declaration)
     statements = [*body, *(node for each in classes for node in each.body)]
     tables = [node for node in statements if isinstance(node, ast.Assign | ast.AnnAssign)]
-    for node in (node for table in tables for node in ast.walk(table)):
-        if isinstance(node, ast.Name) and node.id in found:
-            found[node.id] = found[node.id]._replace(is_declaration=True)
+    for name in (part for table in tables for part in ast.walk(table)):
+        if isinstance(name, ast.Name) and name.id in found:
+            found[name.id] = found[name.id]._replace(is_declaration=True)
     return found
 
 

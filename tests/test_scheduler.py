@@ -151,20 +151,6 @@ def test_prompts_of_owners_are_computed_in_turn() -> None:
     assert turns == ["B"] * 3 + ["BC"] * 3 + ["BCA"] * 3  # those before the last one decode
 
 
-@pytest.mark.parametrize("owner", ["", "ABCDEFGH"])
-def test_prompts_that_came_together_have_their_first_tokens_one_after_another(owner: str) -> None:
-    """In turns of a chunk the first of eight prompts of 957 tokens was done when the last was."""
-    s = scheduler(n_pages=200, max_batch=8)
-    prompts = [sequence(957, first=1000 * i, owner=owner[i : i + 1]) for i in range(8)]
-    added(s, *prompts)
-    n_rows, waits = 0, dict[Sequence, int]()  # how many rows were computed before the first token of each
-    while len(waits) < 8:
-        n_rows += sum(end - start for _, start, end in step(s))
-        waits |= {one: n_rows for one in prompts if one.output and one not in waits}
-    assert [*waits] == prompts
-    assert all(wait < 1.1 * 957 * (i + 1) for i, wait in enumerate(waits.values()))
-
-
 def test_a_long_prompt_goes_on_beside_short_ones() -> None:
     s, long = scheduler(n_pages=200, max_batch=20), sequence(900, first=20_000)
     s.add(long)
@@ -172,23 +158,6 @@ def test_a_long_prompt_goes_on_beside_short_ones() -> None:
         s.add(sequence(2 * CHUNK, 1, first=200 * i))
         step(s)
     assert long.n_computed >= 13 * CHUNK
-
-
-# --- prefix cache -------------------------------------------------------------------------------------------
-
-
-# --- admission and preemption -------------------------------------------------------------------------------
-
-
-def test_what_is_found_again_after_a_preemption_is_not_counted_as_cached() -> None:
-    s = scheduler(n_pages=5)
-    old, young = sequence(2 * PAGE - 2), sequence(PAGE + 1, first=1000)
-    added(s, old, young)
-    while s.counts["preemptions"] == 0:
-        step(s)
-    s.remove(old)
-    assert rows(s.schedule()) == [(young, 2 * PAGE, 2 * PAGE + 1)]
-    assert (young.n_cached, s.counts["cached_tokens"]) == (0, 0)
 
 
 # --- drafts and masks ---------------------------------------------------------------------------------------

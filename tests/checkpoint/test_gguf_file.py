@@ -52,10 +52,13 @@ def test_a_file_of_floats_is_the_directory_that_it_was_made_of(name: str, tmp_pa
 
 
 def test_texts_of_a_file(tmp_path: Path) -> None:
-    """Tokenizer, special tokens and template of the tiny model, those of Qwen; a file without its suffix."""
-    write_gguf(TINY, tmp_path / "tiny", "Q8_0")
-    directory = find(str(tmp_path / "tiny"))
-    assert directory.name == "tiny"
+    """Tokenizer, special tokens and template of the tiny model, those of Qwen.
+
+    Its name has no suffix: as Ollama keeps a file, under the name of its SHA-256.
+    """
+    write_gguf(TINY, tmp_path / "sha256-1.5", "Q8_0")
+    directory = find(str(tmp_path / "sha256-1.5"))
+    assert directory.name == "sha256-1.5"
     ours, expected = Tokenizer(directory / "tokenizer.json"), Tokenizer(TINY / "tokenizer.json")
     assert {**ours.added_by_id} == {**expected.added_by_id}
     text = "<|im_start|>user\nGrüße, 日本語 🎉\n\n  <html>\t1,234.5 don't<|im_end|><think>"

@@ -40,14 +40,6 @@ def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert find("~/Org") == tmp_path / "Org"
 
 
-def test_a_gguf_file_needs_no_suffix(tmp_path: Path) -> None:
-    """Bug: "is a file; a model is a GGUF file". As Ollama keeps them, under the name of their SHA-256."""
-    write_gguf(TINY, tmp_path / "sha256-1.5", "Q8_0")
-    directory = find(str(tmp_path / "sha256-1.5"))
-    assert directory.name == "sha256-1.5"
-    assert read_config(directory).vocab_size == 2048
-
-
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """HF_HUB_OFFLINE=1 and an empty HF_HUB_CACHE, as huggingface_hub keeps them once it is imported."""

@@ -1,11 +1,13 @@
 """One layer of a model, op by op: on a device, in NumPy, and what the two are compared by.
 
-config --both()--> Both: the same random weights for CudaOps (or PlainOps) and for NumpyOps
+device_configs.toml --both()--> Both: the same random weights for CudaOps (or PlainOps) and for NumpyOps
 """
 
+import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,6 @@ from helpers.emulator import Emulator
 from model import Array, Batch, NumpyOps, Span
 from sampling import Choice, Context, Sampling
 
-MAX_SEQ_LEN = 400
-
 
 def sweep(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
     """The values to parametrize a test with; `make check` has those that are not among the first."""
@@ -32,46 +32,22 @@ def sweep(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
     return found
 
 
-def config(**changes: Any) -> Config:
-    # fmt: off
-    values: dict[str, Any] = {
-        "model_type": "qwen3", "dim": 1000, "n_layers": 1, "n_heads": 6, "n_kv_heads": 2, "head_dim": 20,
-        "hidden_dim": 264, "vocab_size": 1001, "max_seq_len": MAX_SEQ_LEN, "norm_eps": 1e-5,
-        "rope": Rope(10_000.0), "windows": (None,), "rotary": (True,), "tied": False, "qkv_bias": True,
-        "o_bias": True, "mlp_bias": True, "qk_norm": True, "eos_token_ids": (), "generation": {},
-    }
-    # fmt: on
-    return Config(**values | changes)
+TABLES = tomllib.loads(Path(__file__).with_name("device_configs.toml").read_text(encoding="utf-8"))
+MAX_SEQ_LEN: int = TABLES["base"]["max_seq_len"]
 
 
-SMALL: dict[str, Any] = {"dim": 40, "hidden_dim": 8, "head_dim": 4, "vocab_size": 33}
-FEW_HEADS = SMALL | {"n_heads": 2, "n_kv_heads": 1}
-# fmt: off
-CONFIGS = {
-    "grouped":    config(),
-    "plain":      config(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, rotary=(False,)),
-    "window":     config(windows=(37,), qk_norm=False),
-    "sinks":      config(windows=(37,), qk_norm=False, sinks=True),
-    "many-heads": config(**SMALL | {"n_heads": 18, "n_kv_heads": 1}),
-    "large-head": config(**SMALL | {"n_heads": 2, "n_kv_heads": 2, "head_dim": 136}),
-    # sizes of SmolLM2-135M and Qwen2.5-0.5B
-    "uneven":     config(dim=576, hidden_dim=4864, n_heads=14, head_dim=64, vocab_size=896, mlp_bias=False),
-}
-MIXTURES = {
-    "mxfp4": config(
-        **FEW_HEADS | {"model_type": "gpt_oss", "dim": 320, "sinks": True},
-        experts=Experts(11, 3, 64, (True,), normalised=True, has_biases=True, limit=1.5, alpha=1.702,
-                        mxfp4=True)),
-    "experts": config(
-        **FEW_HEADS | {"model_type": "qwen3_moe"},
-        experts=Experts(37, 5, 24, (True,), normalised=False, has_biases=False, limit=None, alpha=1.0,
-                        mxfp4=False)),
-}
-OTHERS = {
-    "long":        config(**FEW_HEADS | {"dim": 1288}),
-    "many-tokens": config(**FEW_HEADS | {"dim": 8, "vocab_size": 70_001}),
-}
-# fmt: on
+def config(experts: Any = None, **changes: Any) -> Config:
+    """Return a config of one layer; the members of `experts` are those of checkpoint.config.Experts."""
+    values = {"rope": Rope(10_000.0), "windows": (None,)} | TABLES["base"] | changes
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Config(**values, experts=experts and Experts(**{"layers": (True,), "limit": None} | experts))
+
+
+def configs(table: str) -> dict[str, Config]:
+    return {name: config(TABLES["experts_of"].get(name), **row) for name, row in TABLES[table].items()}
+
+
+CONFIGS, MIXTURES, OTHERS, MODELS = map(configs, ("dense", "mixtures", "others", "real"))
 
 
 def shapes_of(c: Config, i: int) -> dict[str, tuple[int, ...]]:
@@ -274,24 +250,3 @@ def attended_alike(fast: list[Array], plain: list[Array]) -> bool:
     """To up to 32 keys, to more of them; and what was kept."""
     kept = all(nearly_the_same(*pools, 1e-3) for pools in zip(fast[1:], plain[1:], strict=True))
     return kept and nearly_the_same(fast[0][:32], plain[0][:32]) and near(fast[0], plain[0], 5e-3)
-
-
-SIZES = "dim", "hidden_dim", "n_heads", "n_kv_heads", "head_dim", "vocab_size"
-# fmt: off
-MODELS = {
-    "Qwen3-0.6B":   config(**dict(zip(SIZES, (1024, 3072, 16, 8, 128, 151936), strict=True))),
-    "Qwen2.5-0.5B": config(**dict(zip(SIZES, (896, 4864, 14, 2, 64, 151936), strict=True))),
-    "SmolLM2-135M": config(**dict(zip(SIZES, (576, 1536, 9, 3, 64, 49152), strict=True))),
-    "Llama-3-8B":   config(**dict(zip(SIZES, (4096, 14336, 32, 8, 128, 128256), strict=True))),
-    "Qwen3-30B-A3B": config(
-        model_type="qwen3_moe", dim=2048, hidden_dim=6144, n_heads=32, n_kv_heads=4, head_dim=128,
-        vocab_size=151936,
-        experts=Experts(128, 8, 768, (True,), normalised=True, has_biases=False, limit=None, alpha=1.702,
-                        mxfp4=False)),
-    "gpt-oss-20b": config(
-        model_type="gpt_oss", dim=2880, hidden_dim=2880, n_heads=64, n_kv_heads=8, head_dim=64,
-        vocab_size=201088, windows=(128,), qk_norm=False, sinks=True,
-        experts=Experts(32, 4, 2880, (True,), normalised=True, has_biases=True, limit=7.0, alpha=1.702,
-                        mxfp4=True)),
-}
-# fmt: on
