@@ -24,24 +24,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 from helpers.serving import ROOT, serve
-from helpers.upstream import Exchange, head, upstream
+from helpers.upstream import DONE, USED, Exchange, delta, finish, head, upstream
 
 PAGE = ROOT / "results/claude-code.md"
 SAID = "The first command worked, the second failed."
 COMMANDS = ("echo it works", "cat /no/such/file")
 IFF_UP, SIOCSIFFLAGS = 1, 0x8914
-
-
-def chunks(*deltas: dict[str, Any], finish_reason: str) -> bytes:
-    """Return a stream of chat that says these deltas."""
-    usage = {"prompt_tokens": 100, "completion_tokens": 9, "total_tokens": 109}
-    ends: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason}]},
-        {"choices": [], "usage": usage},
-    ]
-    said = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    frames = [f"data: {json.dumps({'id': 'c', 'model': 'm'} | chunk)}\n\n" for chunk in [*said, *ends]]
-    return head() + "".join([*frames, "data: [DONE]\n\n"]).encode()
 
 
 def answer(exchange: Exchange) -> None:
@@ -50,16 +38,15 @@ def answer(exchange: Exchange) -> None:
     names = {tool["function"]["name"] for tool in body.get("tools", ())}
     has_called = any(message["role"] == "tool" for message in body["messages"])
     if "Bash" not in names or has_called:
-        exchange.send(chunks({"content": SAID}, finish_reason="stop"))
+        exchange.send(head() + delta(content=SAID) + finish() + USED + DONE)
         return
     calls = [
         {"index": i, "id": f"call_{i}", "type": "function",
          "function": {"name": "Bash", "arguments": json.dumps({"command": command, "description": "Try."})}}
         for i, command in enumerate(COMMANDS)
     ]  # fmt: skip
-    exchange.send(
-        chunks({"reasoning_content": "Both at once."}, {"tool_calls": calls}, finish_reason="tool_calls")
-    )
+    said = delta(reasoning_content="Both at once.") + delta(tool_calls=calls)
+    exchange.send(head() + said + finish("tool_calls") + USED + DONE)
 
 
 def session(folder: Path) -> Iterator[str]:

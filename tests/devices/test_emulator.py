@@ -4,6 +4,7 @@ Most of the bugs that are planted change no output in any order of threads, as m
 """
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +18,17 @@ from helpers.emulator import Emulator
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
 TEXT = Path(__file__).with_name("planted.cu").read_text(encoding="utf-8")
-TOTAL, ROUNDS = re.findall(r"^extern .*?^}\n", TEXT, re.MULTILINE | re.DOTALL)
-UNSET, RACE = "shared memory read before it is set", "race"
-EITHER = f"{UNSET}|{RACE}"
-# fmt: off
-#    kernel  name                line                          becomes                     the checker says
-PLANTED = [
-    (TOTAL,  "no_barrier_1",     "__syncthreads();  // 1",     "",                         EITHER),
-    (TOTAL,  "no_barrier_2",     "__syncthreads();  // 2",     "",                         RACE),
-    (TOTAL,  "no_fence_there",   "__threadfence();  // there", ";",                        "a read races"),
-    (TOTAL,  "no_fence_here",    "__threadfence();  // here",  ";",                        "a read races"),
-    (TOTAL,  "no_guard",         "i < n ? x[i] * factor : 0",  "x[i] * factor",            "out of bounds"),
-    (TOTAL,  "two_writers",      "threadIdx.x == 33",          "threadIdx.x >= 62",        "two writes race"),
-    (TOTAL,  "half_a_warp",      "sum += __shfl",              "if (i % 2) sum += __shfl", "deadlock"),
-    (TOTAL,  "too_early",        "  await_previous();\n",      "",                         "await_previous"),
-    (TOTAL,  "writes_weights",   "n_done[0] = 0;",             "((bf16*)w)[0] = {0};",     "is written"),
-    (TOTAL,  "misaligned",       "part[b]",                    "((float2*)(part + 1))->x", "misaligned"),
-    (ROUNDS, "not_awaited",      "await_copies<1>();",         "",                         UNSET),
-    (ROUNDS, "left_on_its_way",  "await_copies<0>();",         "",                         "while copies"),
-    (ROUNDS, "not_seen_by_all",  "__syncthreads();  // 1",     "",                         EITHER),
-    (ROUNDS, "copy_too_far",     "x + at, at < n);\n    end",  "x + at, true);\n    end",  "out of bounds"),
-    (ROUNDS, "prefetch_too_far", "n * 4",                      "n * 4 + 16",               "out of bounds"),
-    (ROUNDS, "copy_to_global",   "&round[0][threadIdx.x]",     "(uint4*)(y + at)",         "not shared"),
-]
-# fmt: on
+RIGHT = dict(zip(("total", "rounds"), re.findall(r"^extern .*?^}\n", TEXT, re.M | re.S), strict=True))
+PLANTED = tomllib.loads(Path(__file__).with_name("planted.toml").read_text(encoding="utf-8"))
 
 
 def planted() -> str:
     """The kernels, and beside them each wrong one under a name of its own."""
     kernels = [TEXT]
-    for right, name, line, becomes, _ in PLANTED:
+    for name, fault in PLANTED.items():
+        right, line = RIGHT[fault["kernel"]], fault["line"]
         assert right.count(line) == 1, line
-        kernels.append(re.sub(r"\b(total|rounds)\(", f"{name}(", right.replace(line, becomes)))
+        kernels.append(re.sub(r"\b(total|rounds)\(", f"{name}(", right.replace(line, fault["becomes"])))
     return "".join(kernels)
 
 
@@ -78,9 +58,10 @@ def test_kernels_that_are_right(order: int, check: bool) -> None:
 
 
 @pytest.mark.parametrize("order", sweep([0, 1], [0]))
-@pytest.mark.parametrize(("kernel", "name", "line", "becomes", "says"), PLANTED, ids=[p[1] for p in PLANTED])
-def test_planted(kernel: str, name: str, line: str, becomes: str, says: str, order: int) -> None:
-    run: Any = total if kernel is TOTAL else rounds
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(name: str, order: int) -> None:
+    run: Any = total if PLANTED[name]["kernel"] == "total" else rounds
+    says = PLANTED[name]["says"]
     with pytest.raises(RuntimeError, match=says) as caught:
         run(Emulator(order, check=True), name)
     if "deadlock" not in says and "while copies" not in says:
