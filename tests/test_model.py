@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.device_models import tokens
+from helpers.device_models import SAMPLINGS, sampling_of, tokens
 from model import Array, Batch, NumpyOps, Span, forward
 from parity import CASES, Ours, prefill, write
 from sampling import Choice, Context, Sampling, philox_uniform, pick_token
@@ -107,27 +107,9 @@ def drawn(logits: Array, sampling: Sampling, **context: Sequence[int]) -> list[i
     return [pick(logits, replace(sampling, seed=seed), **context).token_id for seed in SEEDS]
 
 
-# fmt: off
-#   sampling                                    tokens that can come
-KEPT = [
-    ({},                                        {0, 1, 2, 3, 4}),
-    ({"top_k": 2},                              {1, 3}),
-    ({"top_p": 0.41},                           {1, 3}),  # the token that crosses the line is in
-    ({"top_p": 0},                              {1}),
-    ({"min_p": 1},                              {1}),
-    ({"top_p": 0.71},                           {1, 3, 4}),
-    ({"min_p": 0.13},                           {0, 1, 2, 3, 4} - {2}),  # below 0.13 * 0.4
-    ({"top_k": 2, "top_p": 0.56},               {1}),  # 0.4 of the 0.7 that are left
-    ({"min_p": 0.3, "top_p": 0.8},              {1, 3}),  # 0.7 of the 0.85 that are left
-    ({"temperature": 2.0, "min_p": 0.55},       {1, 3, 4}),  # sqrt(0.15 / 0.4) = 0.61, sqrt(0.1 / 0.4) = 0.5
-    ({"temperature": 1e-310},                   {1}),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("parameters", "expected"), KEPT)
-def test_tokens_that_can_come(parameters: dict[str, Any], expected: set[int]) -> None:
-    assert {*drawn(LOGITS, Sampling(**parameters))} == expected
+@pytest.mark.parametrize(("parameters", "expected"), SAMPLINGS["kept"])
+def test_tokens_that_can_come(parameters: dict[str, Any], expected: list[int]) -> None:
+    assert sorted({*drawn(LOGITS, sampling_of(parameters))}) == expected
 
 
 def exact_draw(logits: Array, s: Sampling, u: float) -> int:
@@ -177,29 +159,14 @@ def test_draws_follow_the_distribution(axis: str, temperature: float) -> None:
 
 RAW = np.array([3, 2, 1, 0.5, -1, -2], np.float32)
 
-# fmt: off
-#   sampling                                           prompt  output        what the logits become
-PENALISED = [
-    ({"presence_penalty": 0.5},                        [4],    [0, 0, 3],    [2.5, 2, 1, 0, -1, -2]),
-    ({"frequency_penalty": 0.5},                       [4],    [0, 0, 3],    [2, 2, 1, 0, -1, -2]),
-    ({"presence_penalty": 2},                          [0, 1], [],           [3, 2, 1, 0.5, -1, -2]),
-    ({"repetition_penalty": 2},                        [4, 4], [0, 0, 3],    [1.5, 2, 1, 0.25, -2, -2]),
-    ({"repetition_penalty": 0.5},                      [4],    [2],          [3, 2, 2, 0.5, -0.5, -2]),
-    ({"repetition_penalty": 2, "presence_penalty": 1}, [],     [0, 5],       [0.5, 2, 1, 0.5, -1, -5]),
-    ({"logit_bias": {5: 4.5, 0: -2}},                  [],     [],           [1, 2, 1, 0.5, -1, 2.5]),
-    ({"logit_bias": {1: 1}, "presence_penalty": 1},    [],     [1],          [3, 2, 1, 0.5, -1, -2]),
-    ({"logit_bias": {5: 4.5}, "temperature": 0},       [],     [],           [3, 2, 1, 0.5, -1, 2.5]),
-]
-# fmt: on
 
-
-@pytest.mark.parametrize(("parameters", "prompt", "output", "becomes"), PENALISED)
+@pytest.mark.parametrize(("parameters", "prompt", "output", "becomes"), SAMPLINGS["penalised"])
 def test_penalties_and_bias(
     parameters: dict[str, Any], prompt: list[int], output: list[int], becomes: list[float]
 ) -> None:
     """They draw what the changed logits draw without them."""
     plain = Sampling(temperature=parameters.get("temperature", 1.0))
-    changed = drawn(RAW, Sampling(**parameters), prompt=prompt, output=output)
+    changed = drawn(RAW, sampling_of(parameters), prompt=prompt, output=output)
     assert changed == drawn(np.array(becomes, np.float32), plain, output=output)
 
 

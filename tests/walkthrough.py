@@ -30,6 +30,7 @@ from completions import Chunks
 from dialects.matchers import Grammars
 from engine import Engine, Feed, StepOutput
 from event_log import encode_event
+from helpers.scripted import events_of
 from model import NumpyOps
 from request import params
 from request.template import ChatTemplate
@@ -43,7 +44,6 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 TINY = ROOT / "tests" / "models" / "tiny"
 BODY = b'{"model": "tiny", "input": "What is 2+2?", "temperature": 0}'
-HEAD = {"id": "resp_0", "object": "response", "created_at": 0, "model": "tiny"}
 MAX_WIDTH = 106
 RESPONSE_MEMBERS = ("status", "output", "usage")  # the response object repeats the request too
 EVENT_MEMBERS = ("item", "part", "delta", "text")  # an event says its place too: item_id, output_index, ...
@@ -89,7 +89,8 @@ def walkthrough() -> str:
     token_ids = tokenizer.encode(prompt)
     fields = [f"{field:20} {shown(value)}" for field, value in vars(request).items() if value]
     columns = [f"{name(Decoder.feed)}() -> {name(Piece)}", f"{name(Parser.feed)}() -> Output, or Finish"]
-    events = list(built(request, [output for _, outputs in engine.steps for output in outputs]))
+    outputs = [output for _, of_step in engine.steps for output in of_step]
+    events = events_of(outputs)
     number = next(i for i, event in enumerate(events) if event["type"].endswith(".delta"))
     frame = map(str, encode_event(number, events[number]).frame.splitlines(keepends=True))
     return stages(
@@ -101,7 +102,7 @@ def walkthrough() -> str:
          ["  id  {:42}  {}".format(*columns), *elided(token_rows(engine, tokenizer))]),
         (f"{name(Builder.start)}(), feed(), finish(): {len(events)} events", elided(event_rows(events))),
         (f"{name(Chunks.feed)}(), {name(blocks.Builder.feed)}(): the last delta in the two other APIs",
-         in_other_apis([output for _, outputs in engine.steps for output in outputs])),
+         in_other_apis(outputs)),
         (f"{name(encode_event)}() -> Entry: the frame of event {number} as the client gets it", frame),
     )  # fmt: skip
 
@@ -124,16 +125,6 @@ def token_rows(engine: TracedEngine, tokenizer: Tokenizer) -> Iterator[tuple[str
         output_column = ", ".join(map(shown, outputs)) or "nothing yet"
         kind = " ".join(type(output).__name__ for output in outputs)
         yield kind, f"{choice.token_id:4}  {piece_column:42}  {output_column}"
-
-
-def built(request: params.Request, outputs: abc.Sequence[WorkerOutput]) -> Iterator[dict[str, Any]]:
-    builder = Builder(HEAD | request.echo, counted_ids(), "{}: {}".format)
-    yield from builder.start()
-    for output in outputs:
-        if isinstance(output, Finish):
-            yield from builder.finish(output, now=1)
-        else:
-            yield from builder.feed(output)
 
 
 def in_other_apis(outputs: abc.Sequence[WorkerOutput]) -> Iterator[str]:

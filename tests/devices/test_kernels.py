@@ -16,7 +16,7 @@ from checkpoint.weights import bfloat16, unpacked
 from devices.cuda import CudaOps
 from devices.kernels import PLAIN, PLAIN_CODE, SHAPES, shape_for, signatures
 from helpers import device_ops, emulator
-from helpers.device_models import by_steps, ops_on, rows, tokens
+from helpers.device_models import SAMPLINGS, by_steps, ops_on, rows, sampling_of, tokens
 from helpers.device_ops import CONFIGS, MIXTURES, Both, best, both, near, noise, span, spans_of, sweep
 from helpers.plain_ops import PlainOps
 from model import PAGE, Array, Batch, Span
@@ -136,23 +136,9 @@ def test_what_lies_behind_a_sequence_in_its_page_is_not_seen(name: str) -> None:
     assert np.array_equal(results[0], results[1])
 
 
-# fmt: off
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {"temperature": 0.0, "n_top_logprobs": 5}, {}, {"n_top_logprobs": 0},
-    {"n_top_logprobs": 20}, {"temperature": 0.1}, {"temperature": 1e-30}, {"temperature": 2.0},
-    {"top_k": 1}, {"top_k": 7}, {"top_k": 1000}, {"top_k": 5000}, {"min_p": 0.1}, {"min_p": 1.0},
-    {"top_p": 0.0}, {"top_p": 0.5}, {"top_p": 0.9}, {"top_p": 0.999}, {"repetition_penalty": 1.3},
-    {"temperature": 0.7, "top_k": 50, "top_p": 0.8, "min_p": 0.01}, {"logit_bias": {7: 100.0, 8: -100.0}},
-    {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"temperature": 0.0, "logit_bias": {1000: 50.0}},
-    {"temperature": 0.0, "presence_penalty": -2.0, "frequency_penalty": 1.1, "repetition_penalty": 0.8},
-]
-# fmt: on
-# Of so many tokens that a warp has words of many, and a draw goes over runs of runs
-MANY: list[dict[str, Any]] = [{}, {"top_k": 40}, {"top_p": 0.2, "min_p": 0.001}]
-MANY.append({"top_k": 30_000, "top_p": 0.99})
 MASKS = [[0], [1000], [31, 32, 33], range(0, 1001, 7)]  # of the tokens that are allowed
-PICKS: list[tuple[str, dict[str, Any], Any]] = [("grouped", changes, None) for changes in SAMPLINGS]
-PICKS += [("many-tokens", changes, None) for changes in MANY]
+PICKS: list[tuple[str, dict[str, Any], Any]] = [("grouped", changes, None) for changes in SAMPLINGS["picked"]]
+PICKS += [("many-tokens", changes, None) for changes in SAMPLINGS["picked_of_many"]]
 PICKS += [("grouped", {"temperature": t}, allowed) for allowed, t in itertools.product(MASKS, (0.0, 1.0))]
 
 
@@ -162,7 +148,7 @@ def test_pick(name: str, changes: dict[str, Any], allowed: Any, order: int) -> N
     m = both(name, order)
     raw = np.random.default_rng(5).normal(0, 3, (3, m.config.vocab_size)).astype(np.float32)
     mask = None if allowed is None else np.isin(np.arange(m.config.vocab_size), allowed)
-    samplings = [Sampling(**changes | {"seed": seed, "choice": seed % 2}) for seed in range(3)]
+    samplings = [sampling_of(changes | {"seed": seed, "choice": seed % 2}) for seed in range(3)]
     contexts = [Context(sampling, [3, 3, 500, 999], [4, 4, 4, 500, 17], mask) for sampling in samplings]
     for got, logits, context in zip(m.pick(raw, contexts), raw, contexts, strict=True):
         assert same(got, pick_token(logits, context))

@@ -122,18 +122,6 @@ def test_a_fault_is_named_by_its_rule(ours: Server, monkeypatch: pytest.MonkeyPa
     assert not_named_alone(verdicts) == []
 
 
-@pytest.mark.parametrize("rule", ["error-shape", "metadata", "messages-cut"])
-def test_a_fault_is_named_by_no_other_rule_of_its_group(
-    ours: Server, monkeypatch: pytest.MonkeyPatch, rule: str
-) -> None:
-    """The sweep asks all rules, of all faults."""
-    monkeypatch.setattr("audit.peer.N_FOXES", 5_000)
-    with Foreign(ours.url, FAULTS[rule]) as between:
-        judging = endless(between.url)
-        verdicts = [judge(judging, name) for name in OVER_HTTP if RULES[name].group == RULES[rule].group]
-    assert not_named_alone({rule: verdicts}) == []
-
-
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)  # of a busy machine
 def test_a_fault_is_named_by_its_rule_alone(
