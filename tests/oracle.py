@@ -319,7 +319,7 @@ def plain_kernels(_: Random) -> Cases:
     import numpy as np
 
     from checkpoint.weights import bfloat16, unpacked
-    from helpers.device_ops import CONFIGS, SMALL, Both, config, span
+    from helpers.device_ops import CONFIGS, OTHERS, Both, span
     from helpers.plain_ops import PlainOps
     from model import Batch, Span
 
@@ -331,8 +331,7 @@ def plain_kernels(_: Random) -> Cases:
             return f"row {row}, column {column}: {numbers}; of {got.size} numbers {apart.sum()} differ"
         return "as NumPy"
 
-    few = SMALL | {"n_heads": 4, "n_kv_heads": 2, "windows": (37,), "sinks": True, "qk_norm": False}
-    models = {"18 heads, biases, norms": CONFIGS["many-heads"], "a window, sinks": config(**few)}
+    models = {"18 heads, biases, norms": CONFIGS["many-heads"], "a window, sinks": OTHERS["small-sinks"]}
     for name, c in [*models.items()][: 1 + N // 400]:
         m = Both(c, 0, True, PlainOps, 1)
         for n in (1, 5):
