@@ -22,11 +22,13 @@ from dialects import families
 from dialects.families import DIALECTS
 from helpers.laws import parse
 from helpers.scripted import END, MARKERS, TEMPLATE, TEMPLATES, ids_of, in_steps, said, vocabulary
+from helpers.tables import table
 from request import tools
 
 TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"]}
 SCHEMA = {"type": "object", "properties": {name: {"type": of_type} for name, of_type in TYPES.items()}}
 Options = dict[str, Any]
+TABLE = table("channels")
 # The dialects with all their markers: each is a token, or none is.
 SPELLED = {name: row._replace(tokens=frozenset()) for name, row in DIALECTS.items()}
 TOKENS = {name: row._replace(tokens=row.markers) for name, row in DIALECTS.items()}
@@ -64,9 +66,6 @@ UNITS = {
     "llama":       ["<|", "tag|>", "; ", '{"name": "f", "parameters": {}}'],
     "hermes":      ["<think", "</", "tool_call>"],
 }
-XML_CALL = "\n<function=f>\n<parameter=s>\na\n\n</parameter>\n<parameter=n>\n5\n</parameter>\n</function>\n"
-ASSISTANT = "<|start|>assistant"
-FINAL, THOUGHT = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 # fmt: on
 names = st.sampled_from(list(DIALECTS))
@@ -173,26 +172,8 @@ def test_no_more_is_held_than_may_become_a_needle(text: str, needles: list[str])
     assert out + "".join(piece.text for piece in finder.flush()) == text
 
 
-# fmt: off
-#    dialect         it begins with                                 and goes on with
-LONG = [
-    ("hermes",      "",                                            "a \n"),
-    ("hermes",      "",                                            "<tool_cal"),
-    ("hermes",      '<tool_call>{"arguments": "',                  '\\"{'),
-    ("hermes",      '<tool_call>{"name": "f", "arguments": {"a":', '[{"'),
-    ("qwen3-coder", "<tool_call><function=f><parameter=s>",        "\n</parameter"),
-    ("qwen3-coder", "<tool_call><function=f>",                     "<parameter=n>1</parameter>"),
-    ("llama",       '{"a": ',                                      "[1, "),
-    ("mistral",     "[TOOL_CALLS]",                                "get_"),
-    ("mistral-v3",  "[TOOL_CALLS][",                               '{"name": "f"}, '),
-    ("harmony",     "",                                            "<|channel|>"),
-    ("harmony",     FINAL,                                         "a<|end"),
-]
-# fmt: on
-
-
 @pytest.mark.bug("E09")
-@pytest.mark.parametrize(("name", "start", "more"), LONG)
+@pytest.mark.parametrize(("name", "start", "more"), TABLE["long"])
 def test_the_work_is_linear(name: str, start: str, more: str) -> None:
     """E09: ten times the text is ten times the calls of functions, and what is held is not copied."""
 
@@ -293,120 +274,20 @@ def spelled_out(output: Output) -> str:
 # --- cases --------------------------------------------------------------------------------------------------
 
 
-NONE = "<tool_call>[1]</tool_call>"  # a call that is none
-
-
-def written_down(items: list[list[str]]) -> str:
-    """As in the tables: [channel]text and [call name]arguments, with ' for " to be read."""
-    return "".join(f"[{' '.join(item[:-1])}]{item[-1]}" for item in items).replace('"', "'")
-
-
-# fmt: off
-F, P = "<tool_call><function=f>", "<parameter=s>"  # of XML, and their ends
-F_END, P_END = "</function></tool_call>", "</parameter>"
-G = "<tool_call><function=g>"
-CASES = {
-    # dialect: text                                                   items
-    "hermes": [
-        ("<think>\n\na\n\n</think>\nb\n",                              "[analysis]a[final]b\n"),
-        (" \n<think>a",                                                "[analysis]a"),
-        ("<think>a<tool_call>{'name': 'f'}</tool_call>",               "[analysis]a[call f]{}"),
-        ("<tool_call>{'name': 'f'}<tool_call>{'name': 'g'}",           "[call f]{}[call g]{}"),
-        ("<tool_call>{'arguments': {'a': 1}, 'name': 'f'}",            "[call f]{'a': 1}"),
-        ("<tool_call>{'name': 'f', 'parameters': {'a': 1}}",           "[call f]{'a': 1}"),
-        ("<tool_call>{'name': 'f', 'arguments': null}",                "[call f]{}"),
-        # Of two members of one name the first counts: it has left already.
-        ("<tool_call>{'name': 'f', 'name': 'g'}",                      "[call f]{}"),
-        ("<tool_call>{'name': 'f', 'arguments': {}, 'parameters': 1}", "[call f]{}"),
-        # What is no call is text, to the letter, in the item that was open.
-        (f"a\n\n{NONE}\nb",                                            f"[final]a\n\n{NONE}\nb"),
-        (f"<think>a {NONE} b</think>c",                                f"[analysis]a {NONE} b[final]c"),
-        (f"<tool_call>{{'name': 'f'}}</tool_call>{NONE}",              f"[call f]{{}}[final]{NONE}"),
-        ("<tool_call>a<think>b",                                       "[final]<tool_call>a[analysis]b"),
-    ],
-    "qwen3-coder": [
-        (f"<tool_call>{XML_CALL}</tool_call>\n\nb",                  "[call f]{'s': 'a\\n', 'n': 5}[final]b"),
-        # A value is what its schema says: a string stays one, another is JSON if it can be read as such.
-        (f"{F}{P}5{P_END}{F_END}",                                    "[call f]{'s': '5'}"),
-        (f"{F}<parameter=b>\nTrue\n{P_END}{F_END}",                  "[call f]{'b': true}"),
-        (f"{F}<parameter=b>None{P_END}{P}False{P_END}{F_END}",        "[call f]{'b': null, 's': 'False'}"),
-        (f"{G}{P}True{P_END}{F_END}",                                 "[call g]{'s': 'True'}"),
-        (f"{G}{P}\n[1, {{}}]\n{P_END}{F_END}",                        "[call g]{'s': [1, {}]}"),
-        (f"{G}{P}[1e999]{P_END}{F_END}",                              "[call g]{'s': '[1e999]'}"),
-        (f"a\n{F}{P}a</tool_call>{G}{P}b</tool_call>",     "[final]a[call f]{'s': 'a'}[call g]{'s': 'b'}"),
-        (f"{F}{P}a{P_END}",                                           "[call f]{'s': 'a'}"),
-        (f"{F}</function><function=g></function>",                    "[call f]{}[call g]{}"),
-        ("<tool_call><fun>a</tool_call>",                             "[final]<tool_call><fun>a</tool_call>"),
-    ],
-    "llama": [
-        # Bare JSON is a call at the very beginning, of a function that is offered.
-        ("{'name': 'f', 'parameters': {'s': 'a'}}",                   "[call f]{'s': 'a'}"),
-        ("\n{'type': 'function', 'name': 'f'} So.",                   "[call f]{}"),
-        ("<think>a</think>\n\n{'name': 'f'}",                         "[analysis]a[call f]{}"),
-        ("<think>a</think>\n\n{'name': 'Ann'}",                       "[analysis]a[final]{'name': 'Ann'}"),
-        ("{'name': 'Ann', 'a': {}}",                                  "[final]{'name': 'Ann', 'a': {}}"),
-        ("So.<|python_tag|>{'name': 'f'}; {'name': 'f'}",             "[final]So.[call f]{}[call f]{}"),
-    ],
-    "mistral": [
-        ("a[TOOL_CALLS]f[ARGS]{'s': 1}[TOOL_CALLS]g[ARGS]{}",         "[final]a[call f]{'s': 1}[call g]{}"),
-        ("[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{'s': 1}",             "[call f]{'s': 1}"),
-        ("[TOOL_CALLS][ARGS]{}",                                      "[final][TOOL_CALLS][ARGS]{}"),
-        ("[THINK]a[/THINK]b[ARGS]c",                                  "[analysis]a[final]b[final]c"),
-    ],
-    "mistral-v3": [
-        ("[TOOL_CALLS][{'name': 'f', 'arguments': {'s': 1}}, {'name': 'g'}]",   "[call f]{'s': 1}[call g]{}"),
-        ("[TOOL_CALLS][{'arguments': {}, 'name': 'f'}, 5, {'name': 'g'}",       "[call f]{}[call g]{}"),
-    ],
-    "harmony": [
-        (f"{THOUGHT}\na\n<|end|>{ASSISTANT}{FINAL}\nb\n",             "[analysis]\na\n[final]\nb\n"),
-        ("<|channel|>commentary to=assistant<|message|>a",            "[commentary]a"),
-        ("<|channel|>musings<|message|>a<|end|>",                     "[final]a"),
-        (f"{THOUGHT}a<|end|>b<|end|>\n{ASSISTANT}{FINAL}c",           "[analysis]a[final]b[final]c"),
-        (f"{THOUGHT}a<|end|>commentary to=functions.f<|message|>{{}}", "[analysis]a[call f]{}"),
-        (f"{TO_F}{{<|constrain|>}}<|call|>",                          "[call f]{}"),
-        (f"{ASSISTANT}<|channel|>analysis<|end|>",                    ""),
-    ],
-}
-CUT, AFTER, ONE_CALL = ({option: True} for option in ("cut", "after_marker", "one_call"))
-STOPPED, GOES_ON = Options(stopped=True), Options(stopped=False)
-ENDS = [
-    # dialect      text                                               items                   options
-    # What ends the turn ends the answer: https://github.com/openai/harmony/issues/60
-    ("harmony",     f"{FINAL}a<|return|>more<|channel|>",              "[final]a",             STOPPED),
-    ("harmony",     f"{TO_F}{{}}<|call|>more<|start|>",                "[call f]{}",           STOPPED),
-    ("llama",       "a<|eot_id|>more<|eom_id|>",                       "[final]a",             STOPPED),
-    # Cut off by a limit: half a tag is no answer, for the rest, which would tell call from text, is missing.
-    *(("hermes",   f"a\n<tool_call>{body}", "[final]a", CUT) for body in ("", "\n", "{'na", "{'a': {}")),
-    ("qwen3-coder", "<tool_call><function=f><parameter=s>a",           "[call f]{'s': 'a",     CUT),
-    ("qwen3-coder", "<tool_call><function=f><parameter=n>1",           "[call f]{'n': ",       CUT),
-    ("llama",       "{'name': 'f', 'parameters': {",                   "[call f]{",            CUT),
-    ("mistral",     "[TOOL_CALLS]get_weath",                           "",                     CUT),
-    ("harmony",     "<|start|>assistant to=functions.get_w",           "",                     CUT),
-    ("harmony",     "<|channel|>commentary to=functions.f<|message|>", "[call f]",             CUT),
-    ("harmony",     "comment",                                         "[final]comment",       CUT),
-    ("hermes",      "a\n\n",     "[final]a",     STOPPED | {"stop": ["\n"]}),
-    ("hermes",      "<think>a\nb",      "[analysis]a\nb",       GOES_ON | {"stop": ["\n"]}),
-    ("hermes",      "\n\nb",     "[final]b",     AFTER | {"stop": ["\n"]}),
-    ("hermes",      "ab c<think>d",      "[final]a",     STOPPED | {"stop": ["b"]}),
-    ("hermes",      "a<think>b",   "[final]a[analysis]b",  GOES_ON | {"stop": ["ab"]}),
-    ("hermes",      f"a{NONE}b",        f"[final]a{NONE}b",     GOES_ON | ONE_CALL),
-    ("hermes",      "<tool_call>{'name': 'f'}</tool_call>a",    "[call f]{}",   STOPPED | ONE_CALL),
-]
-# fmt: on
+CASES = [(name, *case) for kind in ("cases", "ends") for name, rows in TABLE[kind].items() for case in rows]
 
 
 @pytest.mark.bug("E01", "E05", "E12", "E14", "E15")
-@pytest.mark.parametrize(
-    ("name", "text", "items", "options"),
-    [*((name, *case, {}) for name, cases in CASES.items() for case in cases), *ENDS],
-)
-def test_case(name: str, text: str, items: str, options: Options) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: Sequence[Any]) -> None:
     """Whole, and cut anywhere. `cut`: by a limit. `stopped`: nothing that comes after is said."""
+    name, text, expected, *more = case
+    options: Options = {"cut": False} | dict(*more)
     given = {option: value for option, value in options.items() if option not in ("cut", "stopped")}
     for (rows, pieces), place in itertools.product(WAYS, range(len(text))):
         reader = parser(rows[name], **given)
-        units = pieces([text.replace("'", '"')], [place], rows[name].markers)
-        assert written_down(parse(units, reader, options.get("cut", False))) == items
+        items = parse(pieces([text], [place], rows[name].markers), reader, options["cut"])
+        assert "".join(f"[{' '.join(item[:-1])}]{item[-1]}" for item in items) == expected
         assert reader.stopped == options.get("stopped", reader.stopped)
 
 
@@ -451,16 +332,6 @@ FOUND = [
     ([],                   "no reasoning",      False,   [],        []),
     ([],                   "<think></think>",   True,    MARKERS,   []),
 ]
-OPENINGS = [
-    # dialect        the prompt ends with                        state,      after a marker
-    ("hermes",       "<|im_start|>assistant\n",                  "final",    False),
-    ("hermes",       "<think> is a tag",                         "final",    False),
-    ("qwen3-coder",  "<｜Assistant｜><think>\n",                 "analysis", True),
-    ("llama",        "<|end_header_id|>\n\n",                    "call",     False),
-    ("mistral",      "[/INST]",                                  "final",    False),
-    ("mistral",      "[/INST][THINK]",                           "analysis", True),
-    ("harmony",      "<|end|><|start|>assistant",                "between",  False),
-]
 # fmt: on
 
 
@@ -472,7 +343,7 @@ def test_markers(
     assert (found.markers, found.tokens) == (frozenset(markers), frozenset(tokens))
 
 
-@pytest.mark.parametrize(("name", "tail", "state", "after_marker"), OPENINGS)
+@pytest.mark.parametrize(("name", "tail", "state", "after_marker"), TABLE["openings"])
 def test_opening(name: str, tail: str, state: State, after_marker: bool) -> None:
     assert families.opening("<think> [THINK]" + tail, TOKENS[name]) == (state, after_marker)
 

@@ -1,76 +1,27 @@
 """Codex as a client: its requests in the form that version 0.169 sends, and what it must get back.
 
-The texts are shorter than Codex's, for the tiny model reads 2048 tokens; keys, types and order are its own.
+codex.json has a turn, and items that newer versions send. The texts are shorter than Codex's, for the tiny
+model reads 2048 tokens; keys, types and order are its own.
 """
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 import sse
 from helpers import clients, laws
-from helpers.serving import SERVER, Json, Server, serve
+from helpers.serving import ROOT, SERVER, Json, Server, serve
 from request.body import zstd
 
-PATCH = r"""
-start: begin_patch hunk+ end_patch
-begin_patch: "*** Begin Patch" LF
-end_patch: "*** End Patch" LF?
-hunk: add_hunk | delete_hunk
-add_hunk: "*** Add File: " filename LF add_line+
-delete_hunk: "*** Delete File: " filename LF
-filename: /(.+)/
-add_line: "+" /(.*)/ LF -> line
-%import common.LF
-"""
-GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": PATCH}
+SENT = json.loads((ROOT / "tests" / "codex.json").read_text(encoding="utf-8"))
+BODY: Json = SENT["body"]
+INPUT, TOOLS = BODY["input"], BODY["tools"]
 
 
-def arguments(**properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def function(name: str, parameters: Json, **more: Any) -> Json:
-    fields = {"type": "function", "name": name, "description": "Runs.", "strict": False}
-    return fields | {"parameters": parameters} | more
-
-
-def namespace(name: str, tool: Json) -> Json:
-    return {"type": "namespace", "name": name, "description": "Agents.", "tools": [tool]}
-
-
-COMMAND = arguments(cmd={"type": "string", "description": "What to run."}) | {"required": ["cmd"]}
-AGENT = arguments(target={"type": "string"})
-
-
-TOOLS: list[Json] = [
-    function("exec_command", COMMAND),
-    {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": GRAMMAR},
-    namespace("multi_agent_v1", function("close_agent", AGENT)),
-    {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": COMMAND},
-    {"type": "web_search", "external_web_access": False},
-]
-
-
-def message(role: str, *texts: str) -> Json:
-    content = [{"type": "input_text", "text": text} for text in texts]
-    return {"type": "message", "id": f"msg_01a1fe9f-{role}", "role": role, "content": content}
-
-
-INPUT = [
-    message("developer", "Be brief."),
-    message("developer", "Skills.", "No rights."),
-    message("user", "hi"),
-]
-BODY: Json = {
-    "model": "default", "stream": True, "input": INPUT, "tools": TOOLS, "tool_choice": "auto",
-    "parallel_tool_calls": True, "reasoning": {"effort": "medium", "summary": "auto"}, "store": False,
-    "include": ["reasoning.encrypted_content"], "prompt_cache_key": "01a1fe9f-7f5f-79b1-9a33-cf6a41d2aa23",
-    "text": {"verbosity": "low"},
-    "client_metadata": {"thread_id": "01a1fe9f", "x-codex-turn-metadata": '{"window_number":0}'},
-}  # fmt: skip
+def message(text: str) -> Json:
+    content = [{"type": "input_text", "text": text}]
+    return {"type": "message", "id": "msg_01a1fe9f-user", "role": "user", "content": content}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +47,6 @@ def usage_of(server: Server, body: Json) -> Json:
     return found
 
 
-ENDED = {"status": "completed"}
 CUT = {"max_output_tokens": 40}  # not Codex's: the tiny model knows no end here
 
 
@@ -116,20 +66,7 @@ def test_codex_reads_what_it_needs_of_a_turn(server: Server) -> None:
 
 # --- what newer versions send -------------------------------------------------------------------------------
 
-SPAWN = namespace("collaboration", function("spawn", AGENT, defer_loading=True))
-SHELL = {"command": ["ls"], "env": {}, "timeout_ms": 100, "type": "exec"}
 TRIGGER = {"type": "compaction_trigger"}
-SEARCH = {"call_id": "call_2", "execution": "client"}
-OF_OTHERS: list[Json] = [
-    {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": [SPAWN]},
-    message("user", "hi"),
-    {"type": "local_shell_call", "id": "lsh_1", "call_id": "call_1", "action": SHELL} | ENDED,
-    {"type": "function_call_output", "call_id": "call_1", "output": "a.txt"},
-    {"type": "web_search_call", "id": "ws_1", "action": {"type": "search", "query": "x"}} | ENDED,
-    {"type": "tool_search_call", "arguments": {"query": "plan"}} | SEARCH,
-    {"type": "tool_search_output", "tools": [function("plan", AGENT)]} | SEARCH | ENDED,
-    message("user", "go on"),
-]
 
 
 @pytest.mark.bug("H09", "H11")
@@ -139,7 +76,7 @@ def test_items_of_other_tools_are_told_and_what_they_load_can_be_called(server: 
     choice = {"type": "function", "name": name}
     if name == "spawn":
         choice["namespace"] = "collaboration"
-    body = BODY | {"input": OF_OTHERS, "tool_choice": choice, "reasoning": {"effort": "none"}}
+    body = BODY | {"input": SENT["of_others"], "tool_choice": choice, "reasoning": {"effort": "none"}}
     events = turn(server, body | {"max_output_tokens": 60})
     (call,) = events[-1]["response"]["output"]
     assert {key: call.get(key) for key in choice} == choice | {"type": "function_call"}
@@ -150,7 +87,7 @@ def test_items_of_other_tools_are_told_and_what_they_load_can_be_called(server: 
 def test_a_compaction_trigger_makes_one_compaction(server: Server) -> None:
     """As codex-rs/core/src/compact_remote_v2.rs asks for it: more items than one, or none, are fatal."""
     said = {"role": "assistant", "content": "Tokyo is sunny today."}
-    history = [*INPUT, said, message("user", "And Paris?")]
+    history = [*INPUT, said, message("And Paris?")]
     events = turn(server, BODY | {"input": [*history, TRIGGER]})
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
@@ -160,7 +97,7 @@ def test_a_compaction_trigger_makes_one_compaction(server: Server) -> None:
     assert (response["output"], response["status"]) == ([item], "completed")
     assert response["usage"]["output_tokens"] > 0
     laws.check_response(events)
-    kept, go_on = [*INPUT, message("user", "And Paris?")], message("user", "go on")
+    kept, go_on = [*INPUT, message("And Paris?")], message("go on")
     n_with, n_without = (
         usage_of(server, BODY | CUT | {"input": items})["input_tokens"]
         for items in ([*kept, item, go_on], [*kept, go_on])
@@ -197,7 +134,7 @@ def test_a_warm_up_says_nothing_and_is_found_in_the_cache(server: Server, asked:
     warmed = events[-1]["response"]
     assert (warmed["output"], warmed["status"], warmed["max_output_tokens"]) == ([], "completed", 40)
     assert warmed["usage"]["input_tokens"] == warmed["usage"]["total_tokens"] > 100
-    chained = {"input": [message("user", "go on")], "previous_response_id": warmed["id"]}
+    chained = {"input": [message("go on")], "previous_response_id": warmed["id"]}
     for next_turn in ({"input": INPUT}, chained):
         usage = usage_of(server, body | next_turn)
         assert usage["input_tokens_details"]["cached_tokens"] >= 64

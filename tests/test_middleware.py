@@ -18,6 +18,7 @@ from helpers.asked import CHAT, HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
 from helpers.limits import PATIENCE_S, processor_time
 from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
+from helpers.tables import table
 from middleware import digest, owner_of, turned_away
 from request import params
 from request.body import parsed
@@ -30,6 +31,7 @@ from worker import Workers
 ENDLESS: Json = HI | NO_END | {"seed": SLOW, "stream": True}
 MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
 PAGE = "https://example.org"
+TABLE = table("middleware")
 
 
 @pytest.fixture(scope="module")
@@ -105,45 +107,24 @@ def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
 
 # --- keys ---------------------------------------------------------------------------------------------------
 
-#  Authorization          Sec-WebSocket-Protocol                         whose key it is
-OWNERS = [
-    ("Bearer mine",       None,                                          "mine"),
-    ("bearer  yours ",    None,                                          "yours"),
-    (None,                "realtime, openai-insecure-api-key.mine, x",   "mine"),
-    ("Bearer min",        None,                                          None),
-    ("Bearer mine2",      None,                                          None),
-    ("Basic mine",        None,                                          None),
-    ("mine",              None,                                          None),
-    ("\xff",              None,                                          None),
-    (None,                "openai-insecure-api-key.min",                 None),
-    # Bug: a request without a key had the digest of an empty one, and `--api-key=` opened the server.
-    (None,                None,                                          None),
-    ("",                  None,                                          None),
-    ("Bearer",            None,                                          None),
-    ("Bearer ",           None,                                          None),
-    ("bearer  \t",        None,                                          None),
-]  # fmt: skip
-
 
 def test_a_key_after_many_blanks_is_read_in_linear_time() -> None:
     """Bug: one header of 31,000 blanks stopped all for 3.3 s, and no key was needed for that."""
     for blanks in ("bearer x{}y", "bearer{}", "{}bearer{}x", "bearer x{}"):
         with processor_time(5):  # else it takes hours
-            owner(["mine"], blanks.replace("{}", " " * 10**6))
+            owner(["mine"], {"authorization": blanks.replace("{}", " " * 10**6)})
 
 
-def owner(keys: list[str], authorization: str | None, protocol: str | None = None) -> str | None:
-    sent = {"authorization": authorization, "sec-websocket-protocol": protocol}
-    headers = Headers({name: value for name, value in sent.items() if value is not None})
-    return owner_of(headers, {*map(digest, keys)})
+def owner(keys: list[str], headers: dict[str, str]) -> str | None:
+    return owner_of(Headers(headers), {*map(digest, keys)})
 
 
-@pytest.mark.parametrize(("authorization", "protocol", "whose"), OWNERS)
-def test_whose_a_key_is(authorization: str | None, protocol: str | None, whose: str | None) -> None:
-    expected = whose and owner([whose], f"Bearer {whose}")
-    assert whose is None or whose not in str(expected)  # the store does not hold the key
-    assert owner(["", "mine", "yours"], authorization, protocol) == expected
-    assert owner([], authorization, protocol) == ""
+@pytest.mark.parametrize(("headers", "whose"), TABLE["owners"])
+def test_whose_a_key_is(headers: dict[str, str], whose: str) -> None:
+    expected = owner([whose], {"authorization": f"Bearer {whose}"}) if whose else None
+    assert not whose or whose not in str(expected)  # the store does not hold the key
+    assert owner(["", "mine", "yours"], headers) == expected
+    assert owner([], headers) == ""
 
 
 def test_each_key_is_let_in_and_no_other(server: Server) -> None:
@@ -220,30 +201,16 @@ def test_pages_of_other_sites(server: Server, origin: str | None, body_type: str
 
 # --- other names --------------------------------------------------------------------------------------------
 
-#  Host                        without an option, and with --allowed-host example.org
-HOSTS = {
-    "localhost":               (200, 200),
-    "LOCALHOST.:8000":         (200, 200),
-    "127.0.0.1:1":             (200, 200),
-    "10.1.2.3":                (200, 200),
-    "[::1]:8000":              (200, 200),
-    "Example.org:8000":        (421, 200),
-    "www.example.org":         (421, 421),
-    "evil.com":                (421, 421),
-    "localhost.evil.com":      (421, 421),
-    "127.0.0.1.evil.com":      (421, 421),
-    "[::1":                    (421, 421),
-    "":                        (421, 421),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", TABLE["hosts"])
 def test_without_keys_only_who_knows_the_address_is_served(host: str) -> None:
     """Bug: a page of evil.com, whose name suddenly points to this machine, had it compute (DNS rebinding)."""
     page = {"host": host, "origin": f"http://{host}", "content-type": TEXT, "content-length": "2"}
     for path in ("/v1/models", "/metrics", "/health", "/"):
         scope = {"type": "http", "method": "GET", "path": path, "visit": Visit(Rooms(1), "")}
-        for names, status in zip(({"localhost"}, {"localhost", "example.org"}), HOSTS[host], strict=True):
+        for names, status in zip(
+            ({"localhost"}, {"localhost", "example.org"}), TABLE["hosts"][host], strict=True
+        ):
             refused = turned_away(scope, Headers(page), set(), set(), names)
             assert (refused.status if refused else 200) == status
             assert refused is None or "Start it with --allowed-host" in refused.message
@@ -259,38 +226,15 @@ def test_health_without_a_key_counts_nothing(server: Server) -> None:
 
 # --- what is not an HTTP request ---------------------------------------------------------------------------
 
-POST = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer mine\r\n"
-GET = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-LENGTH = b"Content-Length: 3\r\n"
-CHUNKED = b"Transfer-Encoding: chunked\r\n"
-EMPTY = b"\r\n0\r\n\r\n"
-
-#  what is wrong                    what is sent                                          why, as it is told
-NOT_HTTP = {
-    "a length of letters":  (POST + b"Content-Length: x\r\n\r\n",                  "Content-Length"),
-    "a length with a sign":        (POST + b"Content-Length: +0\r\n\r\n",                 "Content-Length"),
-    "two lengths":                 (POST + LENGTH + LENGTH + b"\r\nabc",                  "Content-Length"),
-    "a length, then chunks":       (POST + LENGTH + CHUNKED + EMPTY + GET,                "Content-Length"),
-    "chunks, then a length":       (POST + CHUNKED + LENGTH + EMPTY + GET,                "Content-Length"),
-    "chunks twice":                (POST + CHUNKED + CHUNKED + EMPTY,                     "Encoding"),
-    "another coding":              (POST + b"Transfer-Encoding: gzip\r\n\r\n",            "Encoding"),
-    "a chunk without a size":      (POST + CHUNKED + b"\r\nx\r\n",                        "chunk size"),
-    "chunks that end in LF":       (POST + CHUNKED + b"\r\n3\nabc\n0\n\n",                "CR"),
-    "lines that end in LF":        (GET.replace(b"\r", b""),                              "CRLF"),
-    "a header that goes on":       (POST + b"X: a\r\n b\r\n\r\n",                         "whitespace"),
-    "a blank before a colon":      (POST + b"X : a\r\n\r\n",                              "header"),
-    "no host":                     (b"GET / HTTP/1.1\r\n\r\n",                            "Host"),
-    "two hosts":                   (POST + b"Host: localhost\r\n\r\n",                    "two host"),
-    "two keys":                    (POST + b"Authorization: Bearer yours\r\n\r\n",        "two author"),
-    "a proxy's work":              (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",            "not a proxy"),
-    "TLS":                         (b"\x16\x03\x01\x02" + bytes(range(64)) + b"\r\n\r\n", "method"),
-}  # fmt: skip
+POST = "POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer mine\r\n"
+NOT_HTTP = {name: (POST + data, why) for name, (data, why) in TABLE["not_http"]["after_post"].items()}
+NOT_HTTP |= TABLE["not_http"]["whole"]
 
 
 @pytest.mark.parametrize(("data", "why"), NOT_HTTP.values(), ids=NOT_HTTP)
-def test_what_is_not_http_is_refused(server: Server, data: bytes, why: str) -> None:
+def test_what_is_not_http_is_refused(server: Server, data: str, why: str) -> None:
     """What a proxy and we could read as different requests is none (RFC 9112, section 11.2): one answer."""
-    with server.connect(data) as client:
+    with server.connect(data.encode()) as client:
         whole = HTTPResponse(client)
         whole.begin()
         error = json.loads(whole.read())["error"]

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import openai
 import pytest
 
 from gateway.upstreams import Timeouts
@@ -24,7 +23,6 @@ from test_server import (  # noqa: F401  (collected again, with the fixtures of 
     responses_body,
     test_chat,
     test_responses,
-    test_sdk_is_told_of_a_cut,
     timeless,
 )
 from test_server import says as says_in
@@ -43,12 +41,6 @@ def server(worker: Server) -> Iterator[Server]:
     """The front: the tests that are imported know it by this name."""
     with serve("--upstream", worker.url + "/v1", "--price", "3", model=None) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def sdk(server: Server) -> Iterator[openai.OpenAI]:
-    with server.sdk() as client:
-        yield client
 
 
 @pytest.mark.parametrize("asked", ASKED)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from channels import Parser, Piece
 from dialects import families
 from helpers.laws import parse
 from helpers.scripted import END, TEMPLATE, TEMPLATES
+from helpers.tables import table
 from request import messages, params
 from request.body import MAX_VALUES
 from request.messages import Message, turn_starts, without_old_turns
@@ -36,14 +36,6 @@ def blocks(messages: Any) -> list[Message]:
     return params.from_messages({"model": "m", "max_tokens": 1, "messages": messages}, {}).messages
 
 
-def numbered(messages: list[Message]) -> list[Message]:
-    """The messages with the ids that the server gives to calls."""
-    calls = [call for message in messages for call in message.get("tool_calls", [])]
-    for n, call in enumerate(calls):
-        call["id"] = f"call{n:05}"
-    return messages
-
-
 def says(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -56,130 +48,34 @@ def system(content: str) -> Message:
     return says("system", content)
 
 
-def assistant(content: str, *calls: tuple[str, Any], reasoning: str = "") -> Message:
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    message = says("assistant", content)
-    message |= {"tool_calls": [{"type": "function", "function": each} for each in functions]} if calls else {}
-    return message | ({"reasoning_content": reasoning} if reasoning else {})
-
-
-def tool(n_call: int, name: str, content: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"call{n_call:05}", "name": name, "content": content}
+def assistant(content: str) -> Message:
+    return says("assistant", content)
 
 
 # --- what a request says, and what a template gets ----------------------------------------------------------
 
+TABLE = table("messages")
+READ = {"responses": responses, "chat": chat, "messages": blocks}
 CALL = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": '{"x": 1}'}
 CALL_2 = CALL | {"call_id": "call_2", "name": "g"}
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "42"}
 CUT = {"status": "incomplete"}
 OUTPUT_2 = OUTPUT | {"call_id": "call_2"}
 HM = {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-SUMMARY = {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "Short."}]}
-HELLO = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
-ANSWER = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [HELLO]}
-DEVELOPER = {"role": "developer", "content": "d"}
-TEXT = {"type": "input_text", "text": "t"}
-SAID, TASK = TEXT | {"type": "text"}, {"type": "encrypted_content", "encrypted_content": "Count to 9."}
-USE = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
-USE_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "42"}
-CUSTOM_CALL = {"type": "custom_tool_call", "call_id": "call_3", "name": "p", "input": 'a\n"b"'}
-CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "call_3", "output": "done"}
-P = ("p", {"input": 'a\n"b"'})
-F, G = ("f", {"x": 1}), ("g", {"x": 1})
-
-CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-CHAT_CUSTOM = {"id": "call_3", "type": "custom", "custom": {"name": "p", "input": 'a\n"b"'}}
-RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
-HALF = {"name": "f", "arguments": '{"city":"Pa'}
-
-
-def calls(*calls: dict[str, Any]) -> dict[str, Any]:
-    return says("assistant", None) | {"tool_calls": [*calls]}
-
-
-# fmt: off
-#   why
-#       input of a response, or messages of a chat
-#       messages for the template
-CONVERSATIONS: dict[str, tuple[Callable[[Any], list[Message]], list[Any], list[Message]]] = {
-    "later system messages stay where they are": (responses,
-        [system("i"), DEVELOPER, user("a"), system("s"), DEVELOPER, user("b")],
-        [system("i\n\nd"), user("a"), system("s\n\nd"), user("b")]),
-    "a user may speak before the results come, which follow their turn in the order of its calls": (responses,
-        [CALL, CALL_2, user("b"), OUTPUT_2 | {"output": "43"}, OUTPUT],
-        [assistant("", F, G), tool(0, "f", "42"), tool(1, "g", "43"), user("b")]),
-    "reasoning, text and calls are one turn": (responses,
-        [user("hi"), HM, ANSWER, CALL, OUTPUT],
-        [user("hi"), assistant("Hello", F, reasoning="Hm."), tool(0, "f", "42")]),
-    "a call id that is used again is answered in its own turn": (responses,
-        [CALL, OUTPUT, CALL_2, CALL, OUTPUT | {"output": "43"}, OUTPUT_2],
-        [assistant("", F), tool(0, "f", "42"), assistant("", G, F), tool(1, "g", "42"), tool(2, "f", "43")]),
-    "a summary is not reasoning": (responses,
-        [user("hi"), SUMMARY, SUMMARY | {"content": None}, ANSWER],
-        [user("hi"), assistant("Hello")]),
-    "a call that was cut needs no output, and may have one": (responses,
-        [CALL | CUT, user("hi"), CALL_2 | CUT, OUTPUT_2],
-        [assistant("", F), user("hi"), assistant("", G), tool(1, "g", "42")]),
-    "in chat, which has no status for it, a call was cut if its arguments are half an object": (chat,
-        [calls(CHAT_CALL | {"function": HALF}), user("hi")],
-        [assistant("", ("f", {"arguments": HALF["arguments"]})), user("hi")]),
-    "a custom call has its input as the one argument": (responses,
-        [CUSTOM_CALL, CUSTOM_OUTPUT, CUSTOM_CALL, CUSTOM_OUTPUT | {"output": [TEXT, TASK]}],
-        [assistant("", P), tool(0, "p", "done"), assistant("", P), tool(1, "p", "t\nCount to 9.")]),
-    "and in chat, where content may be absent beside calls": (chat,
-        [calls(CHAT_CALL, CHAT_CUSTOM), RESULT | {"tool_call_id": "call_3"}, RESULT],
-        [assistant("", F, P), tool(0, "f", "42"), tool(1, "p", "42")]),
-    "a name in a namespace is both": (responses,
-        [CALL | {"namespace": "n"}, OUTPUT],
-        [assistant("", ("n__f", F[1])), tool(0, "n__f", "42")]),
-    "reasoning by both names is there once": (chat,
-        [says("assistant", None) | {"reasoning": "Hm.", "reasoning_content": "Hm."}],
-        [assistant("", reasoning="Hm.")]),
-    "text and a call in blocks are one turn, and what the user adds to a result follows it": (blocks,
-        [user("q"), says("assistant", [SAID, USE]), says("user", [USE_RESULT, SAID]), user("r")],
-        [user("q"), assistant("t", F), tool(0, "f", "42"), user("t\n\nr")]),
-}
-
-MISSING = "missing_required_parameter"
-TYPE, VALUE, NO_IMAGES = "invalid_type", "invalid_value", "unsupported_parameter"
-PICTURE = {"type": "image_url", "image_url": {"url": "data:"}}
-NO_TEXT = [{"type": "reasoning_text"}]
-
-BAD: list[tuple[Callable[[Any], list[Message]], list[Any], str, str]] = [
-    # input or messages                                   param                                    code
-    (responses, [],                                       "input",                                 MISSING),
-    (responses, [{}],                                     "input[0].role",                         MISSING),
-    (responses, [says("user", ["x"])],                    "input[0].content[0]",                   TYPE),
-    (responses, [{"type": "function_call", "name": "f"}], "input[0].call_id",                      MISSING),
-    (responses, [CALL, OUTPUT_2],                         "input[1].call_id",                      VALUE),
-    (responses, [CALL, OUTPUT, OUTPUT],                   "input[2].call_id",                      VALUE),
-    (responses, [CALL, user("hi")],                       "input",                                 VALUE),
-    (responses, [HM | {"content": NO_TEXT}],              "input[0].content[0].text",              MISSING),
-    (chat,      [says("user", [PICTURE])],                "messages[0].content[0].type",           NO_IMAGES),
-    (chat,      [assistant("") | {"reasoning": ["Hm."]}], "messages[0].reasoning",                 TYPE),
-    (chat,      [calls(CHAT_CALL | {"type": "mcp"})],     "messages[0].tool_calls[0].type",        VALUE),
-    (chat,      [calls(CHAT_CUSTOM | {"custom": {}})],    "messages[0].tool_calls[0].custom.name", MISSING),
-    (chat,      [calls(CHAT_CALL | {"id": None})],        "messages[0].tool_calls[0].id",          MISSING),
-    (chat,      [calls(CHAT_CALL), user("hi")],           "messages",                              VALUE),
-    (chat,      [calls(CHAT_CALL), RESULT, RESULT],       "messages[2].tool_call_id",              VALUE),
-]
-# fmt: on
+TASK = {"type": "encrypted_content", "encrypted_content": "Count to 9."}
 
 
 @pytest.mark.bug("K05", "S23")
-@pytest.mark.parametrize("why", CONVERSATIONS)
-def test_a_conversation(why: str) -> None:
-    read, said, expected = CONVERSATIONS[why]
-    assert read(said) == numbered(expected)
+@pytest.mark.parametrize("row", TABLE["conversations"], ids=lambda row: row["why"])
+def test_a_conversation(row: dict[str, Any]) -> None:
+    assert READ[row["api"]](row["said"]) == row["messages"]
 
 
-@pytest.mark.parametrize(("read", "said", "param", "code"), BAD)
-def test_a_bad_conversation(
-    read: Callable[[Any], list[Message]], said: list[Any], param: str, code: str
-) -> None:
+@pytest.mark.parametrize(("api", "row"), [(api, row) for api, rows in TABLE["bad"].items() for row in rows])
+def test_a_bad_conversation(api: str, row: list[Any]) -> None:
+    param, code, said = row
     with pytest.raises(BadInput) as error:
-        read(said)
+        READ[api](said)
     assert (error.value.param, error.value.code) == (param, code)
 
 
@@ -226,12 +122,15 @@ def test_what_transformers_adds_to_jinja() -> None:
     assert prompt == "  09 Mar\n" + json.dumps([WEATHER], ensure_ascii=False, indent=4) + "b"
 
 
-@pytest.mark.parametrize("source", ["raise_exception('no')", "messages[0].content + 1", "messages.append(1)"])
+@pytest.mark.parametrize("source", ["raise_exception('not ' + said)", "said + 1", "messages.append(1)"])
 def test_what_a_template_raises_is_the_requests_fault(source: str) -> None:
-    """Also what its sandbox refuses."""
+    """Also what its sandbox refuses; told in its words, and briefly."""
+    template = ChatTemplate("{% set said = messages[0].content %}{{ " + source + " }}", {})
     with pytest.raises(BadInput, match="chat template refuses these messages") as error:
-        ChatTemplate("{{ " + source + " }}", {}).render([user("a")], None, NOW)
+        template.render([user("<b>" + "x" * 9999)], None, NOW)
     assert (error.value.param, error.value.code) == (None, "invalid_prompt")
+    assert ("not <b>xxx" in error.value.message) == ("raise_exception" in source)
+    assert len(error.value.message) < 400
 
 
 def test_tools_are_shown_as_the_model_saw_them() -> None:

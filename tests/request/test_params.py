@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.tables import table
 from request import params
 from request.params import CHAT, RESPONSES, Request
 from request.refusals import MAX_MESSAGE, MAX_SHOWN, BadInput, shown
@@ -24,12 +25,10 @@ APIS: dict[str, tuple[Read, Json, dict[str, params.Parameter]]] = {
 TYPE, VALUE, UNSUPPORTED = "invalid_type", "invalid_value", "unsupported_parameter"
 MISSING = "missing_required_parameter"
 NAN = float("nan")
-BIASES_301 = {str(token_id): 0 for token_id in range(301)}
 NO_IDS = ("a", "-1", "1.0", "", "\N{SUPERSCRIPT TWO}", "9" * 5000)
 HI = {"role": "user", "content": "hi"}
 LOW = {"effort": "low", "summary": "auto"}
-JSON, SCHEMA = {"type": "json_object"}, {"type": "json_schema", "name": "x"}
-UNWRAPPED = {"type": "json_schema", "json_schema": {"type": "object", "properties": {}}}
+JSON = {"type": "json_object"}
 OBJECT = Must("none", schema={"type": "object"})
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
 ONE_TOOL = {"tools": [FUNCTION]}
@@ -59,16 +58,8 @@ NAMED_IN_N = {"tools": [NAMESPACE], "tool_choice": IN_NAMESPACE}
 SOME = {"type": "allowed_tools", "mode": "auto", "tools": [PICKED, HOSTED]}
 ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}
 CHAT_ONLY = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NESTED]}}
-IN_ONE = {"conversation": "c"}
-NO_OBJECT = {"tools": [FUNCTION | {"parameters": {"type": "array"}}]}
-NONE_OF_THEM = ALLOWED | {"tools": []}
-BAD_SCHEMA = "invalid_json_schema"
-UNDEFINED = LARK | {"definition": None}
-JOINED = FUNCTION | {"name": "n__f"}
-ASYNC = {"type": "function", "function": {"name": "f", "async": True}}
 DEFERRED = FUNCTION | {"defer_loading": True}
 LOADS = [HI, {"type": "additional_tools", "role": "developer", "tools": [DEFERRED]}]
-LOADS_NAMELESS = {"type": "additional_tools", "role": "developer", "tools": [{"type": "function"}]}
 THINKS, SKIPS = ({"enable_thinking": thinks, "reasoning_effort": "low"} for thinks in (True, False))
 BRIEF = {"role": "system", "content": "Be brief."}
 BOTH_LIMITS = {"max_tokens": 5, "max_completion_tokens": 6}
@@ -79,46 +70,13 @@ ODD: list[Any] = [
 ]
 CODES = (TYPE, VALUE, UNSUPPORTED, MISSING)
 
-#   API           param of the error              code         what is wrong
+#   API           param of the error  code   what is wrong; tables/params.toml has what is data alone
 BAD: list[tuple[str, str, str, Json]] = [
-    ("responses", "temperature",                  TYPE,        {"temperature": True}),
-    ("chat",      "temperature",                  VALUE,       {"temperature": NAN}),
-    ("chat",      "top_p",                        VALUE,       {"top_p": 1.1}),
-    ("chat",      "presence_penalty",             VALUE,       {"presence_penalty": -2.1}),
-    ("chat",      "frequency_penalty",            VALUE,       {"frequency_penalty": 2.1}),
-    ("chat",      "top_logprobs",                 VALUE,       {"top_logprobs": 21}),
-    ("chat",      "top_logprobs",                 VALUE,       {"top_logprobs": 3}),
-    ("responses", "top_logprobs",                 TYPE,        {"top_logprobs": 1.0}),
-    ("responses", "n",                            UNSUPPORTED, {"n": 2}),
-    ("responses", "max_output_tokens",            VALUE,       {"max_output_tokens": 0}),
-    ("responses", "metadata",                     VALUE,       {"metadata": {str(i): "" for i in range(17)}}),
-    ("chat",      "logit_bias",                   VALUE,       {"logit_bias": BIASES_301}),
-    *(("chat",    "logit_bias",                   VALUE,       {"logit_bias": {id_: 1}}) for id_ in NO_IDS),
-    ("chat",      "stop",                         VALUE,       {"stop": ["a"] * 5}),
-    ("responses", "tools",                        VALUE,       {"tools": [FUNCTION] * 129}),
-    ("chat",      "modalities",                   UNSUPPORTED, {"modalities": ["audio"]}),
-    ("responses", "conversation",                 UNSUPPORTED, IN_ONE),
-    ("responses", "stop[1]",                      VALUE,       {"stop": ["a", ""]}),
-    ("responses", "reasoning.effort",             VALUE,       {"reasoning": {"effort": "much"}}),
-    ("responses", "text.format.schema",           MISSING,     {"text": {"format": SCHEMA}}),
-    ("responses", "stream_options",               VALUE,       {"stream_options": {}}),
-    ("chat",      "response_format.type",         VALUE,       {"response_format": {"type": "xml"}}),
-    ("chat",      "response_format.name",         MISSING,     {"response_format": {"type": "json_schema"}}),
-    # It was taken for a format of the type "object", which is none, and nothing was enforced.
-    ("chat",      "response_format.json_schema.name", MISSING, {"response_format": UNWRAPPED}),
-    ("responses", "tools[1].type",                MISSING,     {"tools": [FUNCTION, {}]}),
-    ("responses", "tools[0].name",                MISSING,     {"tools": [CUSTOM | {"name": None}]}),
-    ("responses", "tools[0].format.definition",   MISSING,     {"tools": [CUSTOM | {"format": UNDEFINED}]}),
-    ("responses", "tools",                        VALUE,       {"tools": [NAMESPACE, JOINED]}),
-    ("chat",      "tools[0].function.name",       MISSING,     {"tools": [NESTED | {"function": {}}]}),
-    ("responses", "tool_choice.type",             MISSING,     ONE_TOOL | {"tool_choice": {"name": "f"}}),
-    ("responses", "tool_choice.type",             UNSUPPORTED, {"tools": [HOSTED], "tool_choice": HOSTED}),
-    ("responses", "tool_choice.type",             UNSUPPORTED, ONE_TOOL | {"tool_choice": {"type": "auto"}}),
-    ("responses", "tool_choice.tools",            MISSING,     {"tool_choice": {"type": "allowed_tools"}}),
-    ("responses", "tool_choice",                  VALUE,       ONE_TOOL | {"tool_choice": NONE_OF_THEM}),
-    ("responses", "tools",                        BAD_SCHEMA,  NO_OBJECT | {"tool_choice": "required"}),
-    ("chat",      "tools[0].function.async",      UNSUPPORTED, {"tools": [ASYNC]}),
-    ("responses", "input[0].tools[0].name",       MISSING,     {"input": [LOADS_NAMELESS, HI]}),
+    *((api, *row) for api, rows in table("params")["bad"].items() for row in rows),
+    ("responses", "metadata",         VALUE, {"metadata": {str(i): "" for i in range(17)}}),
+    ("chat",      "logit_bias",       VALUE, {"logit_bias": {str(token_id): 0 for token_id in range(301)}}),
+    *(("chat",    "logit_bias",       VALUE, {"logit_bias": {id_: 1}}) for id_ in NO_IDS),
+    ("responses", "tools",            VALUE, {"tools": [FUNCTION] * 129}),
 ]
 # fmt: on
 

@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
+from helpers.tables import table
 from request import params
 from request.ids import PREFIXES
 from request.items import with_image_texts
@@ -15,48 +16,18 @@ from request.tool_items import IMAGE_TEXT, TOOL_ITEM
 
 Json = dict[str, Any]
 
-SCREENSHOT = {"type": "computer_screenshot", "image_url": "data:"}
-CLICK = {"type": "click", "x": 1, "y": 2, "button": "left"}
-TOOLS = {"tools": [{"type": "function", "name": "f"}]}
-RAN = {"output": [{"stdout": "a", "outcome": {"type": "exit", "exit_code": 0}}], "status": "completed"}
-LS = {"action": {"command": ["ls"]}}
-ASKED = {"server_label": "docs", "name": "find", "arguments": '{"q": "x"}'}
-
-
-def call(item_type: str, **members: Any) -> Json:
-    return {"type": item_type, "call_id": "c"} | members
-
-
-# fmt: off
-#   items
-#       the call: function, arguments; its result
-TOLD: list[tuple[list[Json], str, Json, Json | None]] = [
-    ([call("shell_call", **LS), call("shell_call_output", **RAN)],
-        "shell", LS, RAN),
-    ([call("local_shell_call", **LS), {"type": "local_shell_call_output", "id": "c", "output": "a"}],
-        "local_shell", LS, {"output": "a"}),
-    ([{"type": "tool_search_call", "arguments": "x"}, {"type": "tool_search_output"} | TOOLS],
-        "tool_search", {"arguments": "x"}, TOOLS),
-    ([{"type": "mcp_approval_request", "id": "m"} | ASKED,
-      {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True}],
-        "mcp_approval", ASKED, {"approve": True}),
-    ([{"type": "mcp_call", "id": "m", "output": "a"} | ASKED],
-        "mcp", {"output": "a"} | ASKED, None),
-    ([{"type": "mcp_list_tools", "id": "m"} | TOOLS],
-        "mcp_list_tools", TOOLS, None),
-]
-# fmt: on
+TABLE = table("tool_items")
 
 
 @pytest.mark.bug("H09")
-@pytest.mark.parametrize(("items", "function", "arguments", "result"), TOLD)
-def test_told_as_calls_of_functions(items: list[Json], function: str, arguments: Json, result: Any) -> None:
+@pytest.mark.parametrize("row", TABLE["told"], ids=lambda row: row["function"])
+def test_told_as_calls_of_functions(row: Json) -> None:
     """It was a 400, and the end of the session."""
-    (turn, *outcome), *_ = from_responses(items, None, [])
+    (turn, *outcome), *_ = from_responses(row["items"], None, [])
     (said,) = turn["tool_calls"]
-    assert said["function"] == {"name": function, "arguments": arguments}
-    told = {"role": "tool", "tool_call_id": said["id"], "name": function, "content": json.dumps(result)}
-    assert outcome == ([told] if result else [])
+    assert said["function"] == {"name": row["function"], "arguments": row["arguments"]}
+    told = {"role": "tool", "tool_call_id": said["id"], "name": row["function"]}
+    assert outcome == ([told | {"content": json.dumps(row["result"])}] if "result" in row else [])
 
 
 def test_the_tools_of_a_request_win() -> None:
@@ -82,17 +53,11 @@ def test_all_types_are_those_of_the_sdk() -> None:
 
 
 IMAGE = {"type": "input_image", "image_url": "x"}
-IMAGES: list[tuple[Json, str]] = [
-    (call("computer_call_output", output=SCREENSHOT), "input[1].output"),
-    ({"type": "image_generation_call", "result": "iVBO"}, "input[1].result"),
-    ({"role": "user", "content": [IMAGE]}, "input[1].content[0].type"),
-    (call("function_call_output", output=[IMAGE]), "input[1].output[0].type"),
-]
 
 
-@pytest.mark.parametrize(("item", "param"), IMAGES)
+@pytest.mark.parametrize(("item", "param"), TABLE["images"])
 def test_images_are_refused_by_their_place_or_told_of(item: Json, param: str) -> None:
-    before = call("computer_call", action=CLICK)
+    before = {"type": "computer_call", "call_id": "c", "action": {"type": "click", "x": 1, "y": 2}}
     with pytest.raises(BadInput) as refusal:
         from_responses([before, item], None, [])
     assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from channels import Arguments, Call, Close, Delta, Output, Parser, Piece
 from dialects.families import DIALECTS
 from helpers import laws, scripted
+from helpers.tables import table
 from request.messages import from_responses
 from request.tool_calls import Restorer, input_of
 from request.tools import NO_PARAMETERS, Grammar, Tool, tool_called
@@ -44,26 +45,7 @@ def test_input_is_what_json_says(text: str, write: Any, blank: str) -> None:
     assert input_of(written) == text
 
 
-# fmt: off
-#  what the model wrote               the input                 why
-ODD = [
-    ('{}',                            ""),                      # the call had no arguments at all
-    ('{"patch": "a"}',                '{"patch": "a"}'),        # another name
-    ('{"input": 5}',                  '{"input": 5}'),          # no string
-    ('*** Begin',                     '*** Begin'),             # no JSON: as harmony's models write it
-    ('{"input": "a", "more": "b"}',   "a"),
-    ('{"input": "a\nb"}',             "a\nb"),                  # a control that JSON wants escaped
-    (r'{"input": "\x41\q"}',          r'{"input": "\x41\q"}'), # escapes that JSON has not
-    (r'{"input": "\ud83d"}',          "\ufffd"),                # half a pair
-    (r'{"input": "\ud83d\ud83d\ude00"}', "\ufffd\U0001f600"),
-    ('{"in',                          '{"in'),                  # an end where none was
-    ('{"input": "a\\',                "a"),                     # an escape that a limit has cut
-    ('{"input": "a',                  "a"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("written", "input"), ODD)
+@pytest.mark.parametrize(("written", "input"), table("tools")["odd"])
 def test_nothing_is_repaired_or_lost(written: str, input: str) -> None:
     assert input_of(written) == input
 
