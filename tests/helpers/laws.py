@@ -152,16 +152,18 @@ def check_names(names: set[str], kind: str, type_: str) -> None:
     assert {"type"} | required <= names <= {"type", *(name.removesuffix("?") for name in row)}
 
 
-def check_chunk(chunk: Json) -> None:
-    """A chat completion chunk: what the SDK demands, and the keys whose null means something.
+def check_chunks(chunks: list[Json]) -> None:
+    """The chunks of a completion: what the SDK demands, the keys whose null means something, and the rules.
 
     Its type of a chunk knows calls of functions only; its type of a message knows custom ones, in the same
     form.
     """
-    known = re.sub('"type": "custom", "custom"', '"type": "function", "custom"', json.dumps(chunk))
-    ChatCompletionChunk.model_validate_json(known, strict=True)
-    for choice in chunk["choices"]:
-        assert choice.keys() == {"index", "delta", "finish_reason", "logprobs"}
+    for chunk in chunks:
+        known = re.sub('"type": "custom", "custom"', '"type": "function", "custom"', json.dumps(chunk))
+        ChatCompletionChunk.model_validate_json(known, strict=True)
+        for choice in chunk["choices"]:
+            assert choice.keys() == {"index", "delta", "finish_reason", "logprobs"}
+    check_rules(chunks, "one-completion", "chunk-fields", "role", "finish-reason", "call-deltas")
 
 
 def check_completion(body: Json) -> None:
