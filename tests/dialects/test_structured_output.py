@@ -24,11 +24,13 @@ from helpers.grammars import Followed
 from helpers.laws import parse
 from helpers.scripted import vocab_size
 from helpers.serving import TINY
+from helpers.tables import table
 from request import tools
 from request.tools import StructuredOutput as Must
 from tokenizer import Decoder, Tokenizer
 
 Json = dict[str, Any]
+TABLE = table("structured_output")
 
 
 def closed(required: list[str], **properties: Json) -> Json:
@@ -207,22 +209,8 @@ STRINGS = closed(
     o=closed([], x={"type": "string"}),
 ) | {"$defs": {"n": {"type": "integer"}, "e": {"enum": ["a", "é\n"]}, "s": {"type": "string"}}}
 
-# fmt: off
-PARAMETERS = [
-    # name, value, ...                               they fit
-    (["s", "<b>\n"],                                True),
-    (["s", "a", "e", "5", "r", "é\n", "n", "5"],    True),
-    (["s", "a", "o", '{"x": "b"}'],                  True),
-    (["n", "5"],                                     False),
-    (["s", "a", "r", "b"],                           False),
-    (["s", "a", "n", "five"],                        False),
-    (["s", "a", "o", "x"],                           False),
-    (["n", "5", "s", "a"],                           False),
-]
-# fmt: on
 
-
-@pytest.mark.parametrize(("values", "expected"), PARAMETERS)
+@pytest.mark.parametrize(("values", "expected"), TABLE["parameters"])
 def test_parameters_in_xml(values: list[str], expected: bool) -> None:
     model = model_of("qwen3-coder")
     pairs = zip(values[::2], values[1::2], strict=True)
@@ -254,27 +242,11 @@ REFUSED: list[tuple[Must, str, str]] = [
     (following('start: "a" }'),                                           "p",        ""),
     (following("start: <think>"),                                         "p",        ""),
 ]
-LONG = {"type": "string", "maxLength": 1}
-NO_SCHEMA = "it is not a JSON schema"
-UNENFORCEABLE: list[tuple[Json, str]] = [
-    # of the arguments                                               the message says
-    ({"properties": 5},                                              NO_SCHEMA),
-    ({"required": [5]},                                              NO_SCHEMA),
-    ({"required": [[]]},                                             NO_SCHEMA),
-    ({"properties": {"a": 5}},                                       NO_SCHEMA),
-    ({"properties": {"a": {"$ref": "#/nowhere"}}},                   NO_SCHEMA),
-    ({"properties": {"a": {"type": "string", "enum": 5}}},           NO_SCHEMA),
-    ({"properties": {"a": {"$ref": "#/properties/a"}}},              "leads back to itself"),
-    ({"properties": {"a": {"type": "string", "pattern": "^a$"}}},    "pattern cannot be enforced"),
-    ({"properties": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}}, "$defs": {"b": LONG}}, "maxLength cannot be"),
-    ({"properties": {"a>": {"type": "string"}}},                     "'a>' cannot be the name"),
-    ({"properties": {"a": {}}, "minProperties": 1},                  "minProperties cannot be enforced"),
-]
 # fmt: on
 
 
 CASES = [("hermes", *row) for row in REFUSED]
-for schema, message in UNENFORCEABLE:
+for schema, message in TABLE["unenforceable"]:
     CASES.append(("qwen3-coder", Must("required", (("f", {"type": "object"} | schema),)), "f", message))
 
 
