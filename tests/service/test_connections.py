@@ -26,6 +26,7 @@ from helpers.asked import HI, NO_END, RESPONSES
 from helpers.faulty_server import SLOW
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, http_frames, serve, until
+from helpers.tables import table
 from helpers.wire import Wire
 from service import connections, options
 from streaming import cancel
@@ -43,31 +44,10 @@ def server() -> Iterator[Server]:
 
 # --- the law: what is sent comes, however it is cut ---------------------------------------------------------
 
-HEAD = b"Host: x\r\n"
-H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
-CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n"
-
+TABLE = table("connections")
 REQUESTS = {
-    #  what an application is told: what has been sent
-    ("/get", b"", "host"):
-        b"GET /get HTTP/1.1\r\n" + HEAD + b"\r\n",
-    # RFC 9112, section 2.2: a server should ignore an empty line before a request.
-    ("/post", b"ab\r\n\r\nGET / ", "content-length host"):
-        b"\r\nPOST /post HTTP/1.1\r\n" + HEAD + b"Content-Length: 12\r\n\r\nab\r\n\r\nGET / ",
-    # A trailer is not a header: RFC 9110, section 6.5.1. Else what a proxy has checked is not what we see.
-    ("/trailer", b"a\r\n\r\nbcd", "host transfer-encoding"):
-        b"POST /trailer HTTP/1.1\r\n" + HEAD + CHUNKS
-        + b"6\r\na\r\n\r\nb\r\n2\r\ncd\r\n0\r\nContent-Encoding: banana\r\n\r\n",
-    # Java's own client offers HTTP/2 with each body; uvicorn loses the body: Kludex/uvicorn#2722.
-    ("/h2c", b"abc", "content-length host upgrade"):
-        b"POST /h2c HTTP/1.1\r\n" + H2C + HEAD + b"Content-Length: 3\r\n\r\nabc",
-    ("/proxy", b"abc", "host transfer-encoding upgrade"):
-        b"POST /proxy HTTP/1.1\r\nProxy-Connection: upgrade\r\nUpgrade: tls\r\n" + HEAD + CHUNKS
-        + b"3\r\nabc\r\n0\r\n\r\n",
-    # Bug: an offer was renamed in a body, too.
-    ("/offer", b"\r\nupgrade: h2c\r\n", "content-length host"):
-        b"PUT /offer HTTP/1.1\r\n" + HEAD + b"Content-Length: 16\r\n\r\n\r\nupgrade: h2c\r\n",
-}  # fmt: skip
+    (row["path"], row["body"].encode(), row["headers"]): row["sent"].encode() for row in TABLE["requests"]
+}
 
 
 def application(told: list[Any]) -> Any:
@@ -151,37 +131,14 @@ async def test_a_request_starts_when_it_is_whole() -> None:
     assert list(protocol.idle) == [protocol]
 
 
-@pytest.mark.parametrize("name", ["Connection", "Sec-WebSocket-Key", "Sec-WebSocket-Version", "X-Odd"])
-async def test_a_handshake_that_is_not_ascii_is_refused(name: str) -> None:
-    """Bug: `websockets` raised amid it, and the connection was counted for ever."""
-    protocol, wire, state = connected(application([]))
-    protocol.ws_protocol_class = connections.WebSocketProtocol
-    head = "GET /v1/responses HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    protocol.data_received(f"{head}{name}: Upgrade, \u00e9\r\n\r\n".encode())
-    protocol.connection_lost(None)
-    assert wire.written.startswith(b"HTTP/1.1 400")
-    assert not state.connections
-
-
-# What of a handshake is wrong                     the answer says
-BAD_HANDSHAKES = {
-    "Sec-WebSocket-Version: 13":                     ("Sec-WebSocket-Version: 12", "426 Upgrade Required"),
-    "Sec-WebSocket-Key: " + "A" * 22 + "==\r\n":     ("", "400 Bad Request"),
-    "A" * 22 + "==":                                 ("AAAA", "400 Bad Request"),
-    "Host: x":                                       ("Host: x\r\nContent-Length: 2", "400 Bad Request"),
-    "GET":                                           ("POST", "400 Bad Request"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", BAD_HANDSHAKES)
-async def test_a_handshake_that_is_refused_is_told_why_in_json(wrong: str) -> None:
-    """Bug: the answer was plain text, or there was none."""
+@pytest.mark.parametrize(("old", "new", "answer"), TABLE["handshakes"].values(), ids=TABLE["handshakes"])
+async def test_a_handshake_that_is_refused_is_told_why_in_json(old: str, new: str, answer: str) -> None:
+    """Bugs: the answer was plain text, or there was none; one that is not ASCII was counted for ever."""
     protocol, wire, _ = connected(application([]))
     protocol.ws_protocol_class = connections.WebSocketProtocol
     right = "GET /v1/responses HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
     right += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: " + "A" * 22 + "==\r\n\r\n"
-    now, answer = BAD_HANDSHAKES[wrong]
-    protocol.data_received(right.replace(wrong, now).encode())
+    protocol.data_received(right.replace(old, new).encode())
     head, body = wire.written.split(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {answer}".encode())
     assert (b"Sec-WebSocket-Version: 13" in head) == (b" 426 " in head)
