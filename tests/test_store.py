@@ -165,19 +165,6 @@ def test_who_holds_most_loses_the_oldest(owned: str, limits: Retention, left: st
         assert ids(db, *map(str, range(9))) == left.split()
 
 
-def test_events_expire_before_their_response() -> None:
-    """A stream has a last day, its response a later one: github.com/openai/openai-python/issues/2828."""
-    whole = size(ended("resp_1"))
-    with closing(Store(":memory:", Retention(max_bytes=whole, max_age_s=100, events_age_s=10))) as db:
-        db.write(ended("resp_1"), 0, [b"0" * whole])
-        db.write(row("resp_2"), 0, [b"0"])
-        evict(db, NOW + 11)
-        assert (ids(db, "resp_1"), db.frames("resp_1")) == (["resp_1"], [])  # and its events count no more
-        assert db.frames("resp_2") == [b"0"]
-        evict(db, NOW + 101)
-        assert ids(db, "resp_1", "resp_2") == ["resp_2"]
-
-
 def n_steps(n_rows: int) -> int:
     """Count the instructions that SQLite carries out to find that nothing is to go, and then eight rows."""
     steps: list[None] = []

@@ -10,9 +10,8 @@ import pytest
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
-from helpers.asked import HI, NO_END, RESPONSES, large
-from helpers.faulty_server import SLOW
-from helpers.serving import http_bytes, http_frames, serve, until
+from helpers.asked import HI, RESPONSES, large
+from helpers.serving import http_bytes, serve
 from request import body
 from request.body import SMALL_BODY_BYTES
 from request.refusals import BadInput
@@ -132,17 +131,3 @@ def test_what_is_loaded_for_an_answer_has_room_first() -> None:
             assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
             assert "bytes of bodies" in refused.json["error"]["message"]
         assert server.get(path, **YOURS).status == 404
-
-
-def test_of_two_keys_one_cannot_take_all_streams() -> None:
-    asked = HI | NO_END | {"seed": SLOW, "stream": True}
-    with serve(*KEYS, "--max-streams", "4") as server, ExitStack() as held:
-        for _ in range(2):
-            next(http_frames(held.enter_context(server.connect(http_bytes(RESPONSES, asked, **MINE)))))
-        refused = server.post(RESPONSES, SHORT, **MINE)
-        assert (refused.status, refused.json["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert "2 of 4 open requests" in refused.json["error"]["message"]
-        assert int(refused.headers["retry-after"]) > 0
-        assert server.post(RESPONSES, SHORT, **YOURS).status == 200
-        held.close()
-        until(lambda: server.post(RESPONSES, SHORT, **MINE).status == 200, "there is room again")
