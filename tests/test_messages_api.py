@@ -1,10 +1,7 @@
 """POST /v1/messages over the wire: the `anthropic` SDK, by itself and through a front, refusals, counts."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,12 +11,14 @@ import blocks
 import sse
 import streaming
 from helpers.limits import PATIENCE_S
-from helpers.serving import ROOT, Server, http_bytes, http_frames, serve, until
+from helpers.serving import Server, http_bytes, http_frames, serve, until
+from helpers.tables import table
 from helpers.upstream import STREAM, head, json_answer, says, says_and_hangs, upstream
 from request import params
 from request.refusals import BadInput
 
 Json = dict[str, Any]
+TABLE = table("messages_api")
 ASK: Json = {"model": "tiny", "max_tokens": 200}
 TWO: Json = ASK | {"messages": [{"role": "user", "content": "What is 2+2?"}]}
 WEATHER: Json = {
@@ -74,56 +73,17 @@ def test_an_agent_goes_on(client: anthropic.Anthropic) -> None:
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-@pytest.mark.sweep
-def test_the_ai_sdk_reads_it(server: Server, tmp_path: Path) -> None:
-    """Vercel's, with its anthropic provider: npm fetches both."""
-    if not (shutil.which("npm") and shutil.which("node")):
-        pytest.skip("needs Node.js")
-    packages = ["ai@6.0.326", "@ai-sdk/anthropic@3.0.140"]
-    npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(tmp_path)]
-    subprocess.run([*npm, *packages], check=True, capture_output=True, timeout=PATIENCE_S)
-    script = shutil.copy(ROOT / "tests/helpers/ai_sdk.mjs", tmp_path)  # it finds the packages beside itself
-    asked = ["node", script, server.url]
-    done = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
-    said = json.loads(done.stdout.splitlines()[-1])
-    for plain, streamed in (said["text"], said["call"]):
-        assert plain == streamed
-        assert plain["reasoning"]
-    assert (said["text"][0]["text"], said["text"][0]["finish"]) == ("4", "stop")
-    call, answer = said["agent"]
-    assert call == said["call"][0]
-    assert call["finish"] == "tool-calls"
-    assert call["calls"] == [{"toolName": "get_weather", "input": {"city": "Tokyo"}}]
-    assert (answer["finish"], answer["calls"]) == ("stop", [])
-    assert said["refused"]["status"] == 404
-
-
-def saying(role: str, content: Any) -> Json:
-    return TWO | {"messages": [{"role": role, "content": content}]}
-
-
-WRONG, NO_ID = "invalid_request_error", [{"type": "tool_use", "name": "f", "input": {}}]
-# fmt: off
-REFUSED: list[tuple[Json, int, str, str]] = [
-    # body                                           status  type             words of the message
-    ({"model": "tiny", "max_tokens": 1},              400, WRONG,             "messages"),
-    (TWO | {"model": "nope"},                         404, "not_found_error", "nope"),
-    ({"model": "tiny", "messages": TWO["messages"]},  400, WRONG,             "max_tokens"),
-    (saying("user", "long " * 20_000),                400, WRONG,             "prompt is"),
-    (saying("user", 5),                               400, WRONG,             "messages[0].content"),
-    (TWO | {"tool_choice": {"type": "any"}},          400, WRONG,             "tool_choice"),
-    (saying("assistant", NO_ID),                      400, WRONG,             "messages[0].content[0].id"),
-]
-# fmt: on
+LONG = {"messages": [{"role": "user", "content": "long " * 20_000}]}
+REFUSED = [*TABLE["refused"], [LONG, 400, "invalid_request_error", "prompt is"]]
 
 
 @pytest.mark.bug("S15", "S17", "S26")
 @pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize(("body", "status", "kind", "words"), REFUSED, ids=lambda value: str(value)[:20])
-def test_a_refusal_has_its_status(
-    server: Server, body: Json, status: int, kind: str, words: str, is_stream: bool
-) -> None:
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row[3])
+def test_a_refusal_has_its_status(server: Server, row: list[Any], is_stream: bool) -> None:
     """And Anthropic's form, before the first event."""
+    change, status, kind, words = row
+    body = {name: value for name, value in (TWO | change).items() if value != ""}
     reply = server.post("/v1/messages?beta=true", body | {"stream": is_stream}, x_api_key="key")
     assert (reply.status, reply.json["type"], reply.json["error"]["type"]) == (status, "error", kind)
     assert words in reply.json["error"]["message"]
@@ -168,20 +128,7 @@ def test_what_a_request_says_is_read() -> None:
     assert params.from_messages(older, {}).response_format["schema"] == {}
 
 
-# fmt: off
-SAID_OTHERWISE: list[tuple[Json, str, str]] = [
-    ({"output_config": {"format": {"type": "json_schema"}}},  "output_config.format.schema",  "Missing"),
-    ({"guided_json": {"type": "object"}},                     "guided_json",                  "not built"),
-    ({"stop": "x"},                                           "stop",                         "'stop_seq"),
-    ({"logprobs": True},                                      "logprobs",                     "not built"),
-    ({"top_logprobs": 2},                                     "top_logprobs",                 "not built"),
-    ({"n": 2},                                                "n",                            "one answer"),
-    ({"parallel_tool_calls": False},                         "parallel_tool_calls",         "'tool_choice."),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("more", "param", "why"), SAID_OTHERWISE)
+@pytest.mark.parametrize(("more", "param", "why"), TABLE["said_otherwise"])
 def test_what_would_change_the_answer_is_refused(more: Json, param: str, why: str) -> None:
     """Bug: a format without its schema enforced nothing, and the others were only warned of."""
     with pytest.raises(BadInput, match=why) as refusal:

@@ -27,6 +27,7 @@ from helpers.asked import CHAT, HELLO, HI, NO_END, RESPONSES, created, path_of
 from helpers.faulty_server import AFTER_TOKENS, RAISES, SLOW
 from helpers.limits import PATIENCE_S
 from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until, without
+from helpers.tables import table
 from service import connections
 from store import TERMINAL
 
@@ -184,37 +185,11 @@ def test_models(server: Server) -> None:
 
 # --- refusals -----------------------------------------------------------------------------------------------
 
+TABLE = table("server")
+REFUSED = [(api, *row) for api, rows in TABLE["refused"].items() for row in rows]
 LONG_TEXT = "one two three four five six seven " * 400
-BANANA = {"type": "banana", "role": "banana", "content": ""}
-PREVIOUS = "previous_response_id"
-NAMED = {"type": "function", "name": "get_weather"}
-BACKGROUND_WINDOW = {"background": True, "background_options": {"window": "1h"}}
-
-# A row for each origin of a refusal: the parameters themselves are test_params.py's.
-REFUSED: list[tuple[str, str | None, str, Json]] = [
-    # path      param               code                           change to a good request
-    (RESPONSES, "model",            "missing_required_parameter",  {"model": None}),
-    (CHAT,      "messages",         "missing_required_parameter",  {"messages": []}),
-    (RESPONSES, "input[0].type",    "invalid_value",               {"input": [BANANA]}),
-    (CHAT,      "messages[0].role", "invalid_value",               {"messages": [BANANA]}),
-    (CHAT,      None,               "context_length_exceeded",     says(CHAT, LONG_TEXT)),
-    (RESPONSES, None,               "context_length_exceeded",     {"input": LONG_TEXT}),
-    (RESPONSES, "model",            "model_not_found",             {"model": "gpt-5"}),
-    (RESPONSES, "conversation",     "unsupported_parameter",       {"conversation": "conv_1"}),
-    (RESPONSES, PREVIOUS,           "previous_response_not_found", {PREVIOUS: "resp_1"}),
-    (RESPONSES, "tool_choice",      "invalid_value",               {"tool_choice": NAMED}),
-    # What would mean another answer:
-    (RESPONSES, "tools[0].async",   "unsupported_parameter",       {"tools": [NAMED | {"async": True}]}),
-    (RESPONSES, "background_options", "unsupported_parameter",     BACKGROUND_WINDOW),
-]  # fmt: skip
-
-ELSEWHERE = [
-    # method   path                    status  code                  Allow
-    ("POST",   "/v1/completions",       404,   "unknown_url",         None),
-    ("GET",    "/v1/models/a/b",        404,   "model_not_found",     None),
-    ("GET",    "/v1/responses/resp_1",  404,   "response_not_found",  None),
-    ("POST",   "/v1/responses/resp_1",  405,   "method_not_allowed",  "DELETE, GET, HEAD"),
-]  # fmt: skip
+REFUSED.append(("responses", "", "context_length_exceeded", {"input": LONG_TEXT}))
+REFUSED.append(("chat", "", "context_length_exceeded", says(CHAT, LONG_TEXT)))
 
 
 def check_refusal(reply: Reply, status: int, code: str, type_: str = "invalid_request_error") -> Json:
@@ -232,19 +207,20 @@ def check_refusal(reply: Reply, status: int, code: str, type_: str = "invalid_re
 
 
 @pytest.mark.bug("F08")
-@pytest.mark.parametrize(("path", "param", "code", "change"), REFUSED)
-def test_refused(server: Server, path: str, param: str | None, code: str, change: Json) -> None:
+@pytest.mark.parametrize(("api", "param", "code", "change"), REFUSED)
+def test_refused(server: Server, api: str, param: str, code: str, change: Json) -> None:
     """Before the first byte of a stream an error is as it is without one. In the background the request was
     parsed after the 200, and failed then (mistral.rs at 9e92262): here every mode refuses alike, and nothing
     is left of it.
     """
     n_steps = server.health()["steps"]
-    good = responses_body("text") if path == RESPONSES else chat_body("text")
+    path, body = (RESPONSES, responses_body("text")) if api == "responses" else (CHAT, chat_body("text"))
+    body = {name: value for name, value in (body | change).items() if value != ""}
     status = 404 if code == "model_not_found" else 400
     for stream in (False, True):
         for more in [{}, {"background": True}][: 1 + (path == RESPONSES)]:
-            reply = server.post(path, good | {"stream": stream} | more | change)
-            assert check_refusal(reply, status, code)["param"] == param
+            reply = server.post(path, {"stream": stream} | more | body)
+            assert check_refusal(reply, status, code)["param"] == (param or None)
     health = server.health()
     assert (health["steps"], health["waiting"], health["background"]) == (n_steps, 0, 0)
 
@@ -255,11 +231,11 @@ def test_no_json_object(server: Server) -> None:
             assert check_refusal(server.post(path, body), 400, code)["param"] is None
 
 
-@pytest.mark.parametrize(("method", "path", "status", "code", "allow"), ELSEWHERE)
-def test_elsewhere(server: Server, method: str, path: str, status: int, code: str, allow: str | None) -> None:
+@pytest.mark.parametrize(("method", "path", "status", "code", "allow"), TABLE["elsewhere"])
+def test_elsewhere(server: Server, method: str, path: str, status: int, code: str, allow: str) -> None:
     reply = server.request(method, path, None)
     error = check_refusal(reply, status, code)
-    assert {*(reply.headers.get("allow") or "").split(", ")} == {*(allow or "").split(", ")}
+    assert {*reply.headers.get("allow", "").split(", ")} == {*allow.split(", ")}
     assert code != "unknown_url" or "/v1/responses, " in error["message"]  # what there is
 
 
