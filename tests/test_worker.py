@@ -19,6 +19,7 @@ from engine import Engine
 from helpers import laws, scripted
 from helpers.scripted import END, ids_of, in_steps, outputs_of, request, said, vocabulary, worker_of
 from helpers.serving import TINY, serve
+from helpers.tables import table
 from model import NumpyOps
 from request.refusals import BadInput
 from request.template import ChatTemplate
@@ -31,28 +32,8 @@ TOOL: dict[str, Any] = {"type": "function", "name": "f", "parameters": SCHEMA}
 
 # --- a turn, cut anywhere -----------------------------------------------------------------------------------
 
-THOUGHT = ["<think>", "a", "é", "</think>", "\n\n", "b", "é"]
-ANSWER = ["[THINK]", "a", "é", "[/THINK]", "b", "é"]
-JSON_CALL = ['{"name": "f", ', '"arguments"', ': {"s": "', "é", '"}', "}"]
-XML_CALL = ["\n<function", "=f>\n", "<parameter=s", ">\n", "é", "\n</parameter", ">\n", "</function>\n"]
-BETWEEN = ["<|end|>", "<|start|>", "assistant", "<|channel|>"]
-TO_F = ["commentary", " to=functions.f ", "<|constrain|>", "json", "<|message|>"]
-
-# fmt: off
-#   dialect        the tokens of a whole turn: reasoning, text, a call, and in each a character of two tokens
-TURNS: dict[str, list[str]] = {
-    "hermes":      [*THOUGHT, "<tool_call>", *JSON_CALL, "</tool_call>"],
-    "qwen3-coder": [*THOUGHT, "<tool_call>", *XML_CALL, "</tool_call>"],
-    "granite":     [*THOUGHT, "<|tool_call|>", "[", *JSON_CALL, "]"],
-    "llama":       [*THOUGHT, "<|python_tag|>", *JSON_CALL],
-    "mistral":     [*ANSWER, "[TOOL_CALLS]", "f", "[ARGS]", '{"s": "', "é", '"}'],
-    "mistral-v3":  [*ANSWER, "[TOOL_CALLS]", "[", *JSON_CALL, "]"],
-    "harmony":     ["<|channel|>", "analysis", "<|message|>", "a", "é",
-                    *BETWEEN, "final", "<|message|>", "b", "é",
-                    *BETWEEN, *TO_F, '{"s": "', "é", '"}'],
-}
+TURNS: dict[str, list[str]] = table("worker")["turns"]
 SAID = [["analysis", "aé"], ["final", "bé"], ["call", "f", '{"s": "é"}']]
-# fmt: on
 
 
 def turn(name: str) -> tuple[Tokenizer, list[int]]:

@@ -179,19 +179,15 @@ def test_there_are_so_many_lanes(client: ClientConnection) -> None:
 # --- what is refused ----------------------------------------------------------------------------------------
 
 #  what is refused, on a connection that lives on   status   code
-REFUSED: list[tuple[Json | str | bytes, int, str]] = [
+REFUSED: list[tuple[Json | str, int, str]] = [
     ({"model": "nope"},                               404,    "model_not_found"),
     ({"type": "response.cancel"},                     400,    "invalid_value"),
     ({"type": ["response.create"]},                   400,    "invalid_value"),
     ({"type": None},                                  400,    "invalid_value"),
     ({"background": True},                            400,    "unsupported_parameter"),
     ({"stream_id": "a" * 257},                        400,    "invalid_value"),
-    ({"temperature": "hot"},                          400,    "invalid_type"),
     ("[]",                                            400,    "invalid_type"),
-    ("null",                                          400,    "missing_required_parameter"),
     ("{nope",                                         400,    "invalid_json"),
-    (b'{"\xff"}',                                     400,    "invalid_json"),
-    ("[" * 1000,                                      400,    "invalid_json"),
     ("[" + "0," * 60_000 + "0]",                      413,    "body_too_large"),
 ]  # fmt: skip
 
