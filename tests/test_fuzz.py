@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import sse
 from helpers.serving import Server, serve
+from helpers.tables import table
 from request import params
 
 N_EXAMPLES = settings().max_examples
@@ -21,15 +22,9 @@ STATUSES = {200, 400, 401, 403, 404, 405, 408, 413, 415, 429}  # no 503: there i
 
 # --- what is sent -------------------------------------------------------------------------------------------
 
-WORDS = (
-    "type role content text name function parameters arguments call_id output id tools mode effort summary "
-    "schema properties items anyOf $ref strict grammar syntax definition image_url refusal tool_calls format "
-    "message user assistant system developer tool function_call function_call_output reasoning required "
-    "input_text output_text item_reference json_schema object string integer array auto none high "
-    "allowed_tools lark regex start custom #"
-)
-ODD = ["<think>", "</tool_call>", "\ud800", "\0", "a" * 2000]
-texts = st.sampled_from([*WORDS.split(), *ODD]) | st.text(max_size=8)
+TABLE = table("fuzz")
+LONG = "a" * 2000
+texts = st.sampled_from([*TABLE["words"], "\ud800", LONG]) | st.text(max_size=8)
 floats = st.floats(allow_nan=False, allow_infinity=False)
 numbers = st.integers() | floats | st.sampled_from([0, -1, 2**63, 10**30, 1e308])
 values = st.recursive(
@@ -39,20 +34,12 @@ values = st.recursive(
 )
 RESPONSE = {"model": "tiny", "input": "hi", "max_output_tokens": 3}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-NAMED = {"name": "f", "parameters": SCHEMA}
-FUNCTION = {"type": "function", "function": NAMED} | NAMED
-SERVED = [{"stream": True}, {"background": True}, {"store": False}, {"tools": [FUNCTION]}, {"temperature": 2},
-          {"n": 2}, {"stop": ["a", "b"]}, {"tool_choice": "required"}, {"logprobs": True, "top_logprobs": 3},
-          {"include": ["message.output_text.logprobs"]}, {"reasoning": {"effort": "none"}}, {"seed": 5},
-          {"truncation": "auto"},
-          {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}]  # fmt: skip
 
 
 def bodies(valid: dict[str, Any], table: dict[str, params.Parameter]) -> st.SearchStrategy[Any]:
     """Anything; what is served; and what would be but for a parameter or two."""
     odd = st.dictionaries(st.sampled_from(sorted(table)), values, max_size=2)
-    known = st.lists(st.sampled_from(SERVED), max_size=4)
+    known = st.lists(st.sampled_from(TABLE["served"]), max_size=4)
     changes = st.tuples(known, st.just({}) | odd).map(lambda pair: [*pair[0], pair[1]])
     return values | changes.map(lambda parts: {k: v for part in [valid, *parts] for k, v in part.items()})
 
@@ -61,16 +48,10 @@ both = bodies(RESPONSE, params.RESPONSES) | bodies(CHAT, params.CHAT)
 encoded = both.map(lambda body: json.dumps(body).encode())
 cut = encoded.flatmap(lambda body: st.integers(0, len(body)).map(lambda n: body[:n]))
 raw = encoded | cut | st.binary(max_size=40)
-odd_ids = st.sampled_from(["resp_1", "..", "%2e%2e", "a/b", "%00", "%ff", "x" * 3000])
-ids = odd_ids | st.text("abc%/&=.", max_size=8)
-PATHS = ["/", "/metrics", "/health", "/health/live", "/v1/models", "/v1/models/{}", "/v1/chat/completions",
-         "/v1/responses", "/v1/responses/{}", "/v1/responses/{}/cancel", "/v1/responses/{}/input_items",
-         "/v1/responses/input_tokens", "/v1/responses/compact", "/{}"]  # fmt: skip
-QUERIES = ["", "?stream=true", "?stream=true&starting_after=-1", "?limit=1e9&order=up", "?after=%ff",
-           "?limit=" + "9" * 500]  # fmt: skip
-names = ["Content-Type", "Content-Encoding", "Authorization", "Origin", "Accept", "Expect", "X-Request-Id"]
-contents = ["gzip", "zstd", "text/plain", "Bearer x", "\xff", "https://example.org", "", "a" * 2000]
-headers = st.dictionaries(st.sampled_from(names), st.sampled_from(contents), max_size=2)
+ids = st.sampled_from([*TABLE["ids"], LONG]) | st.text("abc%/&=.", max_size=8)
+queries = st.sampled_from([*TABLE["queries"], "?limit=" + "9" * 500])
+contents = st.sampled_from([*TABLE["values"], LONG])
+headers = st.dictionaries(st.sampled_from(TABLE["headers"]), contents, max_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +66,8 @@ def server() -> Iterator[Server]:
 
 JSON = {"Content-Type": "application/json"}
 methods = st.sampled_from(["GET", "POST", "POST", "POST", "DELETE", "PUT", "OPTIONS", "HEAD", "BREW"])
-paths = st.builds(str.format, st.sampled_from(PATHS), ids)
-anything = st.tuples(methods, paths, st.sampled_from(QUERIES), headers, raw)
+paths = st.builds(str.format, st.sampled_from(TABLE["paths"]), ids)
+anything = st.tuples(methods, paths, queries, headers, raw)
 takers = st.sampled_from(["/v1/responses", "/v1/responses/input_tokens", "/v1/chat/completions"])
 bodies_alone = st.tuples(st.just("POST"), takers, st.just(""), st.just(JSON), encoded)
 
