@@ -81,8 +81,6 @@ def test_cuts_are_not_seen(stream: bytes, cuts: list[int], max_event_bytes: int)
 
 
 types = texts.filter(lambda text: not re.search("[\r\n]", text))
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda values: st.lists(values) | st.dictionaries(st.text(), values),
@@ -126,10 +124,7 @@ def test_a_long_line_in_small_chunks_takes_linear_work(monkeypatch: pytest.Monke
 
 # --- Cases --------------------------------------------------------------------------------------------------
 
-
 # fmt: off
-# Both ways: what is written for (value, event), and read as it.
-
 # What comes of a stream where an event may have 10 bytes.
 SIZES = [
     # stream                          events  raised

@@ -7,13 +7,11 @@ import asyncio
 import gc
 import json
 import re
-import tomllib
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -29,7 +27,6 @@ from background import Registry
 from helpers.asked import HI, NO_END, RESPONSES, large
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, serve, until
-from helpers.upstream import head, upstream
 from helpers.wire import Wire
 from request.refusals import BadInput
 from request.room import Rooms, Visit
@@ -42,7 +39,6 @@ from worker import Workers
 RAISES, SLOW = 666, 668  # seeds of faulty_server.py
 ASKED: Json = HI | {"store": False, "temperature": 0}
 LAST = ("response.completed", "response.incomplete", "response.failed", "error")
-REPLAYS = Path(__file__).parents[1] / "replays"
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +103,14 @@ NOT_FOUND = (400, "previous_response_not_found")
 DRAWN = re.compile(r'"(resp|msg|rs|fc|ctc|call)_[0-9a-zA-Z]+"|"(created_at|completed_at)":\d+')
 
 
-def same_as_http(server: Server, client: ClientConnection, body: Json) -> None:
-    reply = server.post(RESPONSES, body | {"stream": True})
-    send(client, body)
+LOGPROBS: Json = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("more", [LOGPROBS, {"max_output_tokens": 5}, {"seed": RAISES}, {"input": []}])
+def test_a_turn_is_the_stream_of_http(server: Server, client: ClientConnection, more: Json) -> None:
+    """Byte for byte, also one that is cut, that fails, or that is refused."""
+    reply = server.post(RESPONSES, ASKED | more | {"stream": True})
+    send(client, ASKED | more)
     if reply.status != 200:
         assert received(client) == [{"type": "error", "status": reply.status} | reply.json]
         return
@@ -117,25 +118,6 @@ def same_as_http(server: Server, client: ClientConnection, body: Json) -> None:
         text = client.recv(PATIENCE_S)
         assert isinstance(text, str)
         assert DRAWN.sub("*", text) == DRAWN.sub("*", frame.split("\ndata: ", 1)[1])
-
-
-@pytest.fixture(scope="module")
-def relayed() -> Iterator[tuple[Server, Any]]:
-    """A server that asks an upstream, which says what a test wants it to."""
-    with upstream(lambda _: None) as worker, serve("--upstream", worker.url, model=None) as front:
-        yield front, worker
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in REPLAYS.glob("completions-deltas-*.toml")))
-def test_a_turn_is_the_stream_of_http_in_each_replay(relayed: tuple[Server, Any], name: str) -> None:
-    """Whatever an upstream sends, byte for byte."""
-    front, worker = relayed
-    replay = tomllib.loads((REPLAYS / f"{name}.toml").read_text(encoding="utf-8"))
-    content_type = replay.get("options", {}).get("content_type") or "text/event-stream"
-    said = head(content_type) + "".join(replay["input"]).encode()
-    worker.answer = lambda exchange: exchange.send(said)
-    with front.websocket() as client:
-        same_as_http(front, client, {"model": "m", "input": "hi"})
 
 
 # --- lanes --------------------------------------------------------------------------------------------------
