@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -38,6 +39,12 @@ ERROR_KEYS = {"message", "type", "param", "code"}
 def server() -> Iterator[Server]:
     with serve() as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with server.sdk() as client:
+        yield client
 
 
 # --- what is asked ------------------------------------------------------------------------------------------
@@ -336,32 +343,75 @@ def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
 
 
 @pytest.mark.bug("H02")
-def test_the_official_client(server: Server) -> None:
-    """It resumes by a plain stream; by a helper that asks for all, and shows a part: openai-node#1984.
+def test_the_official_client_resumes(sdk: openai.OpenAI) -> None:
+    """By a plain stream; by a helper that asks for all, and shows a part: openai-node#1984.
 
     Of an answer that is cut its helper has no final response (openai/openai-python#3538); the event has.
     """
-    with server.sdk() as sdk:
-        with sdk.responses.create(model="tiny", input="hi", background=True, stream=True) as stream:
-            seen = list(stream)
-        assert seen[0].type == "response.created"
-        id_ = seen[0].response.id
-        for after in (0, 17, len(seen) - 2, len(seen) - 1):
-            with sdk.responses.retrieve(id_, stream=True, starting_after=after) as rest:
-                assert list(rest) == seen[after + 1 :]
-            with sdk.responses.stream(response_id=id_, starting_after=after) as helper:
-                assert [e.sequence_number for e in helper] == [e.sequence_number for e in seen[after + 1 :]]
-                assert helper.get_final_response().output_text == HELLO
-        with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a completed response\."):
-            sdk.responses.cancel(id_)
-        sdk.responses.delete(id_)
-        with pytest.raises(openai.NotFoundError):
-            sdk.responses.retrieve(id_)
-        with sdk.responses.stream(model="tiny", input="hi", max_output_tokens=5) as cut:
-            last = list(cut)[-1]
+    with sdk.responses.create(model="tiny", input="hi", background=True, stream=True) as stream:
+        seen = list(stream)
+    assert seen[0].type == "response.created"
+    id_ = seen[0].response.id
+    for after in (0, 17, len(seen) - 2, len(seen) - 1):
+        with sdk.responses.retrieve(id_, stream=True, starting_after=after) as rest:
+            assert list(rest) == seen[after + 1 :]
+        with sdk.responses.stream(response_id=id_, starting_after=after) as helper:
+            assert [e.sequence_number for e in helper] == [e.sequence_number for e in seen[after + 1 :]]
+            assert helper.get_final_response().output_text == HELLO
+    with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a completed response\."):
+        sdk.responses.cancel(id_)
+    sdk.responses.delete(id_)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(id_)
+    with sdk.responses.stream(model="tiny", input="hi", max_output_tokens=5) as cut:
+        last = list(cut)[-1]
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details
     assert last.response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_the_official_client_pages_through_the_input_of_a_chain(sdk: openai.OpenAI) -> None:
+    last: Any = openai.omit
+    for i in range(4):
+        said: Any = [{"role": "user", "content": f"hi {i}"}, {"role": "user", "content": "hello"}]
+        made = sdk.responses.create(model="tiny", input=said, previous_response_id=last, max_output_tokens=3)
+        last = made.id
+    forward = sdk.responses.input_items.list(last, order="asc", limit=100).data
+    assert len({item.id for item in forward}) == len(forward) == 11
+    for limit in (1, 11, 12):
+        assert list(sdk.responses.input_items.list(last, order="asc", limit=limit)) == forward
+        assert list(sdk.responses.input_items.list(last, limit=limit)) == forward[::-1]
+    after = str(forward[4].id)
+    assert list(sdk.responses.input_items.list(last, order="asc", after=after)) == forward[5:]
+
+
+def test_the_official_client_counts_as_create_does(sdk: openai.OpenAI) -> None:
+    first = sdk.responses.create(model="tiny", input="hi", instructions="Be brief.")
+    second = sdk.responses.create(model="tiny", input="hello", previous_response_id=first.id)
+    counted = sdk.responses.input_tokens.count(input="hello", previous_response_id=first.id)
+    assert second.usage
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
+    alone = sdk.responses.input_tokens.count(previous_response_id=first.id)
+    said: Any = [{"role": "user", "content": "hi"}, *(item.model_dump() for item in first.output)]
+    assert alone == sdk.responses.input_tokens.count(input=said)
+
+
+def test_the_official_client_compacts(sdk: openai.OpenAI) -> None:
+    """User messages stay, the rest is one item, which later requests, chains and compactions take."""
+    first = sdk.responses.create(model="tiny", input="hi")
+    compacted = sdk.responses.compact(model="tiny", previous_response_id=first.id)
+    assert compacted.object == "response.compaction"
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.usage.output_tokens > 0
+    items: list[Any] = [item.model_dump(exclude_none=True, warnings=False) for item in compacted.output]
+    hello: Any = {"role": "user", "content": "hello"}
+    second = sdk.responses.create(model="tiny", input=[*items, hello])
+    listed = sdk.responses.input_items.list(second.id, order="asc").data
+    assert [item.type for item in listed] == ["message", "compaction", "message"]
+    third = sdk.responses.create(model="tiny", input="hi", previous_response_id=second.id)
+    assert third.status == "completed"
+    again = sdk.responses.compact(model="tiny", input="hello", previous_response_id=third.id)
+    assert [item.type for item in again.output] == ["message"] * 4 + ["compaction"]
 
 
 def ended(server: Server, id: str) -> Json:
