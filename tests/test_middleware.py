@@ -275,47 +275,36 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
         assert not last.endswith(b"0\r\n\r\n")  # no client takes that for the end of the answer
 
 
-class SlowWorker:
-    """A worker whose prompts are never ready: their grammars wait for their turn."""
+class SlowWorkers(Workers):
+    """Workers whose prompts are never ready: their grammars wait for their turn."""
 
     defaults: ClassVar[dict[str, Any]] = {}
-    alive = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.begun = asyncio.Queue[str]()
 
-    def serves(self, model: str) -> bool:
-        return model == "m"
+    def find(self, model: str) -> Any:
+        return self
 
-    def models(self) -> dict[str, dict[str, Any]]:
-        return {"m": {"owned_by": "local"}}
-
-    def busy(self) -> bool:
-        return False
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    async def close(self) -> None: ...
-
-    async def prepare(self, request: params.Request) -> Any:
+    async def prepare(self, request: params.Request, conversation: Any = None) -> Any:
         self.begun.put_nowait(request.owner)
         await asyncio.Event().wait()
 
 
-def api_of(worker: SlowWorker) -> Api:
-    return Api(Registry(Store(":memory:", Retention()), Workers(worker)), b"")
+def api_of(workers: SlowWorkers) -> Api:
+    return Api(Registry(Store(":memory:", Retention()), workers), b"")
 
 
 async def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
     """Bug: those of other owners had none."""
     chat_body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2**16}]}).encode()
-    worker, rooms = SlowWorker(), Rooms(100)
+    workers, rooms = SlowWorkers(), Rooms(100)
     visits = [Visit(rooms, owner) for owner in "mmmmmmmmmmy"]
-    asked = [api_of(worker)._prompt(parsed(chat_body, visit), visit, api.CHAT) for visit in visits]
+    asked = [api_of(workers)._prompt(parsed(chat_body, visit), visit, api.CHAT) for visit in visits]
     tasks = [asyncio.create_task(each) for each in asked]
     async with asyncio.timeout(PATIENCE_S):
-        begun = [await worker.begun.get() for _ in tasks]
+        begun = [await workers.begun.get() for _ in tasks]
     assert begun.count("y") == 1
     await cancel(*tasks)
 
@@ -325,11 +314,11 @@ async def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -
     row = Row("resp_1", "", 0, 1, False, False, False, "{}", "[]", "completed", '{"output": []}')
 
     async def small_after(**members: str) -> bool:
-        worker, visit = SlowWorker(), Visit(Rooms(100), "")
+        workers, visit = SlowWorkers(), Visit(Rooms(100), "")
         text = json.dumps({"model": "m", "input": "hi"} | members).encode()
-        begin = api_of(worker).begin(parsed(text, visit), visit, memory={"resp_1": row})
+        begin = api_of(workers).begin(parsed(text, visit), visit, memory={"resp_1": row})
         beginning = asyncio.create_task(begin)
-        await asyncio.wait_for(worker.begun.get(), PATIENCE_S)
+        await asyncio.wait_for(workers.begun.get(), PATIENCE_S)
         await cancel(beginning)
         return visit.is_small
 
