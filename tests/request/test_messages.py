@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from channels import Parser, Piece
 from dialects import families
 from helpers.laws import parse
-from helpers.scripted import END, TEMPLATE, TEMPLATES
+from helpers.scripted import TEMPLATE, TEMPLATES
 from helpers.tables import table
 from request import messages, params
 from request.body import MAX_VALUES
@@ -62,7 +62,6 @@ OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "42"}
 CUT = {"status": "incomplete"}
 OUTPUT_2 = OUTPUT | {"call_id": "call_2"}
 HM = {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-TASK = {"type": "encrypted_content", "encrypted_content": "Count to 9."}
 
 
 @pytest.mark.bug("K05", "S23")
@@ -169,18 +168,7 @@ def test_a_template_that_refuses_system_messages_has_them_in_the_users() -> None
 
 # --- templates of other dialects ----------------------------------------------------------------------------
 
-# fmt: off
-#   template           what it can show of a turn besides text; how many calls; what ends it
-SHOWS = {
-    "hermes":         ("reasoning", 2, "<|im_end|>"),
-    "qwen3-coder":    ("reasoning", 2, "<|im_end|>"),
-    "llama":          ("",          1, "<|eot_id|>"),
-    "mistral":        ("reasoning", 2, END),
-    "mistral-v3":     ("",          2, END),
-    "harmony":        ("reasoning", 1, "<|call|>"),
-    "granite":        ("reasoning", 2, "<|end_of_text|>"),
-}
-# fmt: on
+SHOWS = TABLE["shows"]
 LETTERS = st.characters(codec="utf-8", exclude_characters="<>\n")
 WORDS = st.text(LETTERS, min_size=1).map(str.strip).filter(bool)
 TYPES = {"s": "string", "n": "integer", "b": ["boolean", "null"], "a": "array"}
@@ -302,17 +290,7 @@ def test_a_model_directory_holds_the_template_and_its_tokens(tmp_path: Path) -> 
     assert template.render([user("a")], [WEATHER], NOW) == f"tools: {[WEATHER]}"
 
 
-LOOP = "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
-# What never ends, or fills the memory: each of them stopped the server.
-ENDLESS = {
-    "loops": LOOP,
-    "calls": "{% macro m(n) %}{% if n < 16 %}{{ m(n + 1) }}{{ m(n + 1) }}{% endif %}{% endmacro %}{{ m(0) }}",
-    "repeated text": "{{ 'ab' * 1000000 }}",
-    "text repeated": "{{ 1000000 * 'ab' }}",
-}
-
-
-@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+@pytest.mark.parametrize("source", TABLE["endless"].values(), ids=TABLE["endless"])
 def test_a_template_ends(source: str) -> None:
     """At the start, and later if only some messages lead there. A larger request may take more turns."""
     with pytest.raises(BadTemplate, match=r"it may take 2\d{4} calls and turns"):
@@ -339,21 +317,9 @@ def test_loops_are_as_jinja_has_them() -> None:
     assert ChatTemplate(loops + others, {}).render([user("a"), user("b")], None, NOW) == "1aFalse2bTrue--"
 
 
-# fmt: off
-#   what tokenizer_config.json holds                           what the message says
-NO_TEMPLATE = [
-    (None,                                                     "chat_template.jinja and for chat_template"),
-    ("{}",                                                     "chat_template.jinja and for chat_template"),
-    ('{"chat_template": [{"name": "rag", "template": "x"}]}',  "no chat template"),
-    ("{",                                                      "expected a JSON object in"),
-    ('{"chat_template": "{% if %}"}',                          "not a Jinja template: Expected an"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("config", "words"), NO_TEMPLATE)
-def test_a_model_without_template_is_refused_at_once(tmp_path: Path, config: str | None, words: str) -> None:
-    if config is not None:
+@pytest.mark.parametrize(("config", "words"), TABLE["no_template"])
+def test_a_model_without_template_is_refused_at_once(tmp_path: Path, config: str, words: str) -> None:
+    if config:
         (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(BadTemplate) as error:
         ChatTemplate.load(tmp_path)
@@ -362,19 +328,9 @@ def test_a_model_without_template_is_refused_at_once(tmp_path: Path, config: str
 
 # --- what other servers and newer clients say ---------------------------------------------------------------
 
-# fmt: off
-#    item                                                                        what the model reads
-TOLD = [
-    ({"type": "agent_message", "author": "/root", "recipient": "/root/sub",
-      "content": [{"type": "input_text", "text": "Payload:"}, TASK]},
-     "agent_message, author /root, recipient /root/sub:\nPayload:\nCount to 9."),
-    ({"type": "note_of_2027", "content": "hello"},                               "note_of_2027:\nhello"),
-]
-# fmt: on
-
 
 @pytest.mark.bug("P10", "P26")
-@pytest.mark.parametrize(("item", "said"), TOLD)
+@pytest.mark.parametrize(("item", "said"), TABLE["told"])
 def test_an_item_of_an_unknown_type_is_told_as_text(item: dict[str, Any], said: str) -> None:
     request = params.from_responses({"model": "m", "input": [user("q"), item]}, {})
     assert request.messages[1] == user(said)
