@@ -1,7 +1,5 @@
 """The README and the tour show what becomes of one request and what it passes, as the modules are today."""
 
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
@@ -10,6 +8,7 @@ import one_step
 import reading_list
 import walkthrough
 from helpers.limits import PATIENCE_S
+from helpers.serving import run
 
 MAX_LINES = 65  # a page: a reader takes it in at once
 
@@ -24,8 +23,7 @@ def test_the_readme_shows_the_data(script: ModuleType) -> None:
 
 def test_the_tour_lists_what_one_request_passes() -> None:
     """In a process of its own, which a signal stops."""
-    command = [sys.executable, reading_list.__file__]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=4 * PATIENCE_S).stdout
+    text = run(reading_list.__file__, check=True, timeout=4 * PATIENCE_S).stdout
     expected = walkthrough.in_page(text, "reading_list", reading_list.PAGE)
     page = reading_list.PAGE.read_text(encoding="utf-8")
     assert page == expected, "python tests/reading_list.py --write, and its sum in README.md"

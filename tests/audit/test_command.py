@@ -23,7 +23,7 @@ from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import PROFILES, Result, chosen
 from helpers.limits import PATIENCE_S
-from helpers.serving import ROOT, Json, Server, serve
+from helpers.serving import ROOT, Json, Server, run, serve
 from helpers.upstream import Exchange, head, json_answer, upstream
 from pictures import CHROMIUM
 
@@ -38,11 +38,7 @@ def ours() -> Iterator[Server]:
 
 
 def audit(*words: str, program: tuple[str, ...] = ("-m", "audit")) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *program, *words]
-    environment = os.environ | {"AUDIT_API_KEY": "secret"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    return run(*program, *words, env=os.environ | {"AUDIT_API_KEY": "secret"})
 
 
 def refusal(*words: str) -> str:

@@ -3,8 +3,6 @@
 import itertools
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from audit.rules import NotApplicable
 from channels import Accepted, Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from event_log import encode_event
 from helpers.scripted import events_of
-from helpers.serving import ROOT, Json
+from helpers.serving import ROOT, Json, run
 
 OUTPUTS: list[Output] = [
     Delta("analysis", "Hm."),
@@ -142,9 +140,8 @@ def test_bytes_are_judged_or_refused(stream: bytes) -> None:
 
 def test_a_recording_is_judged(tmp_path: Path) -> None:
     def judged(stream: bytes, *options: str) -> tuple[int, str]:
-        words = [sys.executable, "-m", "audit", "-", *options]
-        ended = subprocess.run(words, cwd=ROOT, input=stream, capture_output=True)
-        return ended.returncode, ended.stdout.decode()
+        ended = run("-m", "audit", "-", *options, input=stream.decode())
+        return ended.returncode, ended.stdout
 
     summary = "21 events of a responses stream"
     assert judged(GOOD["responses"]) == (0, f"OK. {summary}\n")

@@ -25,6 +25,8 @@ from tokenizer import Tokenizer
 MADE = ["llama-2", "smollm2", "qwen2", "qwen3", "llama-yarn", "llama-3.1-rope-scaling"]
 MADE += ["granite", "granite-tied", "phi-3", "phi-4-mini"]
 
+TABLES = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))
+REFUSED = TABLES["gguf"]
 ROUNDED = ("norm_eps", "embed_scale", "logit_scale")  # float32 in a GGUF file
 
 
@@ -73,24 +75,11 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     assert template.render(conversation[0], [{"name": "f"}], datetime(2026, 1, 1)) == "[{'name': 'f'}]"
 
 
-#  tokenizer.ggml.pre   how it cuts "in 2024, DON'T\n\n x"; a space is written as Ġ, a new line as Ċ
-WORDS = {
-    "gpt-2": "in|Ġ2024|,|ĠDON|'|T|ĊĊ|Ġx",
-    "smollm": "in|Ġ|2|0|2|4|,|ĠDON|'|T|ĊĊ|Ġx",
-    "llama-bpe": "in|Ġ|202|4|,|ĠDON|'T|ĊĊ|Ġx",
-    "gpt-4o": "in|Ġ|202|4|,|ĠDON'T|ĊĊ|Ġx",
-    "qwen2": "in|Ġ|2|0|2|4|,|ĠDON|'T|ĊĊ|Ġx",
-}
-
-
-@pytest.mark.parametrize("pre", WORDS)
+@pytest.mark.parametrize("pre", TABLES["pre_tokenizers"])
 def test_pre_tokenizers(pre: str) -> None:
     """The words that merges work within, as each model's own tokenizer.json cuts them."""
     words = PRE_TOKENIZERS[pre].pre_tokenize_str("in 2024, DON'T\n\n x")
-    assert "|".join(word for word, _ in words) == WORDS[pre]
-
-
-REFUSED = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))["gguf"]
+    assert "|".join(word for word, _ in words) == TABLES["pre_tokenizers"][pre]
 
 
 @pytest.mark.bug("P17")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -48,15 +49,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub-cache"
 
 
-#  model                  words of the one line that refuses it
-NOWHERE = {
-    "/no/such/directory": ["no directory /no/such/directory", "is not a Hub id"],
-    "absent": ["no directory", "absent is not a Hub id", "Qwen/Qwen3-0.6B"],
-    "../Name": ["no directory", "is not a Hub id"],
-    "~no-such-user/x": ["no directory", "~no-such-user/x is not a Hub id"],
-    "model.bin": ["model.bin is not a GGUF file that is supported"],
-    "Org/Absent": ["no model Org/Absent at main in", "hub-cache", "LocalEntryNotFound"],
-}
+NOWHERE = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))["nowhere"]
 
 
 @pytest.mark.parametrize("model", NOWHERE)

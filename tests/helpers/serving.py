@@ -187,10 +187,10 @@ def listening(process: subprocess.Popen[str], log: Path) -> str:
     raise AssertionError(f"the server ended without listening:\n{log.read_text(encoding='utf-8')}")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    settings: Any = {"cwd": ROOT, "env": environment(), "timeout": PATIENCE_S}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **settings)
+def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command of Python to its end; `more` are settings of subprocess.run()."""
+    settings: Any = {"cwd": ROOT, "env": environment(), "timeout": PATIENCE_S, "text": True} | more
+    return subprocess.run([sys.executable, *arguments], capture_output=True, **settings)
 
 
 def environment() -> dict[str, str]:
