@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from dialects.families import DIALECTS
 from dialects.matchers import Grammars
 from dialects.structured_output import answer_grammar
+from helpers.device_models import SAMPLINGS, sampling_of
 from helpers.engines import Answer, WatchedEngine, alone, endless, play, started, steps_of
 from model import PAGE
 from parity import TINY
 from request.tools import StructuredOutput
-from sampling import Choice, Sampling
+from sampling import Choice
 from scheduler import Sequence
 from tokenizer import Tokenizer
 
@@ -40,19 +41,19 @@ class Asked(NamedTuple):
     text: int
     n_prompt: int
     max_tokens: int
-    sampling: tuple[tuple[str, Any], ...]
+    sampling: int  # row of sampling.toml
     stop: frozenset[int] = frozenset()
     constrained: bool = False
     leaves: int | None = None
 
     def job(self) -> Sequence:
-        sampling: Any = {k: dict(v) if k == "logit_bias" else v for k, v in self.sampling}
+        sampling = replace(sampling_of(SAMPLINGS["disturbed"][self.sampling]), n_top_logprobs=2)
         prompt = TEXTS[self.text][: self.n_prompt]
         if not self.constrained:
-            return Sequence(prompt, self.max_tokens, self.stop, Sampling(**sampling))
+            return Sequence(prompt, self.max_tokens, self.stop, sampling)
         spec = StructuredOutput("none", schema=WORDS)
         constraint = GRAMMARS.constraint(answer_grammar(spec, DIALECTS["hermes"], {}, "over"))
-        return Sequence(prompt, self.max_tokens, self.stop | {EOS}, Sampling(**sampling), constraint)
+        return Sequence(prompt, self.max_tokens, self.stop | {EOS}, sampling, constraint)
 
 
 @cache
@@ -69,20 +70,12 @@ async def said(engine: WatchedEngine, requests: list[Asked]) -> list[list[Choice
     return [[token for step in await reader for token in step.tokens] for reader in readers]
 
 
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "repetition_penalty": 1.3},
-    {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.4},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 1.5, "top_k": 40, "seed": 7, "choice": 1},
-    {"temperature": 1.0, "min_p": 0.2, "seed": 9, "logit_bias": ((7, 4.0), (8, 3.0))},
-]
 requests = st.builds(
     Asked,
     text=st.sampled_from([0, 1, 2]),
     n_prompt=st.sampled_from([1, 5, 63, 64, 65, 127, 128, 129, 200, 256, 257, 300]),
     max_tokens=st.integers(1, 60),
-    sampling=st.sampled_from([tuple({**s, "n_top_logprobs": 2}.items()) for s in SAMPLINGS]),
+    sampling=st.sampled_from(range(len(SAMPLINGS["disturbed"]))),
     stop=st.sampled_from([frozenset[int](), frozenset({6, 8, 700})]),
     constrained=st.sampled_from([False, False, True]),
     leaves=st.sampled_from([None, None, None, 1, 5]),

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -106,41 +107,23 @@ def test_what_failed_is_said_in_a_line(ours: Server) -> None:
 # --- verdicts and reports -----------------------------------------------------------------------------------
 
 
-EXITS = [
-    # verdicts                              listed           strict  status
-    ({"cancel": "pass", "resume": "error"}, None,            False,  3),  # a must had no reply
-    ({"cancel": "fail", "resume": "error"}, None,            False,  1),
-    ({"cancel": "pass", "models": "error"}, None,            False,  0),  # a should
-    ({"models": "fail"},                    None,            False,  0),
-    ({"models": "fail"},                    None,            True,   1),
-    ({"cancel": "flaky"},                   None,            False,  0),
-    ({"cancel": "flaky"},                   None,            True,   1),
-    ({"cancel": "error", "resume": "n/a"},  None,            False,  2),  # nothing was judged
-    ({"cancel": "fail"},                    "cancel fail #", True,   0),
-    ({"cancel": "pass"},                    "cancel fail",   False,  1),  # stale
-    ({"models": "fail"},                    "",              False,  1),
-    ({"cancel": "n/a", "resume": "pass"},   "cancel pass",   False,  1),  # it was judged before
-    ({"cancel": "n/a", "resume": "pass"},   "cancel n/a #x", False,  0),
-    ({"cancel": "pass"},                    "cancel flaky",  True,   0),
-]  # fmt: skip
+EXITS = tomllib.loads(Path(__file__).with_name("exits.toml").read_text(encoding="utf-8"))["exit"]
 
 
-@pytest.mark.parametrize(("verdicts", "listed", "strict", "status"), EXITS)
-def test_the_exit_status(
-    tmp_path: Path, verdicts: dict[str, str], listed: str | None, strict: bool, status: int
-) -> None:
+@pytest.mark.parametrize("row", EXITS)
+def test_the_exit_status(tmp_path: Path, row: Json) -> None:
     """With the file that --write-expect makes of a run, the next one has no news."""
     file = tmp_path / "known.txt"
     known = None
-    if listed is not None:
+    if (listed := row.get("listed")) is not None:
         file.write_text(f"# of an earlier run\n{listed}\n", encoding="utf-8")
         known = expected.read(file)
-    results = [Result(rule, verdict, "why") for rule, verdict in verdicts.items()]
+    results = [Result(rule, verdict, "why") for rule, verdict in row["verdicts"].items()]
     rows = [report.row(result, known) for result in results]
-    assert command.status(rows, strict) == status
+    assert command.status(rows, row.get("strict", False)) == row["status"]
     file.write_text(expected.written(rows, known or {}), encoding="utf-8")
     assert [expected.news(result, expected.read(file)) for result in results] == [""] * len(results)
-    assert status or not listed or "flaky" in listed or listed in file.read_text(encoding="utf-8")
+    assert row["status"] or not listed or "flaky" in listed or listed in file.read_text(encoding="utf-8")
 
 
 def test_what_differs_is_flaky(monkeypatch: pytest.MonkeyPatch) -> None:

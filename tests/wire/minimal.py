@@ -1,7 +1,7 @@
 """A minimal correct server, written from the API reference alone: no model, no storage, no tools.
 
-It says WORDS, a word a token, over and over as far as it may. What it does not have it refuses. No rule may
-accuse it: what a rule finds here is the rule's own fault.
+It says the words of minimal.toml, a word a token, over and over as far as it may. What it does not have it
+refuses. No rule may accuse it: what a rule finds here is the rule's own fault.
 
 With a fault that `breaks_off`, a stream ends without its last chunk.
 Its WebSocket can misbehave by script, as in foreign.py: `when` and `ask` see the text of a client's message,
@@ -12,8 +12,10 @@ import base64
 import hashlib
 import json
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, cycle, islice
+from pathlib import Path
 from typing import Any
 
 from websockets.frames import Frame, Opcode
@@ -22,25 +24,9 @@ from wire.foreign import NO_FAULT, Fault, Faulty, Quiet, edited
 
 Json = dict[str, Any]
 Maker = Callable[[Json], tuple[Sequence[Json | str], Json]]  # body -> events of its stream, answer
-WORDS = ["Foxes ", "sleep ", "by ", "day. "]
-N_WORDS = 40  # of an answer that is not cut
-#  parameter -> (type, least, most)
-NUMBERS: dict[str, tuple[type, float, float]] = {
-    "temperature": (float, 0, 2),
-    "top_p": (float, 0, 1),
-    "presence_penalty": (float, -2, 2),
-    "n": (int, 1, 1),
-    "seed": (int, -(10**9), 10**9),
-    "top_logprobs": (int, 0, 20),
-    "max_tokens": (int, 1, 10**6),
-    "max_output_tokens": (int, 16, 10**6),
-}
-REFUSED = ("stop", "tools", "background", "response_format", "text", "reasoning", "include", "logprobs")
-KNOWN = {
-    *("model", "stream", "stream_options", "input", "messages", "instructions", "generate"),
-    *("store", "metadata", "previous_response_id", "tool_choice", "parallel_tool_calls", *NUMBERS, *REFUSED),
-}
-ROLES = ("user", "system", "developer", "assistant")
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+WORDS, N_WORDS, REFUSED, NUMBERS = (TABLES[name] for name in ("words", "n_words", "refused", "numbers"))
+ROLES, KNOWN = TABLES["roles"], {*TABLES["known"], *REFUSED, *NUMBERS}
 IDS = count()
 
 
@@ -132,9 +118,9 @@ def checked(body: Json) -> Json:
     expect(isinstance(body.get("model"), str), "model", "a string")
     expect(body["model"] == "minimal", "model", "minimal", 404)
     expect(isinstance(body.get("stream", False), bool), "stream", "a boolean")
-    for name, (type_, least, most) in NUMBERS.items():
+    for name, (least, most) in NUMBERS.items():
         value = body.get(name, least)
-        is_number = isinstance(value, int | type_) and not isinstance(value, bool)
+        is_number = isinstance(value, int | type(least)) and not isinstance(value, bool)
         expect(is_number and least <= float(value) <= most, name, f"a number from {least} to {most}")
     expect(not body.get("previous_response_id"), "previous_response_id", "none: nothing is stored here", 404)
     expect(bool(body.get("stream")) or not body.get("stream_options"), "stream_options", "stream too")
@@ -280,7 +266,11 @@ def check_input(value: Any) -> None:
     for item in value if isinstance(value, list) else ():
         expect(isinstance(item, dict), "input", "objects")
         kind = item.get("type", "message")
-        expect(kind == "compaction" or (kind == "message" and item.get("role") in ROLES), "input", "messages")
+        expect(
+            kind == "compaction" or (kind == "message" and item.get("role") in ROLES),
+            "input",
+            "messages",
+        )
 
 
 # --- chat completions ---------------------------------------------------------------------------------------
