@@ -18,7 +18,7 @@ Rules of this file:
 4. If the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
 5. Stop strings are looked for in the text that the user reads, without its markers, never in the reasoning.
 6. Malformed output is passed on as text. Dropped are a malformed message header, a call without a name, a
-   marker that means nothing where it stands, and what stands between two calls. No output raises here.
+   marker that means nothing where it stands, and what stands between or after calls. No output raises here.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -229,30 +229,39 @@ def _string(literal: str) -> str | None:
 # --- names before arguments ---------------------------------------------------------------------------------
 
 
-class AsWritten:
-    """The arguments of a function that has been named already; they leave as written."""
+class AsWritten(JsonCalls):
+    """The arguments of a function that has been named already; they leave as written, blanks too.
 
-    called = malformed = in_string = False
+    What a model writes after an object is no part of it, and is dropped:
+    https://github.com/ml-explore/mlx-lm/pull/1448
+    """
+
+    _is_blank = True  # nothing of the arguments has come
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
-        self._strings = Strings()
-        self._is_blank = True  # nothing of the arguments has come
 
     def feed(self, piece: Piece) -> list[Output]:
-        outputs: list[Output] = []
         if not self.called:
-            self.called = True
-            outputs.append(Call(self._name.strip()))
-        if piece.text and (self.in_string or not piece.special):  # a marker outside of strings is a stray one
-            self._is_blank = self._is_blank and piece.text.isspace()
-            for _ in self._strings.lexemes(piece.text):
-                self.in_string = self._strings.is_open
-            outputs.append(Arguments(piece.text))
-        return outputs
+            self._announce(self._name.strip())
+        is_stray = piece.special and not self.in_string  # a marker outside of strings
+        return self._read([]) if is_stray else super().feed(piece)
 
     def end(self) -> list[Output]:
         return [Arguments("{}")] if self.called and self._is_blank else []
+
+    def _calls(self) -> Reading[None]:
+        while (lexeme := (yield)).isspace():
+            self._say(Arguments(lexeme))
+        self._is_blank = False
+        is_object = lexeme == "{"
+        if is_object:
+            yield from self._value(lexeme, streams=True)
+        while True:
+            if not is_object:  # such as the input of a custom tool, bare
+                self._say(Arguments(lexeme))
+            lexeme = yield
 
 
 class NamedCalls(AsWritten):

@@ -95,23 +95,22 @@ def _regex(source: str, atoms: _Atoms, flags: str = "") -> str:
         piece = lexeme[0]
         match lexeme.lastgroup:
             case "opening":
-                done.append('(""')
-            case "closing":
-                done.append(")")
+                piece = '(""'
             case "or":
-                done.append('| ""')
+                piece = '| ""'
             case "times":
-                done.append(piece[0] + piece[1:].removesuffix("?"))  # a lazy one fits the same texts
+                piece = piece[0] + piece[1:].removesuffix("?")  # a lazy one fits the same texts
             case "anchor":
-                pass  # all of the text is to fit
+                piece = ""  # all of the text is to fit
             case "refused":
                 raise BadGrammar(f"expected no {piece} here: {source[: lexeme.end()]}")
             case "character" if piece == ".":
-                done.append(_name(atoms, DOT[flags]))
+                piece = _name(atoms, DOT[flags])
             case "character":
-                done.append(_literal(piece))
-            case _:
-                done.append(_name(atoms, piece))
+                piece = _literal(piece)
+            case "class" | "escape":
+                piece = _name(atoms, piece)
+        done.append(piece)
     return " ".join([*done, ")"])
 
 
