@@ -5,8 +5,7 @@
 //
 // What makes them fast: products and attention on the tensor cores, over few rows and over many; split
 // attention over a paged KV cache (flash-decoding: the keys of a sequence are shared out to blocks); norms,
-// biases, activations and the residual inside the products; programmatic dependent launch (PDL) within a CUDA
-// graph, with weights on their way to the L2 cache before the kernel ahead has ended.
+// biases, activations and the residual inside the products.
 //
 // Authority: the op of the same name in model.py, line by line; CUDA C++ Programming Guide; PTX ISA for the
 // instructions that C++ has no name for. A split size that does not depend on the batch is the recipe for
@@ -16,15 +15,14 @@
 // 1. Batch invariance: a row of activations gets the same bits beside any other rows and from any kernel. The
 //    order of every sum follows from the model and the token's position alone. The file is compiled without
 //    contraction (--fmad=false), so only fmaf is a fused multiply-add. No float atomics.
-// 2. PDL: a kernel may start while those before it still run. Before await_previous() it touches only what no
-//    kernel writes, weights and tables, which have types of their own; and it prefetches what it likes, for a
+// 2. What no kernel writes, weights and tables, has types of its own. A kernel prefetches what it likes, for a
 //    prefetch reads nothing.
 // 3. Sizes of the model are constants of the compilation, as is how much of a product a block computes:
 //    devices/kernels.py compiles the file once for each shape. Rows of every matrix begin at multiples of 16
 //    bytes.
 // 4. A warp's instruction is entered by all its lanes, a barrier by all the block's threads.
 // 5. Latency: a step of few rows is a chain of some hundred trips to memory. We start all reads of one
-//    place at once, then use them; weights, before the kernel ahead has ended.
+//    place at once, then use them.
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model       DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS
@@ -72,18 +70,6 @@ __device__ __forceinline__ void mma_16x8x16(float *d, const unsigned *a, const u
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-// PDL: the next kernel may be put on the processors now. It waits in await_previous() until this one has
-// ended.
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void await_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 // Bring memory to the L2 cache. Address and size are multiples of 16 bytes.
 __device__ __forceinline__ void prefetch(const void *address, int n_bytes) {
@@ -221,7 +207,7 @@ template <int SIZE>
 struct Rows {
   static const int RING = ROW_TILES == 1 ? 4 : 0;
   const bf16 *x;
-  __device__ __forceinline__ void begin(int n_rows) { await_previous(); }
+  __device__ __forceinline__ void begin(int n_rows) {}
   __device__ __forceinline__ const bf16 *at(int row, int k) { return x + (size_t)row * SIZE + k; }
 };
 
@@ -237,10 +223,9 @@ struct NormedRows : Rows<DIM> {
     __shared__ __align__(16) bf16 few[NORMED_ROWS][DIM];
     __shared__ float sums[NORMED_ROWS][WARPS];
     bool is_few = ONE_TILE && n_rows <= NORMED_ROWS;
-    NormWeight norm;
-    if (is_few) norm.load(w);
-    await_previous();
     if (!is_few) return;
+    NormWeight norm;
+    norm.load(w);
     for (int i = 0; i < n_rows; i++)
       norm_row(residual + (size_t)(rows ? rows[i] : i) * DIM, norm, few[i], sums[i]);
     __syncwarp();
@@ -328,7 +313,6 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
       UNROLLED for (int i = 0; i < N_OF_THREAD; i++)
         old[n][i] = before && is_there(n, i) ? before[at(n, i)] : 0;
   };
-  start_next();
   UNROLLED for (int a = 0; a < AHEAD; a++) fetch(a, ahead[a]);
   prefetch_behind();
   input.begin(n_rows);
@@ -411,9 +395,7 @@ __device__ __forceinline__ void linear(weight *const (&w)[MATRICES], int size, i
     copy_rows<BLOCK_ROWS>(x_of[step % STAGES], input.x, first_row, n_rows, size, step);
     end_copies();
   };
-  start_next();
   for (int step = 0; step < STAGES - 1; step++) copy_w(step);
-  await_previous();
   for (int step = 0; step < STAGES - 1; step++) copy_x(step);
   float total[C * R * 4][MATRICES] = {};
   for (int step = 0, n_steps = (size + 31) / 32; step < n_steps;) {
@@ -537,10 +519,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROW_TILES == 1 ? 2 : 0)
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_norm(weight *w, const float *x, const int *rows, bf16 *y) {
   __shared__ float sums[WARPS];
-  start_next();
   NormWeight norm;
   norm.load(w);
-  await_previous();
   int row = blockIdx.x;
   norm_row(x + (size_t)(rows ? rows[row] : row) * DIM, norm, y + (size_t)row * DIM, sums);
 }
@@ -549,8 +529,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //   grid: n_rows; block: THREADS
 extern "C" __global__ void __launch_bounds__(THREADS)
     embed(weight *embed, const int *tokens, const int *slots, const int *chosen, float *x) {
-  start_next();
-  await_previous();
   int row = blockIdx.x, token = tokens[row] < 0 ? chosen[slots[row]] : tokens[row];
   for (int i = threadIdx.x; i < DIM; i += THREADS)
     x[(size_t)row * DIM + i] = __bfloat162float(embed[(size_t)token * DIM + i]);
@@ -779,7 +757,7 @@ __device__ __forceinline__ void rescale(float &top, float next_top, float &old_s
   top = both;
 }
 
-// The pages and norms that a split needs, on their way to the L2 cache while this step's numbers are computed
+// The pages and norms that a split needs, on their way to the L2 cache while its queries are loaded
 __device__ __forceinline__ void prefetch_split(const Tile &tile, int split, int kv, const bf16 *keys,
                                                const bf16 *values, weight *q_norm, weight *k_norm) {
   int begin = split * SPLIT_KEYS + threadIdx.x * PAGE, end = tile.position(tile.n_rows - 1) + 1;
@@ -797,8 +775,6 @@ __device__ __forceinline__ void prefetch_split(const Tile &tile, int split, int 
 extern "C" __global__ void __launch_bounds__(32)
     write_kv(const float *qkv, weight *k_norm, const float2 *rope, bf16 *keys, bf16 *values,
              const int *positions, const int *slots, const int *page_tables, int max_pages, int rotary) {
-  start_next();
-  await_previous();
   int row = blockIdx.x, position = positions[row];
   if (position < 0) return;
   write_token(qkv + (size_t)row * QKV_DIM, blockIdx.y, k_norm,
@@ -816,14 +792,12 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
            int window, int rotary, int writes) {
   __shared__ __align__(16) Work work;
   __shared__ int is_last;
-  start_next();
   int split = blockIdx.x, kv = blockIdx.y;
   Tile tile(tiles + blockIdx.z * TILE_WIDTH, page_tables, max_pages, window);
   bool is_there = tile.n_tokens > 0 && tile.first_split <= split && split <= tile.last_split;
-  if (is_there) prefetch_split(tile, split, kv, keys, values, q_norm, k_norm);
-  clear_queries(work, tile);
-  await_previous();
   if (!is_there) return;
+  prefetch_split(tile, split, kv, keys, values, q_norm, k_norm);
+  clear_queries(work, tile);
   if (writes)  // the last warps first: the first ones have queries to load
     for (int i = ATTEND_WARPS - 1 - threadIdx.x / 32; i < tile.n_tokens; i += ATTEND_WARPS)
       if ((tile.start + i) / SPLIT_KEYS == split)
@@ -886,8 +860,6 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
                   const bf16 *values, table *tiles, table *page_tables, bf16 *y, int max_pages, int window,
                   int rotary) {
   __shared__ __align__(16) Work work;
-  start_next();
-  await_previous();
   int kv = blockIdx.y;
   Tile tile(tiles + blockIdx.x * TILE_WIDTH, page_tables, max_pages, window);
   if (tile.n_tokens == 0) return;
@@ -1094,8 +1066,6 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
   __shared__ u64 of_warp[32], raw_best;
   __shared__ double sum_of_warp[32];
   __shared__ unsigned set[MASK_WORDS];
-  start_next();
-  await_previous();
   int row = blockIdx.x;
   const PickRow &p = *(const PickRow *)(pick_rows + row * PICK_ROW_WIDTH);  // not copied: registers are few
   const Settings s = *(const Settings *)(settings + row * SETTINGS_WIDTH);
@@ -1186,8 +1156,6 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
 //   grid: 1; block: PICK_THREADS; all threads enter
 extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     count(const int *history, unsigned *counts, int slot, int n_prompt, int n) {
-  start_next();
-  await_previous();
   counts += (size_t)slot * VOCAB_SIZE;
   for (int i = threadIdx.x; i < VOCAB_SIZE; i += PICK_THREADS) counts[i] = 0;
   __syncthreads();
@@ -1224,8 +1192,6 @@ extern "C" __global__ void __launch_bounds__(PICK_THREADS, 1)
     route(const float *scores, int *experts, float *shares, int *places, int *pair_rows, int *groups,
           int n_rows) {
   __shared__ int begin_of[N_EXPERTS];
-  start_next();
-  await_previous();
   int lane = threadIdx.x % 32, n_pairs = n_rows * N_CHOSEN;
   for (int row = threadIdx.x / 32; row < n_rows; row += PICK_THREADS / 32) {
     const float *score = scores + (size_t)row * N_EXPERTS;
@@ -1376,8 +1342,6 @@ template <int MATRICES, class T, class Value>
 __device__ __forceinline__ void expert_group(const ExpertMatrices &w, const int *group, int size, int n_columns,
                                              const bf16 *x, T *y, Value value) {
   __shared__ float4 sums_of_warp[WARPS * MATRICES * 4 * 32];
-  start_next();
-  await_previous();
   group += blockIdx.y * GROUP_WIDTH;
   int expert = group[0], first = group[1], n = group[2];
   size_t first_row = (size_t)expert * MATRICES * n_columns;
@@ -1423,8 +1387,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 //   grid: n_rows; block: THREADS
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_experts(const float *shares, const int *places, const float *expert_y, float *x) {
-  start_next();
-  await_previous();
   int first = blockIdx.x * N_CHOSEN;
   for (int i = threadIdx.x; i < DIM; i += THREADS) {
     float sum = x[(size_t)blockIdx.x * DIM + i];

@@ -1,6 +1,6 @@
 """A GPU that checks itself: each op's fast kernels beside its plain ones, before the first request comes.
 
-    CudaOps --prove()--> the same, without what fails here: the fast kernels of an op, early launches, graphs
+    CudaOps --prove()--> the same, without what fails here: the fast kernels of an op, graphs
 
 Wrong bits on a GPU look like a stupid model, which nobody would notice. So the first start on a GPU, a driver
 and a CuPy takes some seconds for STEPS through the first layers of the loaded model. The tests of the kernels
@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoint.weights import Mxfp4, unpacked
-from devices.cuda import NO_EARLY, NO_GRAPHS, OPS, CudaOps, on_device, plainly
+from devices.cuda import NO_GRAPHS, OPS, CudaOps, on_device, plainly
 from devices.kernels import ANY_SHAPE, MAX_TOP, cache_file, options
 from model import PAGE, NumpyOps, Span
 from sampling import Choice, Context, Sampling
@@ -130,7 +130,7 @@ def check(ops: CudaOps) -> dict[str, float]:
         raise RuntimeError(f"logprobs by plain kernels are {distance:.2g} from NumPy's")
 
     # 2) Whole steps of a batch, by graphs; if they have other bits than a sequence alone: without what?
-    for how in ("", NO_EARLY, NO_GRAPHS, *map(plainly, OPS)):
+    for how in ("", NO_GRAPHS, *map(plainly, OPS)):
         whole = CudaOps(*sizes, ops._cp)
         whole._kernels, whole.degraded = ops._kernels, ops.degraded | {how: OTHER_BITS}
         batch = run(whole, SLOTS)

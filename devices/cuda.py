@@ -16,7 +16,7 @@ Rules of this file:
 
 The name: cuda.py would hide the package `cuda`, which CuPy imports; as devices.cuda it does not.
 
-Not here: arithmetic (kernels.cu), launches and PDL (kernels.py), which rows come next (scheduler.py).
+Not here: arithmetic (kernels.cu), launches (kernels.py), which rows come next (scheduler.py).
 """
 
 import importlib
@@ -42,6 +42,7 @@ from devices.kernels import (
     QUERIES,
     DeviceArray,
     Kernels,
+    Named,
     Shape,
     model_constants,
     shape_for,
@@ -188,14 +189,14 @@ PRODUCTS = {
     "logits":  ("head",      "norm"),
 }
 # fmt: on
-NO_EARLY, NO_GRAPHS = "no early launches", "no CUDA graphs"
+NO_GRAPHS = "no CUDA graphs"
 
 
 def plainly(op: str) -> str:
     return f"{op} by plain kernels"
 
 
-def expert_matrices(w: Matrix) -> dict[str, Any]:
+def expert_matrices(w: Matrix) -> Named:
     """What a kernel takes of the experts' matrices: bfloat16, or blocks and scales."""
     if isinstance(w, Mxfp4):
         return {"w": None} | w._asdict()
@@ -277,7 +278,7 @@ class CudaOps:
         self._stream.synchronize()
 
     def step_back(self, how: str, why: object) -> None:
-        """Go on without what fails on this GPU: `how` is NO_EARLY, NO_GRAPHS or plainly(op).
+        """Go on without what fails on this GPU: `how` is NO_GRAPHS or plainly(op).
 
         Raises RuntimeError if it fails without, too.
         """
@@ -430,19 +431,15 @@ class CudaOps:
             try:
                 self._graphs[sizes] = self._capture(batch)
             except Exception as error:
-                self.step_back(NO_GRAPHS if NO_EARLY in self.degraded else NO_EARLY, error)
+                self.step_back(NO_GRAPHS, error)
 
     def _capture(self, batch: DeviceStep) -> Any:
         """The CUDA graph of a step."""
-        self._kernels.overlap = NO_EARLY not in self.degraded
+        self._stream.begin_capture()
         try:
-            self._stream.begin_capture()
-            try:
-                self._compute(batch)
-            finally:
-                graph = self._stream.end_capture()
+            self._compute(batch)
         finally:
-            self._kernels.overlap = False
+            graph = self._stream.end_capture()
         return graph
 
     def _compute(self, batch: DeviceStep) -> None:

@@ -2,8 +2,7 @@
 
     Config, Shape --constants()--> -DNAME=value --NVRTC--> Kernels --launch(name, grid, arguments)-->
 
-Authority: CuPy's reference (https://docs.cupy.dev) for RawModule; cuda.h for cuLaunchKernelEx,
-https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__EXEC.html.
+Authority: CuPy's reference (https://docs.cupy.dev) for RawModule.
 
 Rules of this file:
 1. This file alone defines the numbers that Python and a .cu file both need. The compiler gets them
@@ -11,19 +10,16 @@ Rules of this file:
 2. A kernel gets its arguments through `Kernels` alone, by the names of its parameters, and numbers in the
    types of its signature: CuPy passes a Python float as a double. Neither checks arrays; the emulator of the
    tests does, at each launch.
-3. Programmatic dependent launch (PDL): in a CUDA graph, if device and driver support it, a kernel starts on
-   the processors while its predecessor still runs, and waits by itself before it touches what the predecessor
-   writes (kernels.cu, rule 2). Outside of graphs the launch would cost more than it saves.
+
+Why no programmatic dependent launch (PDL), by which a kernel starts while the one ahead of it still runs:
+CuPy has no name for it. It would take structures of cuda.h packed by hand, and nobody has measured its gain.
 
 Not here: the arithmetic (kernels.cu, plain.cu), the arrays (cuda.py, steps.py).
 """
 
-import ctypes
 import hashlib
 import importlib
 import re
-import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +32,7 @@ from model import PAGE
 FAST_CODE = Path(__file__).parents[1] / "kernels.cu"
 PLAIN_CODE = Path(__file__).parent / "plain.cu"
 DeviceArray = Any  # cupy.ndarray; bfloat16 is seen as uint16
+Named = dict[str, Any]  # numbers, arrays or constants by their names in the .cu files
 
 # --- constants that Python shares with the .cu files --------------------------------------------------------
 
@@ -86,12 +83,12 @@ ANY_SHAPE = ONE_TILE  # the kernels that are not products are compiled with it a
 assert all(shape is ONE_TILE or shape.min_rows > NORMED_ROWS for shape in SHAPES)
 
 
-def model_constants(config: Config) -> dict[str, Any]:
+def model_constants(config: Config) -> Named:
     """The numbers that follow from a model, by their names in the .cu files."""
     c = config
     head_pad = -(-c.head_dim // 32) * 32
     attend_threads = 64 if head_pad > 128 else 128  # as many as the shared memory of a block allows
-    found: dict[str, Any] = {
+    found: Named = {
         "DIM": c.dim,
         "HIDDEN_DIM": c.hidden_dim,
         "N_HEADS": c.n_heads,
@@ -123,7 +120,7 @@ def model_constants(config: Config) -> dict[str, Any]:
     return found
 
 
-def constants(config: Config, shape: Shape) -> dict[str, Any]:
+def constants(config: Config, shape: Shape) -> Named:
     """All that the .cu files are compiled with."""
     of_shape = {
         "BLOCK_ROWS": shape.rows,
@@ -220,7 +217,7 @@ class Parameter(NamedTuple):
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[^)]*\)\s+)?(\w+)\(([^)]*)\)')
 PARAMETER = re.compile(r"(\w+) (\*?)(\w+)(?:,|$)")  # `const` may precede it
 
-NUMBERS: dict[str, Any] = {"int": np.int32, "float": np.float32}  # by kind, of a parameter that is one
+NUMBERS: Named = {"int": np.int32, "float": np.float32}  # by kind, of a parameter that is one
 
 
 def signatures(code: str) -> dict[str, tuple[str, list[Parameter]]]:
@@ -239,22 +236,11 @@ def signatures(code: str) -> dict[str, tuple[str, list[Parameter]]]:
 
 NULL = np.uintp(0)
 
-# Structures of cuda.h 13.0 on a system of 64 bits, as Python's struct writes them. The attribute of a launch
-# lets the kernel start before its predecessor has ended (PDL).
-LAUNCH_ATTRIBUTE = "I4xI60x"  # CUlaunchAttribute, 72 bytes: its id; its value
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
-LAUNCH_CONFIG = (
-    "3I3II4xPPI4x"  # CUlaunchConfig, 56 bytes: grid; block; shared bytes; stream; attributes; number
-)
-
 
 class Kernels:
     """The kernels of both .cu files, compiled for one model: the fast ones once for each shape."""
 
     def __init__(self, cp: Any, config: Config) -> None:
-        self.overlap = False  # may a kernel start before its predecessor has ended?
-        self._cp = cp
-        self._driver = open_driver(cp)
         code = {shape: read_code(PLAIN_CODE if shape is PLAIN else FAST_CODE) for shape in (*SHAPES, PLAIN)}
         self._modules = {
             shape: cp.RawModule(code=text, options=options(config, shape)) for shape, text in code.items()
@@ -268,9 +254,7 @@ class Kernels:
         for shape in SHAPES:  # CuPy compiles when a function is asked for
             self._modules[shape].get_function("logits")
 
-    def launch(
-        self, name: str, grid: tuple[int, ...], arguments: Mapping[str, Any], shape: Shape = ANY_SHAPE
-    ) -> None:
+    def launch(self, name: str, grid: tuple[int, ...], arguments: Named, shape: Shape = ANY_SHAPE) -> None:
         """Launch a kernel with the arguments of its parameters' names.
 
         An array for each array, None for one that the model does not have, a number for each number. What has
@@ -291,38 +275,4 @@ class Kernels:
             if not parameter.is_array:
                 argument = NUMBERS[parameter.kind](argument)
             values.append(NULL if argument is None else argument)
-        if self._driver is None or not self.overlap or shape is PLAIN:
-            function(grid, block, tuple(values))
-        else:
-            self._launch_early(name, function.kernel.ptr, grid, block, values)
-
-    def _launch_early(
-        self, name: str, function: int, grid: tuple[int, ...], block: tuple[int, ...], values: list[Any]
-    ) -> None:
-        """Launch a kernel that begins once every block of its predecessor has called start_next()."""
-        attribute = ctypes.create_string_buffer(
-            struct.pack(LAUNCH_ATTRIBUTE, PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-        )
-        stream = self._cp.cuda.get_current_stream().ptr
-        config = struct.pack(LAUNCH_CONFIG, *grid, *block, 0, stream, ctypes.addressof(attribute), 1)
-        arguments = []  # each in memory that the driver copies it from
-        for value in values:
-            if not isinstance(value, np.generic):
-                value = np.uintp(value.data.ptr)
-            arguments.append(np.array(value))
-        pointers = (ctypes.c_void_p * len(arguments))(*[argument.ctypes.data for argument in arguments])
-        result = self._driver.cuLaunchKernelEx(config, ctypes.c_void_p(function), pointers, None)
-        if result:
-            raise RuntimeError(f"cuLaunchKernelEx of {name} returned {int(result)}")
-
-
-def open_driver(cp: Any) -> Any:
-    """libcuda, if the device can start a kernel early: compute capability 9.0 and above."""
-    if int(cp.cuda.Device().compute_capability) < 90:
-        return None
-    if hasattr(cp, "driver"):
-        return cp.driver
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+        function(grid, block, tuple(values))

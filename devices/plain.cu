@@ -14,8 +14,6 @@
 //    Numbers are rounded to bfloat16 at the same places as in kernels.cu, without contraction (--fmad=false).
 // 3. Threads share out the numbers of a kernel, whatever its grid: EACH(i, n). block: THREADS. Any thread may
 //    leave at any time, for no thread waits for another.
-// 4. A kernel begins when its predecessor has ended: we launch no kernel early (no programmatic dependent
-//    launch).
 //
 // From the compilation (devices/kernels.py, -DNAME=value):
 //   the model      DIM HIDDEN_DIM N_HEADS N_KV_HEADS GROUP HEAD_DIM QKV_DIM VOCAB_SIZE NORM_EPS

@@ -17,7 +17,7 @@ Not here: the ops (cuda.py), which rows come next (scheduler.py).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from devices.kernels import (
     SETTINGS_WIDTH,
     TILE_WIDTH,
     DeviceArray,
+    Named,
 )
 from model import Span
 from sampling import Choice, Context, Sampling
@@ -63,7 +64,7 @@ def step_layout(n_rows: int, n_wanted: int, n_tiles: int) -> "np.dtype[Any]":
     # fmt: on
 
 
-def views(layout: Any, memory: Any) -> dict[str, Any]:
+def views(layout: Any, memory: Any) -> Named:
     """The fields as arrays, in memory (bytes,) uint8 of the host or the device."""
     arrays = {}
     for name, (field, begin, *_) in layout.fields.items():
@@ -87,7 +88,7 @@ class HostMemory:
         self.arrived = cp.cuda.Event(disable_timing=True)
         self.asked: tuple[Sequence[Span], Sequence[Context]] = (), ()
 
-    def fill(self, fields: Mapping[str, Any]) -> None:
+    def fill(self, fields: Named) -> None:
         """Write the values of fields, row after row, and padding after them."""
         for name, rows in fields.items():
             flat = self.views[name].reshape(-1)
@@ -213,7 +214,7 @@ def sampling_flags(s: Sampling) -> int:
     return flags
 
 
-def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bool) -> dict[str, Any]:
+def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bool) -> Named:
     """The fields that each wanted row has, in the order of the contexts.
 
     The columns are those of PickRow, Settings and `seeds` in kernels.cu. `advances`: `pick` makes the numbers

@@ -10,7 +10,6 @@ extern "C" __global__ void __launch_bounds__(64) total(weight *w, const float *x
   __shared__ int is_last;
   int i = blockIdx.x * 64 + threadIdx.x;
   float factor = i < n ? __bfloat162float(w[i]) : 0;
-  await_previous();
   float sum = i < n ? x[i] * factor : 0;
   for (int m = 16; m; m /= 2) sum += __shfl_xor_sync(~0u, sum, m);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
@@ -35,7 +34,6 @@ extern "C" __global__ void __launch_bounds__(64) rounds(const float *x, float *y
   __shared__ uint4 round[2][64];
   int at = threadIdx.x * 4;
   if (threadIdx.x == 0) prefetch(x, n * 4);
-  await_previous();
   begin_copy(&round[0][threadIdx.x], x + at, at < n);
   end_copies();
   float sum = 0;

@@ -3,13 +3,12 @@
     Emulator() --RawModule(code)--> module --get_function(name)--> kernel --kernel(grid, block, args)-->
 
 Authority: CuPy's reference (https://docs.cupy.dev/en/stable/reference/) for RawModule, RawKernel,
-ndarray, Stream, Event, Graph; cuda.h for cuLaunchKernelEx.
+ndarray, Stream, Event, Graph.
 
 Rules of this file:
 1. An Emulator takes the place of the module cupy: what uses it takes it as an argument.
 2. It is stricter than CuPy: a kernel's arguments must have the number, the types and the memory that its
-   signature says. A parameter `weight*`, `packed*` or `table*` is memory that no kernel writes; it alone may
-   be touched before await_previous(). Code that never calls it (plain.cu) must not be launched early.
+   signature says. A parameter `weight*`, `packed*` or `table*` is memory that no kernel writes.
 3. Work put on a stream is done when the host waits for it, and no sooner: as late as a GPU might do it.
 4. Memory that has not been written is NaN.
 
@@ -22,7 +21,6 @@ import os
 import platform
 import re
 import shutil
-import struct
 import subprocess
 import tempfile
 import threading
@@ -42,7 +40,6 @@ MISSING = None  # why it cannot run: the fibers are switched by x86-64's instruc
 if not shutil.which("g++") or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
     MISSING = "the emulator needs g++ on Linux and x86-64"
 
-AWAIT = "await_previous()"
 LAUNCHING = threading.Lock()
 STACKS = (ctypes.c_char * (1024 * (64 << 10)))()  # of a block's threads, for each launch the same
 FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-I."]  # for g++ in HERE
@@ -61,11 +58,10 @@ def build(code: str, options: Sequence[str], check: bool) -> Path:
     preprocess = ["g++", "-E", "-fdirectives-only", "-P", "-I.", *options, "-x", "c++", "-"]
     chosen = subprocess.run(preprocess, cwd=HERE, input=code, capture_output=True, text=True)
     names = signatures(chosen.stdout)  # those that the options leave
-    await_previous = "" if AWAIT in code else f"{AWAIT}; "  # a launch that is not early waits by itself
     calls = ""
     for name, (_, parameters) in names.items():
         given = ", ".join(f"*({p.kind} {'*' * p.is_array}*)a[{i}]" for i, p in enumerate(parameters))
-        call = f"{{ {await_previous}{name}({given}); }}"
+        call = f"{{ {name}({given}); }}"
         calls += f'extern "C" __attribute__((no_sanitize("thread"))) void launch_{name}(void **a) {call}\n'
     code = re.sub(r'extern\s+"C"\s+(?=__global__)', "", code)
     # In a namespace without a name: else what is shared in a template would be put elsewhere.
@@ -145,7 +141,6 @@ class Stream:
         self.recording: list[Callable[[], None]] | None = None
         self.queue: list[Callable[[], None]] = []
         self.n_done = 0
-        self.ptr = 0
 
     def __enter__(self) -> "Stream":
         self.outer, self.emulator.current = self.emulator.current, self
@@ -216,7 +211,6 @@ class Kernel:
         self.module, self.name, self.parameters = module, name, parameters
         self.emulator = module.emulator
         self.emulator.kernels.append(self)
-        self.kernel = SimpleNamespace(ptr=len(self.emulator.kernels))  # the driver's handle
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
         assert len(args) == len(self.parameters), self.name
@@ -269,29 +263,6 @@ class Kernel:
         return message.replace(code[0], " in ".join(places))
 
 
-class Driver:
-    """What kernels.py asks of libcuda: a launch with attributes, its structures read by cuda.h's offsets."""
-
-    def __init__(self, emulator: "Emulator") -> None:
-        self.emulator = emulator
-        self.n_launches = 0
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, args: Any, extra: Any) -> int:
-        self.n_launches += 1
-        *sizes, shared_bytes, stream, attributes, n_attributes = struct.unpack("<3I3IIxxxxQQIxxxx", config)
-        assert (shared_bytes, n_attributes, extra) == (0, 1, None)
-        assert stream == self.emulator.current.ptr
-        attribute = ctypes.string_at(attributes, 72)
-        assert struct.unpack_from("<I4xI", attribute) == (6, 1), "programmatic stream serialization, allowed"
-        kernel = self.emulator.kernels[function.value - 1]
-        assert AWAIT in kernel.module.code, "a kernel that is launched early waits for the one ahead of it"
-        types = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in kernel.parameters]
-        bytes_of = [ctypes.string_at(args[i], ctypes.sizeof(kind)) for i, kind in enumerate(types)]
-        copies = [kind.from_buffer_copy(data) for kind, data in zip(types, bytes_of, strict=True)]
-        kernel.submit(sizes[:3], sizes[3:], copies)
-        return 0
-
-
 # --- the whole ----------------------------------------------------------------------------------------------
 
 
@@ -328,7 +299,6 @@ class Emulator:
             ),
             get_elapsed_time=lambda begin, end: 1.0,  # it tells no time
         )
-        self.driver = Driver(self)
 
     def RawModule(self, *, code: str, options: Sequence[str] = ()) -> Module:
         return Module(self, code, options)

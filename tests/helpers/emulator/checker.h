@@ -1,5 +1,4 @@
-// Watches every memory access of the kernels: bounds, alignment, races, shared memory read before it is set,
-// and what is touched before await_previous().
+// Watches every memory access of the kernels: bounds, alignment, races, shared memory read before it is set.
 //
 // g++ -fsanitize=thread puts a call such as __tsan_read4(address) before each access. The sanitizer itself is
 // not linked: we answer these calls, for we know what a barrier is and where each array ends.
@@ -120,8 +119,6 @@ static void access(void *address, size_t n_bytes, bool writes, bool atomic, void
   if (!region || p + n_bytes > region->end) return complain("out of bounds", code);
   bool is_shared = region == &shared;
   if (region->constant && writes) return complain("a weight is written", code);
-  if (!is_shared && !region->constant && !self->awaited)
-    return complain("touched before await_previous()", code);
   if (region->constant) return;
   Access access = {serial, warp_barriers[self->id / 32], epoch, ++now, (unsigned short)self->id, atomic};
   unsigned since = is_shared ? serial : first_serial;  // what is older is history

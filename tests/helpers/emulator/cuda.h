@@ -81,8 +81,7 @@ struct Thread {
   void *stack;
   dim3 index;
   unsigned id;
-  bool awaited;
-};  // awaited: has called await_previous()
+};
 
 extern Thread *self;
 extern Warp warps[32];
@@ -198,11 +197,6 @@ __attribute__((noinline, no_sanitize("thread"))) static T atomicMax(T *address, 
   if (old < value) *address = value;
   return old;
 }
-
-// Programmatic dependent launch: what the kernel before this one wrote may be touched after await_previous()
-// only.
-static inline void start_next() {}
-static inline void await_previous() { emulator::self->awaited = true; }
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))  // so that the checker names the line
 ALWAYS_INLINE void prefetch(const void *address, int n_bytes) {

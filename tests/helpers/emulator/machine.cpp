@@ -160,7 +160,7 @@ static void run_block() {
     size_t stagger = id % 61 * 192 & ~63;  // or all stacks would share a few sets of the processor's cache
     void **stack = (void **)(stacks + (id + 1) * STACK_BYTES - stagger) - 2;
     stack[0] = (void *)fiber;  // the address to jump to; leaves the stack as a call would
-    threads[id] = {stack, index, id, false};
+    threads[id] = {stack, index, id};
     copies[id].assign(1, {});
     if (++index.x == block_size.x) {
       index.x = 0;
