@@ -24,7 +24,7 @@ import sse
 from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, Usage
 from responses import IllegalEvent
 
-Event = dict[str, Any]  # as on the wire
+Event = sse.Object  # as on the wire
 
 PING = sse.encode({"type": "ping"}, "ping")  # keeps a silent stream alive
 
@@ -229,4 +229,4 @@ def whole(members: dict[str, str]) -> Event:
     if "partial_json" not in members:
         return members
     written = members["partial_json"]
-    return {"input": sse.loads(written) if sse.is_object(written) else {}}
+    return {"input": sse.loads(written, "replace") if sse.is_object(written) else {}}

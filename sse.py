@@ -30,6 +30,7 @@ DONE = b"data: [DONE]\n\n"  # the last frame of a stream of chunks, and by defau
 # They can only be inside JSON strings, where an escape means the same.
 ESCAPED = re.compile("[\u0085\u2028\u2029]")
 
+Object = dict[str, Any]  # of JSON
 Encoded = msgspec.Raw  # a value as its JSON text, which dumps() copies
 
 # Possibly half a surrogate pair; a text without a match needs no second look.
@@ -213,6 +214,6 @@ def data(frame: bytes) -> str:
 def is_object(arguments: str) -> bool:
     """Return whether this is the text of a JSON object, which the arguments of a function must be."""
     try:
-        return isinstance(json.loads(arguments, parse_constant=int), dict)  # int() refuses NaN and Infinity
-    except (ValueError, RecursionError):
+        return isinstance(loads(arguments, "replace"), dict)
+    except ValueError:
         return False

@@ -16,15 +16,15 @@ Rules of this file:
 2. We find the features of a template by rendering probes, and never guess them from its name or its source.
 3. A template is a program of the model's authors: it runs in Jinja's sandbox, and any exception that it
    raises on a request is that request's error.
-4. A template ends: it has so many turns for a request of this size, and each turn of a loop, each call and
-   each character of a repeated text takes one. We count turns and not seconds, so that a request is not
-   refused because a machine is busy.
+4. A request cannot keep a template busy: its loops have so many turns for a request of this size. We count
+   turns and not seconds, so that a request is not refused because a machine is busy. What a template repeats
+   or computes whatever the request is, the operator has chosen with the model.
 """
 
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,7 +38,7 @@ from request.messages import Message, arguments_as_text, paragraphs
 from request.refusals import BadInput, unsupported
 from request.special_tokens import ALPHABET, Own, plain
 from request.tools import Tool, as_json
-from request.validation import Object
+from sse import Object
 
 Tools = list[Object] | None  # None: none are offered
 MAX_REASON = 300  # characters of what a template raises: it may quote the messages
@@ -74,32 +74,10 @@ TURNS = "turns left"  # the variable; a template has no name for it, because of 
 # --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
 
 
-class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which a call takes a turn, and repeated text one for each character.
-
-    There are no powers, for 10 ** (10 ** 10) has no end; numbers of a product have 4,300 digits at most.
-    """
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        next(__context.parent[TURNS])
-        return super().call(__context, __obj, *args, **kwargs)
-
-    # --- the fold of this class: a request goes on with the next one ----------------------------------------
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise Endless("it may take no powers")
-        for text, n in ((left, right), (right, left)):
-            if isinstance(text, Sized):
-                _counted(context, range(len(text) * n))
-            str(text)
-        return left * right
-
-
 # As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
-ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+)
 
 # `{% generation %}` marks what the assistant wrote, for training. A prompt has its content unchanged.
 GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
@@ -142,7 +120,7 @@ def _with_reasoning(message: Message) -> Message:
 
 def _turns(n: int) -> Iterator[int]:
     yield from range(n)
-    raise Endless(f"for messages of this size it may take {n} calls and turns of loops")
+    raise Endless(f"for messages of this size it may take {n} turns of loops")
 
 
 @jinja2.pass_context
