@@ -48,11 +48,11 @@ from request.body import Parsing, receive
 from request.ids import item_ids, new_id
 from request.refusals import BadInput, unsupported
 from request.room import Visit
-from request.validation import Object
 from responses import Builder, Event
 from service.metrics import Metrics, Stopwatch
 from service.steps import Steps
 from service.websocket import AS_BODY, Connection
+from sse import Object
 from store import TERMINAL, Row
 from streaming import KEEP_ALIVE, SSE_HEADERS, EventStream, JsonAnswer, json_response, while_connected
 from worker import Prompt
@@ -160,7 +160,7 @@ class Api:
         conversation = [*chain, *own]
         return request, items.new_row(request, values, conversation), conversation
 
-    def _job(self, row: Row, head: Mapping[str, Any], seals_reasoning: bool) -> Job:
+    def _job(self, row: Row, head: Object, seals_reasoning: bool) -> Job:
         seal = partial(items.sealed, self.secret, row.owner)
         builder = Builder(head, item_ids(row.id), seal, seals_reasoning, self.reasoning_events)
         return Job(row, builder, self.registry.archive, Stopwatch(self.metrics))
@@ -376,7 +376,7 @@ class Api:
     async def health(self, http: HttpRequest, visit: Visit) -> Response:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""
         is_ready = not self.registry.stopping.is_set() and self.workers.alive
-        health: dict[str, Any] = {"status": "ok" if is_ready else "not ready"}
+        health: Object = {"status": "ok" if is_ready else "not ready"}
         if visit.has_key:  # what others do is shown to those with a key
             health |= self.workers.counts() | {"background": len(self.registry.jobs)}
             if degraded := self.workers.degraded():

@@ -28,7 +28,7 @@ import sse
 from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
 from request.refusals import BadInput, error_body
 
-Chunk = dict[str, Any]  # as on the wire; the logprobs of a token are encoded already
+Chunk = sse.Object  # as on the wire; the logprobs of a token are encoded already
 OBJECT = "chat.completion.chunk"
 
 # fmt: off
@@ -44,7 +44,7 @@ CALL_MEMBERS = {
 class Chunks:
     """Makes the chunks of one request, for all its choices. All calls come from the event loop."""
 
-    head: dict[str, Any]  # members of every chunk: id, created, model, system_fingerprint, service_tier
+    head: sse.Object  # members of every chunk: id, created, model, system_fingerprint, service_tier
     new_id: Callable[[str], str]  # draws an id with this prefix
     n: int  # choices
     include_usage: bool
@@ -173,7 +173,7 @@ def _called(calls: list[bool], call: Chunk) -> Chunk:
     return {"tool_calls": [{"index": len(calls) - 1, **call}]}
 
 
-def _usage(usages: Sequence[Usage]) -> dict[str, Any]:
+def _usage(usages: Sequence[Usage]) -> sse.Object:
     n_prompt = max(usage.input_tokens for usage in usages)
     n_completion = sum(usage.output_tokens for usage in usages)
     # The smallest: one choice may find tokens in the prefix cache that another choice has computed.

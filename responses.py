@@ -3,7 +3,7 @@
     [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the response object
 
 To add a kind of item that grows: a row of KINDS, and one of GRAMMAR for each of its events. To add another
-event: a row of GRAMMAR, and feed() makes it with _event(). The members of both are rows of OBJECTS in
+event: a row of GRAMMAR, and feed() makes it with _event(). The members of both are rows of ObjectECTS in
 audit/tables.py. What adds to the response is a row of FOLD in service/page.html, which a test demands.
 `python tests/pictures.py` draws the picture of GRAMMAR again.
 
@@ -27,14 +27,15 @@ or never, because each place that opened an item had to remember which one to cl
 not come now raises, and `_close` is the one way out of an item. The price is a lookup for each event.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import sse
 from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, Usage
+from sse import Object
 
-Event = dict[str, Any]  # as on the wire, without its sequence_number; what is large may be Encoded
+Event = Object  # as on the wire, without its sequence_number; what is large may be Encoded
 
 # --- theory of operation ------------------------------------------------------------------------------------
 
@@ -118,11 +119,11 @@ class ItemKind(NamedTuple):
     part: str    # type of its one content part, "" if it has none
     events: str  # name of its text's events: "….delta" adds to the text, "….done" says all of it
     field: str   # member of the done event, the part and the item that holds the text
-    members: dict[str, Any]  # of the item when it is announced, beside its id, type and status
+    members: Object  # of the item when it is announced, beside its id, type and status
 
 
-MESSAGE: dict[str, Any] = {"role": "assistant", "content": []}
-REASONING: dict[str, Any] = {"summary": [], "content": []}
+MESSAGE: Object = {"role": "assistant", "content": []}
+REASONING: Object = {"summary": [], "content": []}
 
 #   open                item         id     part              events                     field
 KINDS = {
@@ -160,7 +161,7 @@ ENDINGS = {
 # fmt: on
 
 
-def label(event: Mapping[str, Any]) -> str:
+def label(event: Object) -> str:
     """Return an event's name in GRAMMAR: its type, and the type of the item or part that it opens or ends."""
     item_or_part = event.get("item") or event.get("part")
     if item_or_part:
@@ -176,21 +177,21 @@ class _Item:
     """The item that is open."""
 
     kind: ItemKind
-    announced: dict[str, Any]  # the item in its first event: empty, and in progress
+    announced: Object  # the item in its first event: empty, and in progress
     output_index: int
     texts: list[str] = field(default_factory=list)
     logprobs: list[sse.Encoded] = field(default_factory=list)  # one a token
 
     def __post_init__(self) -> None:
         # The members that locate an event in the output.
-        self.place: dict[str, Any] = {"item_id": self.announced["id"], "output_index": self.output_index}
+        self.place: Object = {"item_id": self.announced["id"], "output_index": self.output_index}
         if self.kind.part:
             # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
             self.place["content_index"] = 0
 
-    def part(self) -> dict[str, Any]:
+    def part(self) -> Object:
         """Return the content part with the text so far."""
-        part: dict[str, Any] = {"type": self.kind.part, self.kind.field: self.text()}
+        part: Object = {"type": self.kind.part, self.kind.field: self.text()}
         if self.kind.part == "output_text":
             part |= {"annotations": [], "logprobs": [*self.logprobs]}
         return part
@@ -198,7 +199,7 @@ class _Item:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def grow(self, text: str, logprobs: Sequence[sse.Encoded]) -> dict[str, Any]:
+    def grow(self, text: str, logprobs: Sequence[sse.Encoded]) -> Object:
         """Add to the text; return the members of its delta event."""
         delta = {**self.place, "delta": text}
         if self.kind.part == "output_text":
@@ -207,7 +208,7 @@ class _Item:
         self.texts.append(text)
         return delta
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Object:
         """Return the members of the event with the whole text."""
         whole = {**self.place, self.kind.field: self.text()}
         if self.kind.part == "output_text":  # it must have `logprobs`, even if empty; no other .done has them
@@ -217,7 +218,7 @@ class _Item:
         return whole
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage) -> Object:
     return {
         "input_tokens": usage.input_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -239,14 +240,14 @@ class Builder:
 
     def __init__(
         self,
-        head: Mapping[str, Any],
+        head: Object,
         new_id: Callable[[str], str],
         seal: Callable[[str, str], str],
         seals_reasoning: bool = False,
         reasoning_events: str = "openai",
     ) -> None:
         self.state = "start"
-        self.output: list[dict[str, Any]] = []  # closed items
+        self.output: list[Object] = []  # closed items
         self._item: _Item | None = None  # the open one
         self._head = dict(head)
         self._new_id = new_id
@@ -298,7 +299,7 @@ class Builder:
         }
         return self._event(type_, {"response": response})
 
-    def _event(self, type_: str, fields: Mapping[str, Any]) -> Event:
+    def _event(self, type_: str, fields: Object) -> Event:
         """Make an event; raises IllegalEvent (rule 2)."""
         event = {"type": type_, **fields}
         next_state = GRAMMAR.get((self.state, label(event)))
@@ -353,7 +354,7 @@ class Builder:
         """Return the events that end the response; `now` is the time in Unix seconds."""
         ending = ENDINGS[finish.reason]
         closing = self._close(ending.item_status)
-        members: dict[str, Any] = {}
+        members: Object = {}
         if ending.status == "completed":
             members["completed_at"] = max(now, self._head["created_at"])  # a clock may be set back
         if ending.status == "failed":
@@ -418,7 +419,7 @@ REASONING_EVENTS = {
 # fmt: on
 
 
-def fold(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def fold(events: Iterable[Object]) -> Object:
     """Return the response object of a stream: that of the newest event with one."""
     snapshots = [event["response"] for event in events if "response" in event]
     return dict(snapshots[-1])

@@ -54,6 +54,7 @@ from request.template import ChatTemplate
 from request.tools import StructuredOutput
 from sampling import Choice, Sampling
 from scheduler import Sequence
+from sse import Object
 from tokenizer import Decoder, Tokenizer
 
 MAX_OUTPUT_TOKENS = 4096  # tokens of an answer, without --max-output-tokens
@@ -98,7 +99,7 @@ class Worker(Protocol):
     def serves(self, model: str) -> bool:
         """Return whether it has the model; raises BadInput if it cannot tell now."""
 
-    def models(self) -> dict[str, dict[str, Any]]: ...  # as /v1/models shows them, by name
+    def models(self) -> dict[str, Object]: ...  # as /v1/models shows them, by name
     def busy(self) -> bool: ...  # a request is in flight
     def counts(self) -> dict[str, int]: ...  # requests, pages and so on, for /health and /metrics
 
@@ -161,7 +162,7 @@ class LocalPrompt(NamedTuple):
     async def count_tokens(self) -> int:
         return len(self.token_ids)
 
-    def rendered(self) -> dict[str, Any]:
+    def rendered(self) -> Object:
         """Return what the model reads: [text, special token] pieces, token ids; and the template."""
         decoder = Decoder(self.worker.tokenizer)
         pieces = [piece[:2] for token_id in self.token_ids for piece in decoder.feed(token_id)]
@@ -288,7 +289,7 @@ class LocalWorker:
         )
         self._family = families.DIALECTS[self.dialect]
 
-    def models(self) -> dict[str, dict[str, Any]]:
+    def models(self) -> dict[str, Object]:
         own = {"owned_by": "local", "max_model_len": self.engine.max_seq_len}
         return dict.fromkeys(self.names, own)
 
@@ -438,10 +439,10 @@ class Workers:
         """False while no request can be served."""
         return any(worker.alive for worker in self.all)
 
-    def models(self) -> dict[str, dict[str, Any]]:
+    def models(self) -> dict[str, Object]:
         """Return all models by name, those of this machine first; a local model hides a remote namesake."""
         common = {"object": "model", "created": self.started_at, "owned_by": "upstream"}
-        models: dict[str, dict[str, Any]] = {}
+        models: dict[str, Object] = {}
         for worker in self.all:
             for name, members in worker.models().items():
                 models.setdefault(name, {"id": name} | common | members)
@@ -452,7 +453,7 @@ class Workers:
         engines = [worker.engine for worker in self.all if isinstance(worker, LocalWorker)]
         return ", ".join(how for engine in engines for how in engine.degraded)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Object:
         """Return the gauges of all workers, summed."""
         counts = Counter[str]()
         for worker in self.all:

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from email.utils import format_datetime, parsedate_to_datetime
 from math import ceil
-from typing import Any
 
 from completions import Chunk
 from gateway.answers import Unreadable, document, error_of
@@ -110,7 +109,7 @@ ONCE_MORE = {
 # fmt: on
 
 
-def without_what_is_refused(body: Mapping[str, Any], refused: Refused) -> Mapping[str, Any]:
+def without_what_is_refused(body: Chunk, refused: Refused) -> Chunk:
     """Return the body as an upstream may take it that has refused it with 400, else the same."""
     for words, changed in ONCE_MORE.items():
         if refused.status == 400 and re.search(words, f"{refused.message} {refused.param}", re.I):

@@ -32,6 +32,7 @@ from request import params
 from request.messages import arguments_as_text
 from request.params import Request
 from request.tools import NO_PARAMETERS
+from sse import Object
 
 PRESET = (*params.SAMPLING, "stop", "stop_token_ids", "ignore_eos")  # parameters that an upstream may preset
 # Parameters of chat that are read here. The upstream checks the others, and the messages: it may have what is
@@ -41,9 +42,9 @@ READ_HERE = ("model", "stream", "stream_options", "n", "tools", "tool_choice", "
 # --- the request as a chat completion -----------------------------------------------------------------------
 
 
-def chat_body(request: Request, model: str) -> dict[str, Any]:
+def chat_body(request: Request, model: str) -> Object:
     """Return the request as the body of a chat completion."""
-    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    body: Object = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     # The reasoning has two names: vLLM reads one, llama.cpp and SGLang the other.
     body["messages"] = [
         message | {"reasoning": message["reasoning_content"]} if "reasoning_content" in message else message
@@ -69,7 +70,7 @@ def chat_body(request: Request, model: str) -> dict[str, Any]:
     return body
 
 
-def tools_and_choice(request: Request) -> dict[str, Any]:
+def tools_and_choice(request: Request) -> Object:
     """Return the tools that may be called, strict if the client set it, and whether a call is required."""
     spec = request.structured_output
     functions = spec.functions if spec else ()
@@ -95,7 +96,7 @@ def tools_and_choice(request: Request) -> dict[str, Any]:
     return {"tools": tools, "tool_choice": choice}
 
 
-def response_format(request: Request) -> dict[str, Any] | None:
+def response_format(request: Request) -> Object | None:
     """Return the format of the text in chat's form; None: the text is free."""
     members = request.response_format | {}
     kind = members.pop("type", "text")
@@ -110,7 +111,7 @@ class UpstreamPrompt(NamedTuple):
     worker: "RemoteWorker"
     request: Request
     headers: dict[str, str]
-    body: dict[str, Any]
+    body: Object
 
     async def count_tokens(self) -> int:
         raise Refused(
@@ -199,7 +200,7 @@ class RemoteWorker(Upstreams):
             request = replace(request, not_run=(*request.not_run, "truncation"))
         return UpstreamPrompt(self, request, {}, body)
 
-    def pass_through(self, body: dict[str, Any]) -> RelayedChat:
+    def pass_through(self, body: Object) -> RelayedChat:
         """Return the answer to a chat request, relayed from an upstream; raises BadInput."""
         read = {name: body[name] for name in READ_HERE if name in body}
         read["messages"] = [{"role": "user", "content": ""}]

@@ -33,7 +33,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx2 as httpx
 
@@ -41,6 +41,7 @@ from completions import Chunk
 from gateway.answers import Answer, Asked, document, objects
 from gateway.metering import Meter
 from gateway.refused import Refused, read_refused, refused_by, without_what_is_refused
+from sse import Object
 
 log = logging.getLogger("upstreams")
 
@@ -80,7 +81,7 @@ class Upstream:
 
     url: str  # the SDK's base_url: http://host:8000/v1
     headers: dict[str, str]  # of each request to it
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # the newest list of its /v1/models
+    models: dict[str, Object] = field(default_factory=dict)  # the newest list of its /v1/models
     n_failures: int = 0  # probes in a row without an answer
     n_running: int = 0  # requests in flight
 
@@ -221,9 +222,9 @@ class Upstreams:
             self._probing.cancel()
         await self._client.aclose()
 
-    def models(self) -> dict[str, dict[str, Any]]:
+    def models(self) -> dict[str, Object]:
         """Return the models by name; if several upstreams have a model, the first one describes it."""
-        models: dict[str, dict[str, Any]] = {}
+        models: dict[str, Object] = {}
         for upstream in self._upstreams:
             models |= upstream.models | models
         return models
@@ -238,7 +239,7 @@ class Upstreams:
 
     # --- asking ---------------------------------------------------------------------------------------------
 
-    async def open(self, body: Mapping[str, Any], meter: Meter, asked: Asked) -> Reply:
+    async def open(self, body: Object, meter: Meter, asked: Asked) -> Reply:
         """Ask an upstream that has the body's model for a completion; raises Refused if none answers."""
         model = str(body["model"])
         candidates = [each for each in self._upstreams if model in each.models and not each.is_down]
@@ -255,7 +256,7 @@ class Upstreams:
                 refusal = error
         raise refusal
 
-    async def _ask(self, upstream: Upstream, body: Mapping[str, Any], meter: Meter, asked: Asked) -> Reply:
+    async def _ask(self, upstream: Upstream, body: Object, meter: Meter, asked: Asked) -> Reply:
         """Ask this upstream, and wait until its answer has begun; raises Refused.
 
         It is asked again for as long as it names what it does not take, and the body can be mended.
@@ -279,9 +280,7 @@ class Upstreams:
         meter.upstream = upstream.url
         return reply
 
-    async def _send(
-        self, upstream: Upstream, path: str, body: Mapping[str, Any] | None = None
-    ) -> httpx.Response:
+    async def _send(self, upstream: Upstream, path: str, body: Object | None = None) -> httpx.Response:
         """Return the head of an answer with status 200; raises Refused, or one of UNREACHABLE."""
         method = "POST" if body else "GET"
         request = self._client.build_request(method, upstream.url + path, json=body, headers=upstream.headers)

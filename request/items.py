@@ -34,10 +34,11 @@ from channels import Accepted, Compaction, Delta, Finish, Output
 from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
-from request.params import RESPONSES, Request, read, responses_request
+from request.params import RESPONSES, Defaults, Request, read, responses_request
 from request.refusals import BadInput
 from request.tool_items import IMAGE_MEMBERS, IMAGE_TEXT
-from request.validation import Object, text
+from request.validation import text
+from sse import Object
 from store import TERMINAL, Row
 
 Item = Object
@@ -57,7 +58,7 @@ TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items b
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
 
 
-def named(values: Mapping[str, Any]) -> list[str]:
+def named(values: Object) -> list[str]:
     """Return the ids of the responses that a request continues or refers to, each once; raises BadInput."""
     referred = {response_id_of(str(item.get("id"))) for item in values["input"] if is_reference(item)}
     _bound(len(referred), MAX_REFERENCED, "responses in references")
@@ -72,7 +73,7 @@ def is_reference(item: Item) -> bool:
     return bool(item["type"] == "item_reference")
 
 
-def resolve(values: Mapping[str, Any], found: Found, sealer_of: SealerOf) -> tuple[list[Item], list[Item]]:
+def resolve(values: Object, found: Found, sealer_of: SealerOf) -> tuple[list[Item], list[Item]]:
     """Return the chain that a request continues and its own items, in their long form; raises BadInput.
 
     `found` has the responses that named() names. A chain that is too long can still be compacted.
@@ -190,7 +191,7 @@ def n_bytes(item: Item) -> int:
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-def new_row(request: Request, values: Mapping[str, Any], conversation: Sequence[Item]) -> Row:
+def new_row(request: Request, values: Object, conversation: Sequence[Item]) -> Row:
     """Return the row of a response that is about to start; `values` are those that read() has read.
 
     The row keeps the parameters that the client set, as the response object repeats them, so the request can
@@ -312,7 +313,7 @@ def retained(row: Row) -> list[Item]:
 # --- rows ---------------------------------------------------------------------------------------------------
 
 
-def body_of(row: Row) -> dict[str, Any]:
+def body_of(row: Row) -> Object:
     """Return the body of a response, with nothing left to look up."""
     return row.request | {"input": row.items, "previous_response_id": None}
 
@@ -332,7 +333,7 @@ SUMMARY_PARAMETERS = {
 }
 
 
-def summary_request(request: Request, conversation: Sequence[Item], defaults: Mapping[str, Any]) -> Request:
+def summary_request(request: Request, conversation: Sequence[Item], defaults: Defaults) -> Request:
     """Return the question for a summary, after the conversation that `request` wants compacted.
 
     `defaults` are those of its worker. Raises BadInput.

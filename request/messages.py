@@ -42,7 +42,8 @@ from request.tool_items import (
     TOOL_ITEM,
 )
 from request.tools import CLIENT_TOOLS, DeclaredTool, as_json, called_name, flat, read_tool
-from request.validation import Object, Place, boolean, list_of, mapping, one_of, place, text, text_or_array
+from request.validation import Place, boolean, list_of, mapping, one_of, place, text, text_or_array
+from sse import Object
 
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
 

@@ -44,7 +44,6 @@ from request.tools import (
 )
 from request.validation import (
     Check,
-    Object,
     Place,
     boolean,
     hint,
@@ -61,6 +60,7 @@ from request.validation import (
     text,
     text_or_object,
 )
+from sse import Object
 
 Defaults = Mapping[str, Any]  # of a model's parameters, by their names (generation_config.json)
 MAX_BIASES = 300  # OpenAI's limit

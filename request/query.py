@@ -12,10 +12,10 @@ Rules of this file:
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from request.refusals import wrong_value
 from request.validation import one_of
+from sse import Object
 
 Query = Mapping[str, str]
 
@@ -37,7 +37,7 @@ def number(query: Query, name: str, default: int, low: int = 0, high: int = 10**
     return int(value)
 
 
-def page(items: Sequence[Mapping[str, Any]], query: Query) -> dict[str, Any]:
+def page(items: Sequence[Object], query: Query) -> Object:
     """Return the page of `items` (oldest first) that `limit`, `order`, `after` ask for; raises BadInput."""
     limit = number(query, "limit", 20, 1, 100)
     order = one_of("asc", "desc")(query.get("order", "desc"), "order")

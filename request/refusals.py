@@ -15,6 +15,8 @@ Rules of this file:
 import json
 from typing import Any
 
+from sse import Object
+
 MAX_MESSAGE = 1000  # characters: an id in it may be as long as the body
 
 
@@ -119,7 +121,7 @@ MESSAGES_TYPES = ERROR_TYPES | {
 # fmt: on
 
 
-def error_body(error: BadInput) -> dict[str, Any]:
+def error_body(error: BadInput) -> Object:
     """Return the body of an error: one object with all four keys, as openai-openapi, `Error`, has it."""
     others = "server_error" if error.status >= 500 else "invalid_request_error"
     type_ = ERROR_TYPES.get(error.status, others)
@@ -127,7 +129,7 @@ def error_body(error: BadInput) -> dict[str, Any]:
     return {"error": members}
 
 
-def messages_error(error: BadInput, request_id: str) -> dict[str, Any]:
+def messages_error(error: BadInput, request_id: str) -> Object:
     """Return the body of an error of the Messages API."""
     message = error.message
     if error.code == "context_length_exceeded":  # by these words Claude Code knows that it has to compact

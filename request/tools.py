@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from request.refusals import BadInput, shown, unsupported, wrong_value
 from request.validation import (
-    Object,
     Place,
     boolean,
     list_of,
@@ -42,6 +41,7 @@ from request.validation import (
     string,
     text,
 )
+from sse import Object
 
 Schema = Object  # a JSON schema
 ByName = Mapping[str, "Tool"]  # tools by Tool.qualified_name

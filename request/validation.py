@@ -19,8 +19,8 @@ from operator import pos
 from typing import Any, NamedTuple
 
 from request.refusals import missing, unsupported, wrong_value
+from sse import Object
 
-Object = dict[str, Any]  # one of JSON
 Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it; raises BadInput
 
 

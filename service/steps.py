@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from itertools import count
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import sse
@@ -32,16 +31,15 @@ MAX_STEPS = 2000
 POLL_S = 0.05  # a reader looks for new steps so often
 STEPS_A_TURN = 16  # that one reader gets in a turn of the event loop: 5 ms
 
-Members = dict[str, Any]  # a JSON object, as it is sent
 # The owner of a sequence, what a step did for it, and what of that the owner alone may read.
-Share = tuple[str, Members, Members]
+Share = tuple[str, sse.Object, sse.Object]
 
 
 class Steps:
     """The newest steps of an engine, as streams."""
 
     def __init__(self, engine: Engine, token_bytes: Callable[[int], bytes]) -> None:
-        self.steps = deque[tuple[Members, list[Share]]](maxlen=MAX_STEPS)
+        self.steps = deque[tuple[sse.Object, list[Share]]](maxlen=MAX_STEPS)
         self._token_bytes = token_bytes
         self._step_numbers = count()
         self._sequence_numbers = count()
@@ -71,7 +69,7 @@ class Steps:
         shares = [self._share(one, one in left, *read.get(one, (None, []))) for one in self._n_output]
         self._n_output = {sequence: len(sequence.output) for sequence in here}
         pool = scheduler.pool
-        step: Members = {
+        step: sse.Object = {
             "step": next(self._step_numbers),
             "time_s": time.perf_counter(),
             "duration_s": duration_s,
@@ -89,7 +87,7 @@ class Steps:
     ) -> Share:
         """Describe a sequence, and what the step did for it; `scheduled` None: nothing."""
         tokens = choices[: len(sequence.output) - self._n_output[sequence]]
-        share: Members = {
+        share: sse.Object = {
             "sequence": self._numbers[sequence],
             "n_prompt": len(sequence.prompt),
             "page_table": list(sequence.page_table),
@@ -108,7 +106,7 @@ class Steps:
         texts = {"request_id": sequence.request_id, "tokens": list(map(self._token, tokens))}
         return sequence.owner, share, texts
 
-    def _token(self, chosen: Choice) -> Members:
+    def _token(self, chosen: Choice) -> sse.Object:
         return {
             "id": chosen.token_id,
             "text": self._token_bytes(chosen.token_id).decode(errors="replace"),

@@ -185,7 +185,7 @@ class Connection:
 
     async def _take_turn(self, lane: Lane, json_text: bytes, previous_id: str) -> None:
         """Run a turn after those before it in its lane, then the successors that it is steered to."""
-        steers, successor = list[Item](), dict[str, Any]()
+        steers, successor = list[Item](), sse.Object()
         try:
             with self.visit.rooms.visit(self.visit.owner) as visit:
                 visit.add_bytes(len(json_text))
