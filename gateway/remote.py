@@ -45,11 +45,10 @@ READ_HERE = ("model", "stream", "stream_options", "n", "tools", "tool_choice", "
 def chat_body(request: Request, model: str) -> Object:
     """Return the request as the body of a chat completion."""
     body: Object = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
-    # The reasoning has two names: vLLM reads one, llama.cpp and SGLang the other.
-    body["messages"] = [
-        message | {"reasoning": message["reasoning_content"]} if "reasoning_content" in message else message
-        for message in arguments_as_text(request.messages)
-    ]
+    body["messages"] = arguments_as_text(request.messages)
+    for message in body["messages"]:  # vLLM reads one of the names, llama.cpp and SGLang the other
+        if "reasoning_content" in message:
+            message["reasoning"] = message["reasoning_content"]
     known = request.sampling | vars(request)
     body |= {name: known[name] for name in PRESET if name in request.explicit}  # rule 2
     # fmt: off

@@ -93,9 +93,9 @@ def context_length(config: Config, option: int | None) -> int:
     length = option or length
     longest = min(config.max_seq_len, MAX_POSITION_DIMS // config.head_dim)
     if not 2 <= length <= longest:
-        asked = f"--max-model-len {option}" if option else f"without --max-model-len, {length} tokens"
         raise UnsupportedModel(
-            f"{asked}: expected 2 to {longest}, the limit of the model or of the table of rotary positions"
+            f"--max-model-len {length}: expected 2 to {longest}, the limit of the model or of the table of "
+            "rotary positions"
         )
     return length
 
