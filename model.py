@@ -38,6 +38,7 @@ from sampling import Choice, Context, pick_token
 
 Array = NDArray[np.float32]
 Ints = NDArray[np.int64]
+Numbers = NDArray[Any]  # of the dtype of a format
 
 PAGE = 64  # tokens of a KV cache page
 CHUNK = PAGE  # tokens of a prefill chunk

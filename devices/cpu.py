@@ -33,7 +33,6 @@ from typing import Any
 import numba
 import numpy as np
 import threadpoolctl
-from numpy.typing import NDArray
 
 from checkpoint.config import Config
 from checkpoint.weights import Layer, Matrix, Packer, Weights
@@ -51,7 +50,7 @@ from devices.cpu_kernels import (
 )
 from devices.microkernel import WIDTH, X_DTYPE
 from devices.panels import Panels, pack
-from model import PAGE, Array, Batch, Ints, NumpyOps, Span, forward
+from model import PAGE, Array, Batch, Ints, Numbers, NumpyOps, Span, forward
 
 log = logging.getLogger("cpu")
 
@@ -136,14 +135,14 @@ class FastOps(NumpyOps):
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
         self._product(self._stored(y, layer.wo), layer.wo, layer.bo, x)
 
-    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> NDArray[Any]:
+    def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Numbers:
         """The hidden layer in the form that `down` multiplies."""
         gate_up = self._normed_product(x, layer.mlp_norm, layer.w_gate_up, layer.b_gate_up)
-        h: NDArray[Any] = layer.w_down.inputs(len(x))
+        h: Numbers = layer.w_down.inputs(len(x))
         self._run(silu_product, 4 * gate_up.size, gate_up, h)
         return h
 
-    def down(self, x: Array, h: NDArray[Any], layer: Layer, batch: Batch) -> None:
+    def down(self, x: Array, h: Numbers, layer: Layer, batch: Batch) -> None:
         self._product(h, layer.w_down, layer.b_down, x)
 
     def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
@@ -154,7 +153,7 @@ class FastOps(NumpyOps):
         is_shared = self._n_threads > 1 and n_multiplications > self._small
         (SHARED[one] if is_shared else one)(*arguments)
 
-    def _normed(self, x: Array, w: Array, y: NDArray[Any]) -> NDArray[Any]:
+    def _normed(self, x: Array, w: Array, y: Numbers) -> Numbers:
         """RMSNorm(x), written to y in the form that it has."""
         self._run(rms_norm, 4 * x.size, x, w, np.float32(self.config.norm_eps), y)
         return y
@@ -166,7 +165,7 @@ class FastOps(NumpyOps):
         rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
         return self._normed(rows, w, np.empty_like(rows)).reshape(x.shape)
 
-    def _stored(self, x: Array, w: Panels, of_bfloat16: Any = X_DTYPE) -> NDArray[Any]:
+    def _stored(self, x: Array, w: Panels, of_bfloat16: Any = X_DTYPE) -> Numbers:
         """x in the form that a product with w takes."""
         rows = w.inputs(len(x), of_bfloat16)
         self._run(store_rows, 4 * x.size, np.ascontiguousarray(x), rows)
@@ -176,7 +175,7 @@ class FastOps(NumpyOps):
         """The scores of a router: rounding x might choose other experts."""
         return self._product(self._stored(x, w, np.float32), w, b)
 
-    def _product(self, x: NDArray[Any], w: Matrix, b: Array | None, residual: Array = NOTHING) -> Array:
+    def _product(self, x: Numbers, w: Matrix, b: Array | None, residual: Array = NOTHING) -> Array:
         """x W^T + b for rows in the form of w.inputs(); it is added to a residual, if there is one."""
         sums = np.empty((len(x), len(w.words) * WIDTH), np.float32)
         self._run(product, sums.size * w.n_in, x, w.words, sums, residual)

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from checkpoint.blocks import FLOATS, Blocks, decoded, kept, quantized, with_minima
 from checkpoint.weights import Mxfp4, bfloat16, gguf_bytes, unpacked
 from devices.microkernel import BLOCK, CACHE_LINE, WIDTH, X_DTYPE, X_WORDS
-from model import Array, Ints
+from model import Array, Ints, Numbers
 
 ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
 FIRST = {"F32": 4, "BF16": 4, "MXFP4": 1}  # bytes of a block's first unit, see sections(); of other formats 2
@@ -42,7 +41,7 @@ class Panels:
     n_out: int
     n_in: int
     format: str  # GGUF's name, a key of microkernel.FORMATS
-    words: NDArray[Any]
+    words: Numbers
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +51,7 @@ class Panels:
     def is_quantized(self) -> bool:
         return self.format not in FLOATS
 
-    def inputs(self, n_rows: int, of_bfloat16: Any = X_DTYPE) -> NDArray[Any]:
+    def inputs(self, n_rows: int, of_bfloat16: Any = X_DTYPE) -> Numbers:
         """Memory for rows of x in the form that the product takes: store_row() fills it.
 
         Bfloat16 can be multiplied by rows in float32 too, which `of_bfloat16` asks for.
@@ -75,7 +74,7 @@ class Panels:
         return numbers[:, : self.n_in]
 
 
-def sections(name: str, data: Any, words: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+def sections(name: str, data: Any, words: Any) -> Iterator[tuple[Numbers, Numbers]]:
     """The units of blocks in two parts, (n_out, n_blocks, units) and (n_panels, n_blocks, units, WIDTH).
 
     data (n_out, n_blocks, bytes of a block) uint8. The first unit is a scale, or a float, of BF16 a pair of
@@ -96,13 +95,13 @@ class Arena:
     def __init__(self) -> None:
         self._unused = np.empty(0, np.uint8)
 
-    def zeros(self, dtype: Any, *shape: int) -> NDArray[Any]:
+    def zeros(self, dtype: Any, *shape: int) -> Numbers:
         n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         n_taken = -(-n_bytes // CACHE_LINE) * CACHE_LINE
         if n_taken > len(self._unused):
             self._unused = np.zeros(max(n_taken, ARENA) + CACHE_LINE, np.uint8)
             self._unused = self._unused[-self._unused.ctypes.data % CACHE_LINE :]
-        array: NDArray[Any] = self._unused[:n_bytes].view(dtype).reshape(shape)
+        array: Numbers = self._unused[:n_bytes].view(dtype).reshape(shape)
         self._unused = self._unused[n_taken:]
         return array
 
@@ -110,7 +109,7 @@ class Arena:
 arena = Arena()
 
 
-def narrowest(w: NDArray[Any]) -> tuple[str, NDArray[Any]]:
+def narrowest(w: Numbers) -> tuple[str, Numbers]:
     """The first format that holds every value, BF16, F16 or F32, and the numbers in it."""
     if w.dtype == np.uint16:
         return "BF16", w
@@ -124,7 +123,7 @@ def narrowest(w: NDArray[Any]) -> tuple[str, NDArray[Any]]:
     return "F32", w
 
 
-def pack_floats(w: NDArray[Any]) -> Panels:
+def pack_floats(w: Numbers) -> Panels:
     """Pack a matrix of float32, or of bfloat16 as uint16, in its exact format."""
     name, numbers = narrowest(w)
     if name == "BF16":
@@ -146,7 +145,7 @@ def pack_blocks(w: Blocks, n_in: int = 0) -> Panels:
     return Panels(n_out, n_in or w.shape[1], w.format, words)
 
 
-def pack(w: NDArray[Any] | list[Blocks] | Mxfp4, name: str | None = None) -> Any:
+def pack(w: Numbers | list[Blocks] | Mxfp4, name: str | None = None) -> Any:
     """Return Panels of a matrix, or of blocks that stack to one, in the format of this name.
 
     Of the matrices of experts it is a list.
