@@ -226,7 +226,7 @@ class Engine:
         seconds = read_at - self._began_at
         self._began_at = read_at
         if any(scheduled.is_prefill for scheduled in batch):
-            n_rows = sum(scheduled.span.end - scheduled.span.start for scheduled in batch)
+            n_rows = sum(scheduled.span.n_rows for scheduled in batch)
             self._rows_per_s = n_rows / seconds
         for scheduled, chosen in zip(batch, choices, strict=True):
             sequence = scheduled.sequence

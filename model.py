@@ -59,11 +59,13 @@ class Span(NamedTuple):
     n_wanted: int  # wanted rows, the last ones: a token is chosen from the logits of each
 
     @property
+    def n_rows(self) -> int:
+        return 1 if self.token_ids is None else len(self.token_ids)
+
+    @property
     def end(self) -> int:
         """Position after the last token."""
-        if self.token_ids is None:
-            return self.start + 1
-        return self.start + len(self.token_ids)
+        return self.start + self.n_rows
 
 
 class Batch:
@@ -155,7 +157,6 @@ class NumpyOps:
 
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
     chunk = CHUNK
-    kv_dtype = "float32"  # of the keys and values, for the start-up lines
     max_wanted = sys.maxsize  # rows of a step from which a token may be chosen
     n_ahead = 0  # steps that are launched after the one that is read next
 

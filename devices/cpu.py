@@ -77,7 +77,6 @@ class FastOps(NumpyOps):
     """NumpyOps, with kernels for what its ops are made of; for weights that were read with `pack`."""
 
     pack = staticmethod(pack)
-    kv_dtype = "bfloat16"
 
     def __init__(
         self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
@@ -224,7 +223,7 @@ def attention_tasks(batch: Batch, n_threads: int) -> tuple[Ints, Ints]:
     end = 0
     for number, span in enumerate(batch.spans):
         page_tables[number, : len(span.pages)] = span.pages
-        begin, end = end, end + span.end - span.start
+        begin, end = end, end + span.n_rows
         for first in range(begin, end, ATTENTION_ROWS):
             blocks.append((first, min(first + ATTENTION_ROWS, end), number))
     # Each thread takes blocks that follow one another. A later block of a prompt sees more keys, so all get

@@ -23,7 +23,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,6 @@ from devices.steps import (
     bucket,
     decoding_rows,
     is_prompt,
-    n_rows,
     pick_fields,
     row_fields,
     sampling_flags,
@@ -215,7 +214,6 @@ class CudaOps:
     """NumpyOps on a device."""
 
     chunk = 256  # tokens of a prompt that are computed together
-    kv_dtype = "bfloat16"
     n_ahead = 4  # steps that are launched after the one that is read next
     enough_blocks = 64  # of a product: an H100's 132 processors are no faster with fewer, larger blocks
 
@@ -332,7 +330,7 @@ class CudaOps:
         A step of decoding is padded to a size that comes again, for its CUDA graph. One of whole prefill
         chunks and nothing else, as most steps of a long prompt are, comes again as it is.
         """
-        n = sum(map(n_rows, spans))
+        n = sum(span.n_rows for span in spans)
         split_keys = self._constants["SPLIT_KEYS"]
         max_parts = len(self._buffers["part"])
         split, whole, n_splits = step_tiles(spans, self._constants["GROUP"], split_keys, max_parts)
@@ -347,7 +345,7 @@ class CudaOps:
         advances = is_decode and n == len(contexts) == len(spans) and is_plain
         host.fill(row_fields(spans) | pick_fields(spans, contexts, advances) | {"tiles": split + whole})
         memory.numbers.set(host.numbers, self._stream)
-        comes_again = is_decode or all(is_prompt(span) and n_rows(span) == self.chunk for span in spans)
+        comes_again = is_decode or all(is_prompt(span) and span.n_rows == self.chunk for span in spans)
         batch = DeviceStep(memory.views, *sizes, len(whole), n_splits, is_decode, comes_again)
         self._upload_slots(spans, contexts, host, batch)
         self._decoding = None
@@ -453,9 +451,6 @@ class CudaOps:
         self._launch("embed", "embed", (batch.n_rows,), batch, embed=weights.embed)
         return self._buffers["x"]
 
-    def qkv(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        return self._product("qkv", layer, batch)
-
     def attend(self, qkv: DeviceArray, layer: Layer, i: int, batch: DeviceStep) -> DeviceArray:
         """Norm and rotate q and k, write k and v to the KV cache, attend."""
         n_split, n_whole, rows = batch.n_split_tiles, batch.n_whole_tiles, batch.n_rows
@@ -482,15 +477,6 @@ class CudaOps:
         if n_whole:
             launch("attend_prompt", (n_whole, n_kv_heads), tiles=batch.views["tiles"][n_split:])
         return y
-
-    def out(self, x: DeviceArray, y: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
-        self._product("out", layer, batch)
-
-    def gate_up(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> DeviceArray:
-        return self._product("gate_up", layer, batch)
-
-    def down(self, x: DeviceArray, h: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
-        self._product("down", layer, batch)
 
     def experts(self, x: DeviceArray, layer: Layer, batch: DeviceStep) -> None:
         """The pairs of a row and an expert are grouped by expert: a group is a product."""
@@ -532,6 +518,16 @@ class CudaOps:
         grid = -(-n // shape.rows), -(-len(of[matrix]) // shape.columns_of(op))
         self._launch(op, op, grid, batch, shape, **of)
         return self._buffers[OPS[op]]
+
+    def _product_of_layer(self, op: str, *arguments: Any) -> DeviceArray:
+        """Launch an op whose arguments end with layer and batch; the arrays before these are buffers."""
+        *_, layer, batch = arguments
+        return self._product(op, layer, batch)
+
+    qkv = partialmethod(_product_of_layer, "qkv")
+    out = partialmethod(_product_of_layer, "out")
+    gate_up = partialmethod(_product_of_layer, "gate_up")
+    down = partialmethod(_product_of_layer, "down")
 
     def _launch(
         self,

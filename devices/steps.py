@@ -143,13 +143,9 @@ class DeviceStep(NamedTuple):
     comes_again: bool  # one of the few sizes that steps have again and again: worth a CUDA graph
 
 
-def n_rows(span: Span) -> int:
-    return span.end - span.start
-
-
 def is_prompt(span: Span) -> bool:
     """True for a chunk of a prompt: of the newest token and its drafts every row is wanted."""
-    return n_rows(span) > span.n_wanted
+    return span.n_rows > span.n_wanted
 
 
 UNREAD = (-1,)  # in place of the token that the slot chose last, which the host has not read
@@ -160,7 +156,7 @@ def row_fields(spans: Sequence[Span]) -> dict[str, list[int]]:
     tokens, slots, positions = list[int](), list[int](), list[int]()
     for span in spans:
         tokens += UNREAD if span.token_ids is None else span.token_ids
-        slots += (span.slot,) * n_rows(span)
+        slots += (span.slot,) * span.n_rows
         positions += range(span.start, span.end)
     return {"tokens": tokens, "slots": slots, "positions": positions}
 
@@ -191,7 +187,7 @@ def step_tiles(
     first_row = n_parts = 0
     most_splits = 1
     for span in spans:
-        size, n = n_rows(span), n_splits(span, split_keys)
+        size, n = span.n_rows, n_splits(span, split_keys)
         tiles = whole
         first_part = n_parts
         if not is_prompt(span) and n_parts + size * n <= max_parts:
@@ -224,7 +220,7 @@ def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bo
     of_row = iter(contexts)
     end_row = 0
     for span in spans:
-        end_row += n_rows(span)
+        end_row += span.n_rows
         first = end_row - span.n_wanted  # drafts follow it
         for n_before in range(span.n_wanted):
             context = next(of_row)
