@@ -54,7 +54,7 @@ Rules of this file:
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ import sse
 from channels import Channel
 from completions import CALL_MEMBERS, Chunk
 from gateway.metering import Meter
-from request.ids import new_id
+from request import ids
 from request.messages import kept
 from request.refusals import BadInput, error_body, shown
 from request.tools import as_json
@@ -116,6 +116,7 @@ class Asked(NamedTuple):
     # https://platform.openai.com/docs/guides/function-calling
     named_call: bool = False
     shows_usage: bool = False
+    new_id: Callable[[str], str] = ids.new_id  # draws an id, with this prefix, for a call without one
 
 
 # --- documents ----------------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ class Choice:
             raise Unreadable(f"expected at most {MAX_CALL_CHARACTERS} characters of calls")
         fragment |= {"index": call.index, type_: said | {"name": piece, member: arguments}}
         if len(self.calls) > n_calls:
-            fragment |= {"id": call.id or new_id("call"), "type": type_}
+            fragment |= {"id": call.id or self._asked.new_id("call"), "type": type_}
         else:
             fragment.pop("id", None)
             if not piece:

@@ -114,7 +114,7 @@ CAPS = {
     "checkpoint": 10_400,
     "devices":    17_755,  # a GPU that checks itself (check.py), and steps back from what fails
     "dialects":    8_400,
-    "gateway":     9_345,  # with an upstream's Warning and extra_content
+    "gateway":     9_360,  # with an upstream's Warning and extra_content
     "request":    15_590,  # bodies of three APIs
     "service":     8_440,  # with steering over the WebSocket
 }

@@ -230,9 +230,8 @@ def relayed(
     """The client's frames; then [prompt, cached, completion, reasoning, total] or "unknown"."""
     meter = metering.Meter(price)
     number = itertools.count(1)
-    asked: Any = {"shows_usage": not stream} | options
-    drawn = {"MAX_EVENT_BYTES": max_bytes, "new_id": lambda prefix: f"{prefix}_{next(number)}"}
-    with mock.patch.multiple(answers, **drawn):
+    asked: Any = {"shows_usage": not stream, "new_id": lambda prefix: f"{prefix}_{next(number)}"} | options
+    with mock.patch.object(answers, "MAX_EVENT_BYTES", max_bytes):
         answer = answers.Answer(meter, answers.Asked(**asked))
         made = [answer.feed(chunk) for chunk in chunks]
         made.append(answer.fail("it died") if dies else answer.close())
