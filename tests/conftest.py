@@ -6,8 +6,10 @@ instead of dozens of skips.
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -56,6 +58,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+LIBC: Any = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 MARK = "STARTED_BY_TESTS"  # in the environment of all that tests start: the process that runs them
 
 
@@ -69,6 +72,16 @@ def no_process_is_left() -> Iterator[None]:
             return
         time.sleep(0.01)
     pytest.fail(f"processes are left: {orphans()}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_module_leaves_nothing() -> Iterator[None]:
+    """End the processes that follow grammars, and give the system what memory is free: peaks would add up."""
+    yield
+    if grammars := sys.modules.get("helpers.grammars"):
+        grammars.end_all()
+    if LIBC:
+        LIBC.malloc_trim(0)
 
 
 def orphans() -> list[str]:

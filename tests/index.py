@@ -7,6 +7,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TABLE = "| | what went wrong | our rule | where |\n|---|---|---|---|"
 OTHERS = "## Replays of rules\n\n| | |\n|---|---|"
 
 
+@cache
 def read(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 

@@ -59,6 +59,9 @@ def measured(command: str, names: list[str]) -> set[str]:
                 (min(wait_s, 0.1), HI[: len(turns)], min(new, 6)) for wait_s, turns, new in row.clients[:2]
             ],
             more={**row.more, "seed": row.more.get("seed", 0) // 20},
+            servers=row.servers[-1:]
+            if "kB a stream" in row.figures
+            else row.servers,  # each round starts one
         )
         for row in rows
     ]

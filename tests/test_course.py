@@ -84,7 +84,7 @@ def said(client: openai.OpenAI, body: Any) -> list[Any]:
 def test_one_page_says_what_the_real_server_says(
     one_page: openai.OpenAI, server: Server, prompt: str
 ) -> None:
-    body = asked(prompt, 90)
+    body = asked(prompt, 40)
     with server.sdk() as client:
         assert said(one_page, body) == said(client, body)
 
@@ -108,7 +108,7 @@ def test_at_every_cut(server: Server, monkeypatch: pytest.MonkeyPatch, prompt: s
 
 def test_a_plain_answer(one_page: openai.OpenAI, server: Server) -> None:
     """Its input is a list of messages, whose contents are parts; a seed repeats it."""
-    body: Any = {"model": "tiny", "instructions": "Be brief.", "max_output_tokens": 8}
+    body: Any = {"model": "tiny", "instructions": "Be brief.", "max_output_tokens": 3}
     parts = [{"type": "input_text", "text": "What is "}, {"type": "input_text", "text": "2+2?"}]
     body["input"] = [{"role": "user", "content": parts}]
     drawn = [

@@ -48,7 +48,7 @@ from event_log import EventLog
 from gateway import answers, metering, relay
 from gateway.outputs import Outputs
 from helpers import clients, laws, scripted
-from helpers.grammars import Followed
+from helpers.grammars import Followed, grammars_of
 from request import params, tool_calls
 from request.tools import StructuredOutput
 from streaming import KEEP_ALIVE
@@ -155,7 +155,7 @@ def structured_output(chunks: list[str], schema: dict[str, Any]) -> Iterator[Any
     dialect = families.find(families.DIALECTS["hermes"], TINY_TOKENIZER.added, "", tools=False)
     grammar = answer_grammar(demanded, dialect, TINY_TOKENIZER.added, "open").lark
     allowed: list[str] = []
-    with Followed(scripted.GRAMMARS, grammar) as followed:
+    with Followed(grammars_of(), grammar) as followed:
         for text in re.findall("</think>|.", "".join(chunks), re.DOTALL):
             (token_id,) = TINY_TOKENIZER.encode(text)
             if not followed.mask()[token_id]:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dialects.families import DIALECTS
-from dialects.matchers import Grammars
 from dialects.structured_output import answer_grammar
 from helpers.device_models import SAMPLINGS, sampling_of
 from helpers.engines import Answer, WatchedEngine, alone, endless, play, started, steps_of
+from helpers.grammars import grammars_of
 from model import PAGE
 from parity import TINY
 from request.tools import StructuredOutput
@@ -31,7 +31,6 @@ TEXTS = [
     TOKENIZER.encode("The fox said: read the book, read the book, and the owl said: I have read it. " * 30),
 ]
 EOS = 2041
-GRAMMARS = Grammars(TINY / "tokenizer.json", 2048, (EOS,))
 WORDS: dict[str, Any] = {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 3, "maxItems": 9}
 
 
@@ -52,7 +51,7 @@ class Asked(NamedTuple):
         if not self.constrained:
             return Sequence(prompt, self.max_tokens, self.stop, sampling)
         spec = StructuredOutput("none", schema=WORDS)
-        constraint = GRAMMARS.constraint(answer_grammar(spec, DIALECTS["hermes"], {}, "over"))
+        constraint = grammars_of().constraint(answer_grammar(spec, DIALECTS["hermes"], {}, "over"))
         return Sequence(prompt, self.max_tokens, self.stop | {EOS}, sampling, constraint)
 
 

@@ -120,7 +120,7 @@ def test_a_short_prompt_waits_for_no_long_one() -> None:
     """Bug: the parts of a text that spells a special token went to the library's threads, after the parts of
     others' prompts: the event loop stood still for 0.4 s.
     """
-    long = [" a" * 300_000, "b", "c"]
+    long = [" a" * 150_000, "b", "c"]
     threads = [threading.Thread(target=TINY.encode, args=long) for _ in range(2 * (os.cpu_count() or 1))]
     for thread in threads:
         thread.start()
@@ -135,12 +135,12 @@ def test_a_short_prompt_waits_for_no_long_one() -> None:
 def test_other_threads_run_while_a_text_is_encoded() -> None:
     """encode() of the library holds Python's lock all the while, so that no stream gets anything."""
     n_turns = 0
-    encoding = threading.Thread(target=TINY.encode, args=["The quick brown fox. " * 100_000])
+    encoding = threading.Thread(target=TINY.encode, args=["The quick brown fox. " * 30_000])
     encoding.start()
     while encoding.is_alive():
         time.sleep(0.001)
         n_turns += 1
-    assert n_turns > 20
+    assert n_turns > 5
 
 
 # --- cases --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from checkpoint.weights import read_weights
 from dialects.families import DIALECTS
 from engine import Engine
 from helpers import laws, scripted
+from helpers.grammars import grammars_of
 from helpers.scripted import END, ids_of, in_steps, outputs_of, request, said, vocabulary, worker_of
 from helpers.serving import TINY, serve
 from helpers.tables import table
@@ -119,7 +120,7 @@ def local(engine: Engine) -> LocalWorker:
 
 def worker_in(engine: Engine, dialect: str | None = None) -> LocalWorker:
     tokenizer = Tokenizer(TINY / "tokenizer.json")
-    return LocalWorker(engine, tokenizer, ChatTemplate.load(TINY), scripted.GRAMMARS, dialect)
+    return LocalWorker(engine, tokenizer, ChatTemplate.load(TINY), grammars_of(), dialect)
 
 
 @pytest.mark.parametrize(("syntax", "definition"), [("lark", "start: nowhere"), ("regex", "a(")])

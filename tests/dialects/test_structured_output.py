@@ -20,7 +20,7 @@ from dialects.families import DIALECTS
 from dialects.json_schema import BadGrammar
 from dialects.matchers import Grammars
 from dialects.structured_output import Thinking, answer_grammar
-from helpers.grammars import Followed
+from helpers.grammars import Followed, grammars_of
 from helpers.laws import parse
 from helpers.scripted import vocab_size
 from helpers.serving import TINY
@@ -62,7 +62,7 @@ def model_of(name: str, tokens: bool = True) -> Model:
     library.save(str(path))
     tokenizer = Tokenizer(path)
     dialect = families.find(row, tokenizer.added, "".join(row.markers), tools=True)
-    return Model(dialect, tokenizer, Grammars(path, max(2048, vocab_size(tokenizer)), (2041,)))
+    return Model(dialect, tokenizer, grammars_of(path, max(2048, vocab_size(tokenizer))))
 
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

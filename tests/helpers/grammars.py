@@ -1,9 +1,11 @@
 """A grammar followed token by token, in the process that the server would use.
 
-Followed(grammars, AnswerGrammar or Lark) --mask()--> tokens that may come next --advance()--> and so on
+Followed(grammars_of(tokenizer), Lark) --mask()--> tokens that may come next --advance()--> and so on
 """
 
 import select
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,22 @@ from numpy.typing import NDArray
 from dialects.matchers import Grammars
 from dialects.structured_output import AnswerGrammar
 from helpers.limits import PATIENCE_S
+
+TOKENIZER = Path(__file__).parents[1] / "models" / "tiny" / "tokenizer.json"
+STARTED: list[Grammars] = []
+
+
+@cache
+def grammars_of(tokenizer: Path = TOKENIZER, vocab_size: int = 2048) -> Grammars:
+    """Return what follows grammars of a vocabulary. Its processes end with the test module: conftest.py."""
+    STARTED.append(Grammars(tokenizer, vocab_size, (2041,)))
+    return STARTED[-1]
+
+
+def end_all() -> None:
+    """End the processes; whoever asks for a mask again starts them again."""
+    for grammars in STARTED:
+        grammars.close()
 
 
 class Followed:

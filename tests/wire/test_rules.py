@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from audit import answers, isolation, peer
+from audit import answers, peer
+from audit.isolation import CODES
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import Result, judge
@@ -68,7 +69,7 @@ def test_rule(our_peer: Peer, rule: str) -> None:
 
 def test_clients_are_kept_apart_in_a_small_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 32 pages, which change hands all the time; the mutants that leak are seen from outside."""
-    monkeypatch.setattr("audit.isolation.CODES", isolation.CODES[:11])
+    monkeypatch.setattr("audit.isolation.CODES", CODES[:11])
     monkeypatch.setattr("audit.isolation.SECONDS", 60 * SLOWNESS)  # a slow server has fewer clients
     with serve("--kv-memory", "2M") as server:
         crowded = Peer(server.url + "/v1", "tiny", budget=60 * SLOWNESS)
@@ -112,6 +113,7 @@ def exchanges(ours: Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[E
 def test_a_fault_is_named_by_its_rule(ours: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "PATIENCE_S", 0.5)
     monkeypatch.setattr("audit.peer.N_FOXES", 5_000)
+    monkeypatch.setattr("audit.isolation.CODES", CODES[:3])
 
     def judged_by_its_own(rule: str) -> list[Result]:
         return [judged(ours, rule, FAULTS[rule])[0]]
