@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import inspect
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -58,7 +57,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-LIBC: Any = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+TRIM: Any = getattr(ctypes.CDLL(None), "malloc_trim", int)  # of glibc: gives free memory to the system
 MARK = "STARTED_BY_TESTS"  # in the environment of all that tests start: the process that runs them
 
 
@@ -76,12 +75,11 @@ def no_process_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def a_module_leaves_nothing() -> Iterator[None]:
-    """End the processes that follow grammars, and give the system what memory is free: peaks would add up."""
+    """End the processes that follow grammars, and keep no free memory: the peaks of modules would add up."""
     yield
     if grammars := sys.modules.get("helpers.grammars"):
         grammars.end_all()
-    if LIBC:
-        LIBC.malloc_trim(0)
+    TRIM(0)
 
 
 def orphans() -> list[str]:

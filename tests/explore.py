@@ -129,9 +129,8 @@ class World:
 
     def __init__(self, case: Case, module: Any) -> None:
         self.case, self.module = case, module
-        self.scheduler = module.Scheduler(
-            case.n_pages, case.max_batch, case.chunk, case.speculate, case.max_batch
-        )
+        sizes = case.n_pages, case.max_batch, case.chunk, case.speculate, case.max_batch
+        self.scheduler = module.Scheduler(*sizes)
         self.sequences: list[Any] = [None] * len(case.requests)  # None: it has not come
         self.left: set[int] = set()  # those whose client has left, or whose step has failed
         self.in_flight: list[list[Any]] = []
@@ -164,14 +163,12 @@ class World:
         pages = [page for one in scheduler.running for page in one.page_table]
         names = {page: name for name, page in enumerate(dict.fromkeys([*pages, *pool._free]))}
         turns = sorted(scheduler._last_turn.values())
-        sequences = [
-            one
-            and (
-                *(one.n_computed, one.n_unread, len(one.output), one.mask, one.max_drafts),
-                *(names.get(page, -1) for page in one.page_table),
-            )
-            for one in self.sequences
-        ]
+
+        def of_one(one: Any) -> tuple[Any, ...]:
+            own = one.n_computed, one.n_unread, len(one.output), one.mask, one.max_drafts
+            return *own, *(names.get(page, -1) for page in one.page_table)
+
+        sequences = [one and of_one(one) for one in self.sequences]
         parts = [
             (one.number for one in scheduler.waiting),
             (one.number for one in scheduler.running),
@@ -286,9 +283,7 @@ class World:
             law((page in pool._free) != (page in users), f"page {page} is free and in use, or neither")
         slots = [*scheduler._free_slots, *(one.slot for one in scheduler.running)]
         law(sorted(slots) == [*range(self.case.max_batch)], f"the slots are {slots}")
-        law(
-            {digest: page for page, digest in pool._hash_of.items()} == pool._page_of, "a page is found twice"
-        )
+        law(dict(map(reversed, pool._hash_of.items())) == pool._page_of, "a page is found twice")
         for page, digest in pool._hash_of.items():
             text = self.memory.get((page, PAGE - 1), ())
             law(digest == self.digest(text), f"page {page} is found for another text than {text}")
@@ -299,10 +294,8 @@ class World:
         for one in filter(None, self.sequences):
             answer = self.case.requests[one.number].answer
             law(one.output == answer[: len(one.output)], f"{name(one)} says {one.output}, alone {answer}")
-            law(
-                (one.output == answer) == bool(one.finish),
-                f"{name(one)} ends after {one.output}, or does not",
-            )
+            is_whole = one.output == answer
+            law(is_whole == bool(one.finish), f"{name(one)} ends after {one.output}, or does not")
             is_out = one.finish or one.number in self.left
             law((one in order) != bool(is_out), f"{name(one)} is lost, or does not leave")
             law(one in scheduler.running or not one.page_table, f"{name(one)} has pages, and does not run")
@@ -337,10 +330,8 @@ class World:
             law(is_known or self.has_room(one, others), f"{name(one)} is let in, and has no room to grow")
         if not self.in_flight:  # whoever can run does
             idle = [one for one in running if one not in in_batch and not one.awaits_mask]
-            law(
-                all(one.is_prefilling for one in idle),
-                f"of {[*map(name, idle)]} one decodes, not in this step",
-            )
+            are_prompts = all(one.is_prefilling for one in idle)
+            law(are_prompts, f"of {[*map(name, idle)]} one decodes, not in this step")
             law(batch or not idle, "nothing is computed, although a sequence could run")
             law(running or not waiting, "nothing runs, and a sequence waits")
             for one in running:
@@ -430,10 +421,8 @@ def explored(n_large: int = 0) -> Iterator[Explored]:
         for label, found in zip(chosen, pool.map(explore, chosen.values(), limits), strict=True):
             assert not found.story, "\n".join([label, *found.story])
             left, rate = f"{found.n_left} not gone on from", found.n_states / found.seconds
-            print(
-                f"{label:8} {found.n_states:7} states, {left}, depth {found.depth}, {rate:.0f} a second",
-                flush=True,
-            )
+            line = f"{label:8} {found.n_states:7} states, {left}, depth {found.depth}, {rate:.0f} a second"
+            print(line, flush=True)
             yield found
 
 
@@ -480,11 +469,7 @@ def main() -> int:
     chosen = [bug for bug in bugs() if all(word in bug.undoes for word in args.bugs)]
     with ProcessPoolExecutor() as pool:
         for bug, (label, lines) in zip(chosen, pool.map(found, chosen), strict=True):
-            print(
-                f"\n{bug.undoes}: {len(lines)} actions in '{label}'"
-                if lines
-                else f"\n{bug.undoes}: not found"
-            )
+            print(f"\n{bug.undoes}:", f"{len(lines)} actions in '{label}'" if lines else "not found")
             print(*(f"  {n}. {line}" for n, line in enumerate(lines, 1)), sep="\n", flush=True)
     return 0
 

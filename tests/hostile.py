@@ -127,8 +127,7 @@ def failed_goals(attack: Attack, found: Json, calm_ms: float) -> list[str]:
     limits = {
         "pause, ms": max(found["calm, ms"], calm_ms) + 100,
         "ping, ms": 200,
-        # the KV cache takes its 70 MB when it is used first
-        "memory, MB": 2 * found["sent, MB"] + 128 + attack.may_hold_mb,
+        "memory, MB": 2 * found["sent, MB"] + 128 + attack.may_hold_mb,  # 70 MB are the KV cache's first use
         "stop, s": GRACE_S + 3,  # clients that do not read get 2 s more than the grace
         "tracebacks": 0,
     }

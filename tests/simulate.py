@@ -305,9 +305,7 @@ class Known:
     asked_to_delete: bool = False
     cancelled: bool = False
     was_queued: bool = False  # when the last process was killed
-    was_left: bool = (
-        False  # its client has left this process: what has begun ends, and is stored if it is kept
-    )
+    was_left: bool = False  # its client has left this process: what has begun ends, and is stored if kept
     news: asyncio.Event = field(default_factory=asyncio.Event)  # a pulse with each object that is seen
 
     def forget(self) -> None:
@@ -394,12 +392,9 @@ class Laws:
     def saw_event(self, known: Known, number: int, frame: bytes) -> bool:
         """Check an event; return whether it is the last one."""
         event = json.loads(frame.partition(b"data: ")[2])
-        self.law(
-            event["sequence_number"] == number, known.id, "event", event["sequence_number"], "not", number
-        )
-        self.law(
-            known.frames.setdefault(number, frame) == frame, known.id, "event", number, "was another one"
-        )
+        numbered, known_frame = event["sequence_number"], known.frames.setdefault(number, frame)
+        self.law(numbered == number, known.id, "event", numbered, "not", number)
+        self.law(known_frame == frame, known.id, "event", number, "was another one")
         if "response" not in event:
             return False
         _, _, rest = frame.partition(b'"response":')
@@ -446,9 +441,7 @@ class Clients:
     def random(self) -> random.Random:
         return self.world.random
 
-    def connection(
-        self, key: str, method: str, path: str, body: Json | None = None, **more: Any
-    ) -> Connection:
+    def connection(self, key: str, method: str, path: str, body: Any = None, **more: Any) -> Connection:
         return Connection(self.world, key, method, path, body, **more)
 
     def leaving(self, p: float, rate: float) -> float | None:
@@ -545,9 +538,8 @@ class Clients:
     async def other(self) -> None:
         path = self.random.choice(("responses/compact", "responses/input_tokens", "models"))
         method, body = ("GET", None) if path == "models" else ("POST", self.body())
-        await self.connection(self.random.choice(KEYS), method, f"/v1/{path}", body).read(
-            self.leaving(0.3, 20)
-        )
+        connection = self.connection(self.random.choice(KEYS), method, f"/v1/{path}", body)
+        await connection.read(self.leaving(0.3, 20))
 
     async def large(self) -> None:
         """Send a body that may be too large, and leave while it comes."""

@@ -14,13 +14,7 @@ from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType, qua
 from numpy.typing import NDArray
 
 from checkpoint.config import Config, read_config
-from checkpoint.gguf_file import (
-    CONFIG_FIELDS,
-    LAYER_TENSORS,
-    OUTER_TENSORS,
-    PAIRS_ADJACENT,
-    PHI3_TENSORS,
-)
+from checkpoint.gguf_file import CONFIG_FIELDS, LAYER_TENSORS, OUTER_TENSORS, PAIRS_ADJACENT, PHI3_TENSORS
 from checkpoint.weights import Array, map_tensors, unpacked
 
 PART_OF = {theirs: ours for ours, theirs in [*LAYER_TENSORS.items(), *PHI3_TENSORS.items()]}

@@ -87,9 +87,7 @@ class World:
         self.kill_at, self.kill_turn = float("inf"), 1 << 60  # a time, a turn of the loop
         self.kill_moment, self.n_moments = "", 0  # the n-th moment of this kind
         self.disk_s, self.step_s = 0.0005, 0.01  # of a call, of a step
-        self.free_at = defaultdict[object, list[float]](
-            lambda: [0.0]
-        )  # when each thread of an executor is free
+        self.free_at = defaultdict[object, list[float]](lambda: [0.0])  # when each thread of an executor is
         self.waiting = defaultdict[str, list[asyncio.Future[None]]](list)  # for a moment, by id of a response
         self.writing = ""  # the id of the response that is being written
         self.heal()
@@ -315,14 +313,7 @@ class SimStore(Store):
 # --- the device ---------------------------------------------------------------------------------------------
 
 EOS, THINK, END_THINK = 2041, 2046, 2047  # of tests/models/tiny
-WORDS = (
-    501,
-    345,
-    348,
-    291,
-    17,
-    156,
-)  # few, so that drafts are right now and then; 156: one byte of a character
+WORDS = 501, 345, 348, 291, 17, 156  # few, so drafts are right now and then; 156: one byte of a character
 
 
 def grow(value: int, token_id: int, position: int) -> int:
