@@ -27,7 +27,6 @@ TABLE = "| | what went wrong | our rule | where |\n|---|---|---|---|"
 OTHERS = "## Replays of rules\n\n| | |\n|---|---|"
 
 
-@cache
 def read(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
@@ -38,9 +37,10 @@ def bugs() -> dict[str, list[str]]:
     return {id_: row for group in groups for id_, row in group.items() if id_ != "title"}
 
 
-def files() -> Iterator[tuple[Path, dict[str, str]]]:
+@cache
+def files() -> list[tuple[Path, dict[str, str]]]:
     """Return each file of replays/ and what is in it."""
-    return ((path, read(path)) for path in sorted((TESTS / "replays").glob("*.toml")))
+    return [(path, read(path)) for path in sorted((TESTS / "replays").glob("*.toml"))]
 
 
 def docstring(mutant: Mutant) -> str:
