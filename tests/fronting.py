@@ -2,17 +2,15 @@
 
     python tests/fronting.py http://host:port/v1 --model NAME        [--api-key KEY]
 
-It starts `server.py --upstream URL` and prints a table, a line for each case of fronting.toml: the server's
-answer directly, through ours over chat completions, and through ours over the Responses API. All is asked at
-temperature 0; if the server is not deterministic, two direct answers differ. Exit status 1 if an answer of
-ours differs.
+It starts `server.py --upstream URL` and prints a line for each case of tables/fronting.toml: the answer of
+the server, asked directly, through ours over chat completions, and through ours over the Responses API. All
+is asked at temperature 0; if the server is not deterministic, two direct answers differ. Exit status 1 if an
+answer of ours differs.
 """
 
 import argparse
 import json
 import sys
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -20,10 +18,11 @@ from openai import OpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from helpers.serving import serve
+from helpers.tables import table
 
 Answer = Any  # what JSON can say, compared as it is
 Case = dict[str, str]
-CASES: dict[str, Case] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES: dict[str, Case] = table("fronting")
 
 
 def loaded(text: str) -> Any:

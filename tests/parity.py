@@ -1,6 +1,6 @@
 """Random checkpoints of every family and variation, and what transformers makes of them: the golden files.
 
-    parity.toml --write()--> a checkpoint --> transformers, float32 --> tests/golden/<case>.json
+    tables/parity.toml --write()--> a checkpoint --> transformers, float32 --> tests/golden/<case>.json
 
 `pip install -e '.[parity]' && python tests/parity.py` writes the golden files anew, and exits with 1 if a
 logit of ours differs by more than TOLERANCE, or one of the 64 greedy tokens after the prompt. Transformers
@@ -19,7 +19,6 @@ import itertools
 import json
 import sys
 import tempfile
-import tomllib
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -33,6 +32,7 @@ from safetensors import TensorSpec, serialize_file
 from checkpoint import hub
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import Mxfp4, all_parts, decoded_mxfp4, read_weights
+from helpers.tables import table
 from model import Array, Batch, NumpyOps, Span, forward
 from request.template import ChatTemplate
 from tokenizer import Tokenizer
@@ -48,7 +48,7 @@ N_TOP = 50  # logits kept of a position, where the vocabulary is a real one
 
 
 class Case(NamedTuple):
-    """A checkpoint of parity.toml: config.json is SMALL with these changes."""
+    """A checkpoint of tables/parity.toml: config.json is SMALL with these changes."""
 
     model_type: str
     changes: dict[str, Any]
@@ -57,7 +57,7 @@ class Case(NamedTuple):
     n_shards: int = 1
 
 
-ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ROWS = table("parity")
 SMALL: dict[str, Any] = json.loads(ROWS.pop("small"))
 CASES = {
     name: Case(**row | {member: json.loads(row[member]) for member in ("changes", "otherwise")})

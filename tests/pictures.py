@@ -9,7 +9,6 @@ import argparse
 import os
 import shutil
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
@@ -21,10 +20,11 @@ sys.path[:0] = [str(ROOT)]  # as a script, this file finds the modules beside te
 from playwright.sync_api import Page, sync_playwright  # noqa: E402
 
 from helpers.serving import SERVER, serve  # noqa: E402
+from helpers.tables import table  # noqa: E402
 from responses import GRAMMAR  # noqa: E402
 
 PICTURE = ROOT / "pictures" / "events.svg"
-DRAWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+DRAWN = table("pictures")
 
 # Half of the pages that the four prompts of the page's second view need together: one of them is preempted.
 WATCHED = ("--debug-steps", "--speculate", "4", "--kv-memory", "1.125M")

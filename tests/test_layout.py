@@ -1,9 +1,8 @@
-"""The house: which module may import which (layout.toml), what stays pure, how large a folder may be."""
+"""The house: which module may import which, what is pure (tables/layout.toml), how large a folder may be."""
 
 import ast
 import sys
 import tokenize
-import tomllib
 from collections.abc import Container, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.serving import ROOT
+from helpers.tables import table
 
 CHAPTERS = ["audit", "checkpoint", "devices", "dialects", "gateway", "request", "service"]
 SPINE = {path.stem: path for path in ROOT.glob("*.py")}
@@ -23,7 +23,7 @@ MODULES = SPINE | {
 TESTS = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
 SCRIPTS = {"__main__", "bench"}  # commands; no module imports them
 
-TABLES = tomllib.loads(Path(__file__).with_name("layout.toml").read_text(encoding="utf-8"))
+TABLES = table("layout")
 MAY_IMPORT = {name: {*arrows} for name, arrows in TABLES["may_import"].items()}
 
 MAX_LINES = 70  # of a function

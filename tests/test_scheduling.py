@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     text: int
     n_prompt: int
     max_tokens: int
-    sampling: int  # row of sampling.toml
+    sampling: int  # row of tables/sampling.toml
     stop: frozenset[int] = frozenset()
     constrained: bool = False
     leaves: int | None = None

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -25,6 +24,7 @@ from audit.rules import RULES
 from audit.session import PROFILES, Result, chosen
 from helpers.limits import PATIENCE_S
 from helpers.serving import ROOT, Json, Server, run, serve
+from helpers.tables import table
 from helpers.upstream import Exchange, head, json_answer, upstream
 from pictures import CHROMIUM
 
@@ -107,7 +107,7 @@ def test_what_failed_is_said_in_a_line(ours: Server) -> None:
 # --- verdicts and reports -----------------------------------------------------------------------------------
 
 
-EXITS = tomllib.loads(Path(__file__).with_name("exits.toml").read_text(encoding="utf-8"))["exit"]
+EXITS = table("audit")["exit"]
 
 
 @pytest.mark.parametrize("row", EXITS)

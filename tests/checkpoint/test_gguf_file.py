@@ -3,7 +3,6 @@
 import struct
 import subprocess
 import tempfile
-import tomllib
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from checkpoint.rope import rope_table
 from checkpoint.weights import read_weights
 from helpers.gguf_files import write_gguf
 from helpers.serving import TINY
+from helpers.tables import table
 from parity import CASES, write
 from request.template import ChatTemplate
 from tokenizer import Tokenizer
@@ -25,7 +25,7 @@ from tokenizer import Tokenizer
 MADE = ["llama-2", "smollm2", "qwen2", "qwen3", "llama-yarn", "llama-3.1-rope-scaling"]
 MADE += ["granite", "granite-tied", "phi-3", "phi-4-mini"]
 
-TABLES = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))
+TABLES = table("checkpoints")
 REFUSED = TABLES["gguf"]
 ROUNDED = ("norm_eps", "embed_scale", "logit_scale")  # float32 in a GGUF file
 

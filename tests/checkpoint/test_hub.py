@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from checkpoint.weights import read_weights
 from helpers.gguf_files import write_gguf
 from helpers.limits import PATIENCE_S
 from helpers.serving import ROOT, TINY
+from helpers.tables import table
 
 
 def check_refused(model: str | None, *words: str, revision: str | None = None) -> None:
@@ -49,7 +49,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub-cache"
 
 
-NOWHERE = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))["nowhere"]
+NOWHERE = table("checkpoints")["nowhere"]
 
 
 @pytest.mark.parametrize("model", NOWHERE)

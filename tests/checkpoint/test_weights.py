@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from checkpoint import weights
 from checkpoint.config import FAMILIES, Fields, UnsupportedModel, parse_config, read_config
 from checkpoint.rope import ROPE_TYPES, Rope, rope_table
 from checkpoint.weights import all_parts, read_weights
+from helpers.tables import table
 from parity import CASES, SMALL, random_tensor, write_tensors
 
 LLAMA: dict[str, Any] = SMALL | {"model_type": "llama"}
@@ -31,7 +31,7 @@ def checkpoint(directory: Path, dtype: str = "F32", **changes: Any) -> dict[str,
     return tensors
 
 
-TABLES = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))
+TABLES = table("checkpoints")
 NOPE = {"no_rope_layers": [1, 0, 1, 0]}
 LLAMA3 = CASES["llama-3.1-rope-scaling"].changes["rope_scaling"]
 YARN_OF_100 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}

@@ -7,17 +7,18 @@ name that CuPy lacks would be missed by the first person with a GPU alone.
 import importlib
 import inspect
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.tables import table
+
 pytestmark = pytest.mark.sweep
 cupy: Any = pytest.importorskip("cupy", reason="pip install -e '.[cuda]'")
 
 ROOT = Path(__file__).parents[2]
-ASKED = tomllib.loads(Path(__file__).with_name("cupy.toml").read_text(encoding="utf-8"))
+ASKED = table("cupy")
 CUPY = r"\b(?:cp|import_module\(\"cupy\"\))\.([a-zA-Z_.]+)"
 
 

@@ -4,7 +4,6 @@ Most of the bugs that are planted change no output in any order of threads, as m
 """
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import pytest
 from helpers import emulator
 from helpers.device_ops import sweep
 from helpers.emulator import Emulator
+from helpers.tables import table
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
 TEXT = Path(__file__).with_name("planted.cu").read_text(encoding="utf-8")
 RIGHT = dict(zip(("total", "rounds"), re.findall(r"^extern .*?^}\n", TEXT, re.M | re.S), strict=True))
-PLANTED = tomllib.loads(Path(__file__).with_name("planted.toml").read_text(encoding="utf-8"))
+PLANTED = table("emulator")
 
 
 def planted() -> str:

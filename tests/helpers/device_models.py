@@ -4,7 +4,6 @@ Used by tests/devices on the emulator, and by tests/gpu on a GPU.
 """
 
 import tempfile
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,12 +17,13 @@ from checkpoint.weights import Mxfp4, Weights, bfloat16, read_weights, unpacked
 from devices.cuda import CudaOps, on_device
 from engine import Engine
 from helpers.emulator import Emulator
+from helpers.tables import table
 from model import PAGE, Span
-from parity import CASES, TINY, Ours, write
+from parity import CASES, Ours, write
 from sampling import Choice, Context, Sampling
 
 MAX_SEQ_LEN, N_PAGES, MAX_BATCH = 128, 24, 6
-SAMPLINGS = tomllib.loads((TINY.parents[1] / "sampling.toml").read_text(encoding="utf-8"))
+SAMPLINGS = table("sampling")
 BITS = Sampling(temperature=0, n_top_logprobs=20)  # == compares the bits of 20 logits as well
 BITS_OF_ALL = replace(BITS, n_top_logprobs=96)
 VARIED = ["smollm3-untied-biases", "qwen3-layer-types", "gpt-oss", "qwen3-moe-dense-layers"]
@@ -66,7 +66,7 @@ def pages(slot: int) -> list[int]:
 
 
 def sampling_of(row: dict[str, Any]) -> Sampling:
-    """Return the sampling of a row of sampling.toml, whose token ids are strings."""
+    """Return the sampling of a row of tables/sampling.toml, whose token ids are strings."""
     bias = {int(token_id): value for token_id, value in row.get("logit_bias", {}).items()}
     return Sampling(**row | {"logit_bias": bias})
 

@@ -1,13 +1,11 @@
 """One layer of a model, op by op: on a device, in NumPy, and what the two are compared by.
 
-device_configs.toml --both()--> Both: the same random weights for CudaOps (or PlainOps) and for NumpyOps
+tables/devices.toml --both()--> Both: the same random weights for CudaOps (or PlainOps) and for NumpyOps
 """
 
-import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, layer_parts, unp
 from devices.cuda import CudaOps, on_device
 from devices.steps import DeviceStep
 from helpers.emulator import Emulator
+from helpers.tables import table
 from model import Array, Batch, NumpyOps, Span
 from sampling import Choice, Context, Sampling
 
@@ -32,7 +31,7 @@ def sweep(values: Iterable[Any], first: Collection[Any]) -> list[Any]:
     return found
 
 
-TABLES = tomllib.loads(Path(__file__).with_name("device_configs.toml").read_text(encoding="utf-8"))
+TABLES = table("devices")
 MAX_SEQ_LEN: int = TABLES["base"]["max_seq_len"]
 
 

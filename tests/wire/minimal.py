@@ -1,7 +1,7 @@
 """A minimal correct server, written from the API reference alone: no model, no storage, no tools.
 
-It says the words of minimal.toml, a word a token, over and over as far as it may. What it does not have it
-refuses. No rule may accuse it: what a rule finds here is the rule's own fault.
+It says the words of tables/minimal.toml, a word a token, over and over as far as it may. What it does not
+have it refuses. No rule may accuse it: what a rule finds here is the rule's own fault.
 
 With a fault that `breaks_off`, a stream ends without its last chunk.
 Its WebSocket can misbehave by script, as in foreign.py: `when` and `ask` see the text of a client's message,
@@ -12,19 +12,18 @@ import base64
 import hashlib
 import json
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, cycle, islice
-from pathlib import Path
 from typing import Any
 
 from websockets.frames import Frame, Opcode
 
+from helpers.tables import table
 from wire.foreign import NO_FAULT, Fault, Faulty, Quiet, edited
 
 Json = dict[str, Any]
 Maker = Callable[[Json], tuple[Sequence[Json | str], Json]]  # body -> events of its stream, answer
-TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLES = table("minimal")
 WORDS, N_WORDS, REFUSED, NUMBERS = (TABLES[name] for name in ("words", "n_words", "refused", "numbers"))
 ROLES, KNOWN = TABLES["roles"], {*TABLES["known"], *REFUSED, *NUMBERS}
 IDS = count()
