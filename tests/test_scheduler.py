@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.tables import table
 from model import PAGE
 from sampling import NO_TOKEN, Choice, Sampling
-from scheduler import MIN_ROWS, Scheduled, Scheduler, Sequence, prompt_lookup
+from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
 
 CHUNK = PAGE
 GREEDY = Sampling(temperature=0)
 STOP = 9
+TABLES = table("scheduler")
 
 
 def scheduler(n_pages: int = 64, max_batch: int = 4, speculate: int = 0, max_wanted: int = 1000) -> Scheduler:
@@ -72,17 +74,7 @@ def test_the_example_of_the_theory() -> None:
         assert (step(s), len(a.output)) == (expected, n_output)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "computed"),
-    [
-        ([4 * CHUNK, 4 * CHUNK], [2 * CHUNK, 0]),  # the oldest first
-        (
-            [4 * CHUNK, 4 * CHUNK, 3 * CHUNK],
-            [CHUNK, 0, CHUNK],
-        ),  # beside the shortest it has half of the rows,
-        ([4 * CHUNK, 4 * CHUNK, 5], [2 * CHUNK - 5, 0, 5]),  # and what the shortest leaves
-    ],
-)
+@pytest.mark.parametrize(("lengths", "computed"), TABLES["shares"])
 def test_prompts_share_the_budget(lengths: list[int], computed: list[int]) -> None:
     s, prompts = scheduler(), [sequence(n, first=1000 * i) for i, n in enumerate(lengths)]
     added(s, *prompts)
@@ -90,7 +82,7 @@ def test_prompts_share_the_budget(lengths: list[int], computed: list[int]) -> No
     assert [one.n_computed for one in prompts] == computed
 
 
-@pytest.mark.parametrize(("max_rows", "n_rows"), [(1000, 2 * CHUNK), (50, 49), (20, 19), (1, MIN_ROWS)])
+@pytest.mark.parametrize(("max_rows", "n_rows"), TABLES["beside_decoding"])
 def test_beside_decoding_sequences_a_prompt_has_the_rows_that_there_is_time_for(
     max_rows: int, n_rows: int
 ) -> None:
@@ -218,19 +210,6 @@ def test_a_draft_takes_no_page_that_another_may_need(n_prompt: int, n_pages: int
     assert len(scheduled.drafts) == n_drafts
 
 
-# fmt: off
-#   tokens                   n  what may follow
-DRAFTS = [
-    ([1, 2, 3],              3, []),
-    ([1, 2, 3, 4, 1, 2],     1, [3]),
-    ([1, 2, 3, 4, 1, 2],     6, [3, 4, 1, 2, 3, 4]),
-    ([1, 2, 3, 1, 2, 4, 1, 2], 2, [4, 1]),
-    ([7, 7, 7],              4, [7, 7, 7, 7]),
-    ([1, 2, 3, 2],           4, []),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("token_ids", "n", "expected"), DRAFTS)
+@pytest.mark.parametrize(("token_ids", "n", "expected"), TABLES["drafts"])
 def test_drafts_are_what_followed_the_last_time(token_ids: list[int], n: int, expected: list[int]) -> None:
     assert prompt_lookup(np.array(token_ids, np.int64), n) == expected

@@ -28,8 +28,9 @@ ALL_STEPS = check.STEPS
 
 
 @pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, a decode, drafts: the long prompt after them is most of the time."""
+def few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, a decode, drafts: the long prompt after them is most of the time. No verdict is kept yet."""
+    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
     monkeypatch.setattr(check, "STEPS", ALL_STEPS[: check.FOR_NUMPY])
 
 
@@ -183,9 +184,8 @@ def load(cp: Emulator, monkeypatch: pytest.MonkeyPatch, *others: str) -> LocalWo
     return worker
 
 
-def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start checks nothing, and steps back all the same; --check-kernels asks again."""
-    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
     n_launches = []
     for others in ([], [], ["--check-kernels"]):
         cp = Spoiled(SPOILED["qkv"], raises)
@@ -224,9 +224,8 @@ class Short(Emulator):
 
 @pytest.mark.parametrize("share", sweep([0, 0.2, 0.5, 0.8, 0.999], [0.5, 0.999]))
 def test_without_memory_the_cpu_serves(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
     cp = Short(1e9)
     load(cp, monkeypatch)
     n_left = int(share * (1e9 - cp.n_left))
@@ -239,10 +238,7 @@ def test_without_memory_the_cpu_serves(
 
 
 @pytest.mark.parametrize("fault", [no_number, raises])
-def test_where_plain_kernels_fail_too_the_cpu_serves(
-    fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
+def test_where_plain_kernels_fail_too_the_cpu_serves(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cp = Spoiled(SPOILED["qkv"], fault, plain=True)
     assert loading.facts(load(cp, monkeypatch))["degraded"].startswith("by the CPU (")
     with pytest.raises(ValueError, match="--device cuda: "):

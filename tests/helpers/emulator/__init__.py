@@ -297,7 +297,6 @@ class Emulator:
                 driverGetVersion=lambda: 13000,
                 deviceGetAttribute=lambda attribute, i: 1000,
             ),
-            get_elapsed_time=lambda begin, end: 1.0,  # it tells no time
         )
 
     def RawModule(self, *, code: str, options: Sequence[str] = ()) -> Module:
