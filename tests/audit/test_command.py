@@ -30,6 +30,7 @@ from pictures import CHROMIUM
 
 FEW = ["--rules", "bad-[jm]*", "--rules", "bad-input", "--rules", "models"]
 TINY = ["--model", "tiny"]
+TABLES = table("audit")
 
 
 @pytest.fixture(scope="module")
@@ -92,25 +93,14 @@ def test_what_failed_is_said_in_a_line(ours: Server) -> None:
         assert refusal(f"https://{mail}").startswith("TLS: ")
         assert refusal(f"http://{mail}").startswith("HTTP: ")
     assert refusal(f"http://{mail}").startswith("connection: ")
-    assert refusal("http://no-such-host.invalid/v1").startswith("name: ")
-    assert "HTTP: no LLM server" in refusal(ours.url, "--model", "m")
-    assert "key: " in refusal(f"{ours.url}/v1", *TINY, "--api-key", "")
-    assert "model: no API answers for nobody; --model may be tiny" in refusal(
-        f"{ours.url}/v1", "--model", "nobody"
-    )
-    assert "nothing" in refusal(f"{ours.url}/v1", "--rules", "nothing")
-    assert "an address begins with a scheme: http://localhost:1/v1" in refusal("localhost:1/v1")
-    assert "nowhere/a.xml" in refusal(f"{ours.url}/v1", "--junit", "nowhere/a.xml"), "before any verdict"
-    assert "expected a rule of --list" in refusal(f"{ours.url}/v1", "--expect", "README.md")
+    for words, said in TABLES["refused"]:
+        assert said in refusal(*(word.format(url=ours.url) for word in words))
 
 
 # --- verdicts and reports -----------------------------------------------------------------------------------
 
 
-EXITS = table("audit")["exit"]
-
-
-@pytest.mark.parametrize("row", EXITS)
+@pytest.mark.parametrize("row", TABLES["exit"])
 def test_the_exit_status(tmp_path: Path, row: Json) -> None:
     """With the file that --write-expect makes of a run, the next one has no news."""
     file = tmp_path / "known.txt"

@@ -17,7 +17,7 @@ from devices import check
 from devices.cuda import NO_GRAPHS, OPS, CudaOps, plainly
 from helpers import emulator
 from helpers.device_models import both_of
-from helpers.device_ops import sweep
+from helpers.device_ops import TABLES, sweep
 from helpers.emulator import ITEMS, Emulator, Kernel, Module
 from helpers.serving import TINY
 from service import loading, options
@@ -25,6 +25,7 @@ from worker import LocalWorker, Workers
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 ALL_STEPS = check.STEPS
+SPOILED: dict[str, dict[str, str]] = TABLES["spoiled"]
 
 
 @pytest.fixture(autouse=True)
@@ -32,22 +33,6 @@ def few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, a decode, drafts: the long prompt after them is most of the time. No verdict is kept yet."""
     monkeypatch.setenv("LLMREF_CACHE", str(tmp_path))
     monkeypatch.setattr(check, "STEPS", ALL_STEPS[: check.FOR_NUMPY])
-
-
-# fmt: off
-#    op          kernels, the array that each writes
-SPOILED = {
-    "embed":   {"embed": "x"},
-    "qkv":     {"qkv": "qkv"},
-    "attend":  {"attend": "y", "attend_prompt": "y"},
-    "out":     {"out": "x"},
-    "gate_up": {"gate_up": "h"},
-    "down":    {"down": "x"},
-    "experts": {"add_experts": "x"},
-    "logits":  {"logits": "raw"},
-    "pick":    {"pick": "choices"},
-}
-# fmt: on
 
 
 def wrong_stride(values: Any, before: Any, n_rows: int) -> None:

@@ -14,7 +14,7 @@ from devices import cuda, kernels
 from devices.cuda import CudaOps
 from helpers import device_models, emulator
 from helpers.device_models import BITS, VARIED, apart, by_steps, choices, model_of, ops_of, rows, tokens
-from helpers.device_ops import sweep
+from helpers.device_ops import TABLES, sweep
 from helpers.emulator import Emulator
 from helpers.engines import alone, play, steps_of, tiny
 from helpers.plain_ops import PlainOps
@@ -181,20 +181,9 @@ def test_a_matrix_goes_to_the_device_in_bfloat16_as_it_is_read(monkeypatch: pyte
         assert on_device.get().tolist() == [[0x3F80, 0x3F80]]
 
 
-#  rows  columns  shape
-SHAPES = [
-    (4, 151936, kernels.ONE_TILE),
-    (16, 151936, kernels.FEW_ROWS),
-    (16, 1024, kernels.ONE_TILE),  # Qwen3-0.6B's out: 32 blocks of FEW_ROWS, 128 of the smallest shape
-    (64, 6144, kernels.SOME_ROWS),  # its gate_up: 48 blocks of SOME_WIDE
-    (64, 24576, kernels.SOME_WIDE),  # Qwen3-8B's gate_up: half of a block of MANY_ROWS would be empty
-    (256, 4096, kernels.MANY_ROWS),  # Llama-3-8B's out: 64
-]
-
-
-@pytest.mark.parametrize(("n_rows", "n_columns", "shape"), SHAPES)
-def test_the_shape_of_a_product_leaves_no_processor_idle(n_rows: int, n_columns: int, shape: Any) -> None:
-    assert kernels.shape_for(n_rows, n_columns, CudaOps.enough_blocks) == shape
+@pytest.mark.parametrize(("n_rows", "n_columns", "shape"), TABLES["shapes"])
+def test_the_shape_of_a_product_leaves_no_processor_idle(n_rows: int, n_columns: int, shape: str) -> None:
+    assert kernels.shape_for(n_rows, n_columns, CudaOps.enough_blocks) == getattr(kernels, shape)
 
 
 def test_all_shapes_are_loaded_before_the_first_step() -> None:
