@@ -189,18 +189,17 @@ def client(chunks: list[list[list[Any]]], program: Callable[[Iterable[Any]], Ite
 
 
 def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options: Any) -> Iterator[Any]:
-    """The members `show` of each chunk that has one; a chunk in the file is a list of outputs."""
     number = itertools.count(1)
     builder = completions.Chunks({"id": "c_1"}, lambda prefix: f"{prefix}_{next(number)}", 1, **options)
-    outputs = [Accepted(), *map(to_output, itertools.chain(*chunks))]
-    for chunk in itertools.chain.from_iterable(builder.feed(0, output) for output in outputs):
-        if values := members(chunk, show):
-            yield values
+    return built(builder, chunks, show)
 
 
 def messages_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
+    return built(blocks.Builder({"id": "msg_1", "model": "m"}, "{}_1".format, "{}: {}".format), chunks, show)
+
+
+def built(builder: Any, chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
     """The members `show` of each event that has one; a chunk in the file is a list of outputs."""
-    builder = blocks.Builder({"id": "msg_1", "model": "m"}, "{}_1".format, "{}: {}".format)
     outputs = [Accepted(7), *map(to_output, itertools.chain(*chunks))]
     for event in itertools.chain.from_iterable(builder.feed(0, output) for output in outputs):
         if values := members(event, show):
