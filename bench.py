@@ -34,13 +34,7 @@ def main(argv: Sequence[str]) -> None:
         for option, default in {"--repeat": 5, **table["options"]}.items():
             nargs = "+" if isinstance(default, list) else None
             convert = type(default[0] if nargs else default)
-            command.add_argument(
-                option,
-                type=convert,
-                nargs=nargs,
-                default=default,
-                help=about[option],
-            )
+            command.add_argument(option, type=convert, nargs=nargs, default=default, help=about[option])
     args = parser.parse_args(argv)
     RUNS[args.table["run"]](args)
 

@@ -51,11 +51,8 @@ def one_call(peer: Peer) -> None:
     the guide on function calling: exactly zero or one tool is called
     https://platform.openai.com/docs/guides/function-calling
     """
-    for answer in peer.both(
-        **peer.asks("call") | {"said": "What is the weather in Tokyo, in Paris and in Rome?"},
-        limit=200,
-        parallel_tool_calls=False,
-    ):
+    asked = peer.asks("call") | {"said": "What is the weather in Tokyo, in Paris and in Rome?"}
+    for answer in peer.both(**asked, limit=200, parallel_tool_calls=False):
         assert len(answer.calls) <= 1
 
 

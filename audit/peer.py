@@ -159,12 +159,7 @@ class Peer:
     # --- requests -------------------------------------------------------------------------------------------
 
     def request(
-        self,
-        said: object = "hi",
-        limit: int = 64,
-        stream: bool | None = False,
-        api: str = "",
-        **more: object,
+        self, said: object = "hi", limit: int = 64, stream: bool | None = False, api: str = "", **more: object
     ) -> tuple[str, Json]:
         """Return path and body.
 

@@ -91,11 +91,7 @@ def least() -> None:
     routes = [Route(f"/v1/{path}", answer, methods=["GET", "POST"]) for path, answer in endpoints.items()]
     server.tune_garbage_collector()
     uvicorn.run(
-        Starlette(routes=routes),
-        port=int(port),
-        log_level="warning",
-        access_log=False,
-        loop="asyncio",
+        Starlette(routes=routes), port=int(port), log_level="warning", access_log=False, loop="asyncio"
     )
 
 

@@ -338,10 +338,7 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: De
 
     `defaults` are those of its worker. Raises BadInput.
     """
-    body = SUMMARY_PARAMETERS | {
-        "model": request.model,
-        "instructions": request.echo["instructions"],
-    }
+    body = SUMMARY_PARAMETERS | {"model": request.model, "instructions": request.echo["instructions"]}
     asked = responses_request(read(RESPONSES, body, defaults, request.owner), [*conversation], [QUESTION])
     answered = {name: getattr(request, name) for name in ("stream", "background", "not_run")}
     return replace(asked, compacts=True, **answered)

@@ -33,14 +33,7 @@ from typing import Any
 import sse
 from request.body import MAX_VALUES, n_values, outside_strings, too_many_values
 from request.refusals import BadInput, no_images, wrong_value
-from request.tool_items import (
-    CALL_IDS,
-    IMAGE_MEMBERS,
-    IMAGE_TEXT,
-    NOT_TOLD,
-    RESULT_SUFFIXES,
-    TOOL_ITEM,
-)
+from request.tool_items import CALL_IDS, IMAGE_MEMBERS, IMAGE_TEXT, NOT_TOLD, RESULT_SUFFIXES, TOOL_ITEM
 from request.tools import CLIENT_TOOLS, DeclaredTool, as_json, called_name, flat, read_tool
 from request.validation import Place, boolean, list_of, mapping, one_of, place, text, text_or_array
 from sse import Object

@@ -441,6 +441,7 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool =
     if calls == "function":
         calls = {"type": calls, "name": choice.need("name", text)}
     told, left_out = messages.from_blocks(values["messages"], values["system"])
+    hints = [f"thinking.{name}" for name in values["thinking"] if name != "type"]
     config = values["output_config"]
     effort = THINKING.get(values["thinking"].get("type"))
     if effort != "none":
@@ -456,8 +457,6 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool =
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", boolean, False),
         "response_format": config.get("format", values["output_format"]),
         "reasoning_effort": effort,
-        "not_run": values["not_run"]
-        + [f"thinking.{x}" for x in values["thinking"] if x != "type"]
-        + left_out,
+        "not_run": values["not_run"] + hints + left_out,
     }
     return request(values | by_chats_names, "output_config.format.schema", [])

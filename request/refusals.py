@@ -78,9 +78,8 @@ def unsupported(path: str, why: str) -> BadInput:
 
 
 def no_images(path: str) -> BadInput:
-    return unsupported(
-        path, "This server reads no images; with --images placeholder it tells the model of one."
-    )
+    why = "This server reads no images; with --images placeholder it tells the model of one."
+    return unsupported(path, why)
 
 
 # --- errors -------------------------------------------------------------------------------------------------

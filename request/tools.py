@@ -29,18 +29,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from request.refusals import BadInput, shown, unsupported, wrong_value
-from request.validation import (
-    Place,
-    boolean,
-    list_of,
-    mapping,
-    members,
-    one_of,
-    place,
-    refused,
-    string,
-    text,
-)
+from request.validation import Place, boolean, list_of, mapping, members, one_of, place, refused, string, text
 from sse import Object
 
 Schema = Object  # a JSON schema
@@ -151,9 +140,8 @@ def tool_choice(by_name: ByName, value: Any) -> ToolChoice:
             mode = given.need("mode", one_of("auto", "required"))
             choice = ToolChoice(mode, [tool for tools in lists for tool in tools])
         else:
-            raise unsupported(
-                "tool_choice.type", f"This server runs no tools, so none can be forced: {shown(type_)}"
-            )
+            why = f"This server runs no tools, so none can be forced: {shown(type_)}"
+            raise unsupported("tool_choice.type", why)
     if choice.allowed:
         return choice
     if choice.calls == "required":
@@ -182,11 +170,8 @@ def structured_output(
         name = tool.qualified_name
         arguments = {"type": "object"} | tool.schema()
         if arguments["type"] != "object":
-            raise BadInput(
-                f"Invalid schema for '{name}': expected a schema of type object.",
-                param="tools",
-                code="invalid_json_schema",
-            )
+            why = f"Invalid schema for '{name}': expected a schema of type object."
+            raise BadInput(why, param="tools", code="invalid_json_schema")
         functions.append((name, arguments))
         if tool.grammar:
             inputs.append((name, tool.grammar))
