@@ -20,21 +20,20 @@ from benches.harness import FOLDER
 
 RUNS = {"decoding": decoding.run, "servers": servers.run}
 TABLES = tomllib.loads((FOLDER / "rows.toml").read_text(encoding="utf-8"))
+HELP = TABLES.pop("help")  # by option
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Measure speeds, beside others.")
     commands = parser.add_subparsers(metavar="WHAT", required=True)
-    about = TABLES["help"]
-    for name in [name for name in TABLES if name != "help"]:
-        table = TABLES[name]
+    for name, table in TABLES.items():
         kind = argparse.ArgumentDefaultsHelpFormatter
         command = commands.add_parser(name, help=table["about"], formatter_class=kind)
         command.set_defaults(table=table)
         for option, default in {"--repeat": 5, **table["options"]}.items():
             nargs = "+" if isinstance(default, list) else None
             convert = type(default[0] if nargs else default)
-            command.add_argument(option, type=convert, nargs=nargs, default=default, help=about[option])
+            command.add_argument(option, type=convert, nargs=nargs, default=default, help=HELP[option])
     args = parser.parse_args(argv)
     RUNS[args.table["run"]](args)
 

@@ -44,7 +44,7 @@ from weakref import WeakKeyDictionary
 from checkpoint.config import Config
 from model import PAGE, Span, Ticket
 from sampling import Choice, Context
-from scheduler import Scheduled, Scheduler, Sequence
+from scheduler import Scheduler, Sequence, Step
 
 log = logging.getLogger("engine")
 
@@ -65,7 +65,7 @@ class StepOutput(NamedTuple):
 Feed = Callable[[StepOutput], bool]
 
 # A step that has been read: its batch, the choices that the runner returned, and its duration in seconds.
-Read = tuple[list[Scheduled], list[list[Choice]], float]
+Read = tuple[Step, list[list[Choice]], float]
 
 
 class ModelRunner(Protocol):
@@ -119,7 +119,7 @@ class Engine:
         )
         self._inbox = queue.SimpleQueue[Callable[[], object]]()  # what to do between two steps
         # Steps that are launched and not yet read, oldest first.
-        self._in_flight: deque[tuple[Ticket, list[Scheduled]]] = deque()
+        self._in_flight: deque[tuple[Ticket, Step]] = deque()
         self._readers = WeakKeyDictionary[Sequence, tuple[contextvars.Context, Feed, asyncio.Future[None]]]()
         self._late: set[Sequence] = set()  # sequences whose masks were late
         self._outbox: list[tuple[Sequence, StepOutput]] = []  # what leaves the thread at the end of a step
@@ -192,7 +192,7 @@ class Engine:
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
             self._flush_outbox()
 
-    def _launch(self, batch: list[Scheduled]) -> None:
+    def _launch(self, batch: Step) -> None:
         spans = [scheduled.span for scheduled in batch]
         contexts = [context for scheduled in batch for context in scheduled.contexts]
         if not self._in_flight:
@@ -333,7 +333,7 @@ class Engine:
 
     # --- what comes out -------------------------------------------------------------------------------------
 
-    def _fail_batch(self, batch: list[Scheduled], error: Exception) -> None:
+    def _fail_batch(self, batch: Step, error: Exception) -> None:
         self._n_failed_steps += 1
         log.error("a step failed, and the %d requests in it", len(batch), exc_info=error)
         for scheduled in batch:
@@ -347,7 +347,7 @@ class Engine:
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
 # Called in the engine's thread after each step, with the scheduler and the step that was read, if one was.
-Observer = Callable[[Scheduler, list[Scheduled], list[list[Choice]], float], None]
+Observer = Callable[[Scheduler, Step, list[list[Choice]], float], None]
 
 MASK_WAIT_S = 0.005  # a step waits for masks for so long; most come within 1 ms
 MAX_STEP_S = 30  # the longest that close() waits for the step that runs

@@ -200,6 +200,9 @@ class Scheduled(NamedTuple):
     is_prefill: bool = False
 
 
+Step = list[Scheduled]  # of all sequences in it
+
+
 # --- Scheduler ----------------------------------------------------------------------------------------------
 
 
@@ -228,9 +231,7 @@ class Scheduler:
         sequence.max_drafts = self._speculate
         self.waiting.append(sequence)
 
-    def schedule(
-        self, in_flight: Collection[list[Scheduled]] = (), max_rows: float = math.inf
-    ) -> list[Scheduled]:
+    def schedule(self, in_flight: Collection[Step] = (), max_rows: float = math.inf) -> Step:
         """Choose what the next step computes. What is returned counts as launched: n_computed, n_unread.
 
         First we admit. If a sequence waits and _surplus() names one that should give way to it, that one is
@@ -279,9 +280,9 @@ class Scheduler:
             n_before[sequence.owner] += 1
         return sorted(sequences, key=keys.__getitem__)
 
-    def _next_batch(self, in_flight: Collection[list[Scheduled]], max_rows: float) -> list[Scheduled]:
+    def _next_batch(self, in_flight: Collection[Step], max_rows: float) -> Step:
         """Return the next step. Raises OutOfPages; the next attempt uses the pages taken until then."""
-        batch: list[Scheduled] = []
+        batch: Step = []
         prefilling: list[Sequence] = []
 
         # decode
@@ -314,7 +315,7 @@ class Scheduler:
                     self._last_turn[sequence.owner] = next(self._turns)
         return batch
 
-    def _ready(self, prefilling: list[Sequence], in_flight: Collection[list[Scheduled]]) -> list[Sequence]:
+    def _ready(self, prefilling: list[Sequence], in_flight: Collection[Step]) -> list[Sequence]:
         """Return the sequences that can compute rows of their prompts now, in turn.
 
         A sequence sits the step out if another one computes its next page, in this step or in one in flight.

@@ -45,7 +45,7 @@ from dialects.structured_output import AnswerGrammar, Thinking, answer_grammar
 from engine import Engine, StepOutput
 from request import items
 from request.ids import REQUEST_ID
-from request.messages import Message, turn_starts, without_old_turns
+from request.messages import Messages, turn_starts, without_old_turns
 from request.params import ALIAS, Request
 from request.refusals import BadInput
 from request.room import Threads
@@ -228,7 +228,7 @@ class LocalWorker:
             self, request, {}, token_ids, max_tokens, stop_token_ids, sampling, parser, grammar
         )
 
-    def _encode(self, request: Request, messages: list[Message]) -> tuple[str, list[int]]:
+    def _encode(self, request: Request, messages: Messages) -> tuple[str, list[int]]:
         """Return the prompt's last text and the token ids of all of it; raises PromptTooLong early."""
         limit = self.engine.max_seq_len
         prompt = ""

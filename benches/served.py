@@ -84,10 +84,8 @@ def least() -> None:
         n_tokens = (await http.json())["max_tokens"]
         return Response(TEXT * n_tokens + END + sse.DONE, media_type="text/event-stream")
 
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": "bench"}]})
-
-    endpoints = {"responses": respond, "chat/completions": complete, "models": models}
+    models = JSONResponse({"object": "list", "data": [{"id": "bench"}]})
+    endpoints: sse.Object = {"responses": respond, "chat/completions": complete, "models": models}
     routes = [Route(f"/v1/{path}", answer, methods=["GET", "POST"]) for path, answer in endpoints.items()]
     server.tune_garbage_collector()
     uvicorn.run(

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from os import sysconf
 from pathlib import Path
@@ -140,25 +140,21 @@ async def together(server: Server, row: Row) -> list[Answer]:
 # --- the measurements ---------------------------------------------------------------------------------------
 
 
-def measure(server: Server, row: Row) -> Figures:
-    before = server.spent()
-    answers = asyncio.run(together(server, row))
-    spent = [after - at for at, after in zip(before, server.spent(), strict=True)]
-    found = figures(answers, *spent)
-    return {f"{row.name}, {name}": found[name] for name in row.figures}
-
-
 def run(args: argparse.Namespace) -> None:
     """Measure each row of a table of rows.toml at its servers."""
     commands = args.table["servers"]
     names = {"model": str(hub.find(args.model or None))}
     servers: dict[str, Server] = {}
 
-    def measure_at(name: str, row: Row) -> Figures:
-        if "kB a stream" not in row.figures:
-            return measure(servers[name], row)
-        with started(*commands[name], **names) as fresh:  # it has had no streams
-            return measure(fresh, row)
+    def measure(name: str, row: Row) -> Figures:
+        is_fresh = "kB a stream" in row.figures  # of a server that has had no streams
+        running_one = started(*commands[name], **names) if is_fresh else nullcontext(servers[name])
+        with running_one as server:
+            before = server.spent()
+            answers = asyncio.run(together(server, row))
+            spent = [after - at for at, after in zip(before, server.spent(), strict=True)]
+        found = figures(answers, *spent)
+        return {f"{row.name}, {kind}": found[kind] for kind in row.figures}
 
     with ExitStack() as stack:
         for name in args.servers:
@@ -171,5 +167,5 @@ def run(args: argparse.Namespace) -> None:
         for row in [Row(*fields) for fields in args.table["rows"]]:
             contenders = {name: name for name in servers if name in (row.servers or servers)}
             if args.only in row.name:
-                cases.append((contenders, partial(measure_at, row=row)))
+                cases.append((contenders, partial(measure, row=row)))
         report(args, args.table["about"], cases)

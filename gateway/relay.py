@@ -25,7 +25,7 @@ import sse
 from completions import Chunk, fold
 from gateway.metering import Meter, Outcome
 from gateway.refused import Refused, refused_by
-from gateway.upstreams import Reply
+from gateway.upstreams import RawHeaders, Reply
 from request.refusals import error_body
 from streaming import SSE_HEADERS, JsonAnswer, kept_alive, while_connected
 
@@ -33,13 +33,15 @@ from streaming import SSE_HEADERS, JsonAnswer, kept_alive, while_connected
 # Until then a refusal keeps its status.
 ACCEPT_S = 5
 
+Opening = asyncio.Future[Reply]  # until the answer begins
+
 # --- one request --------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def asking(
     open_reply: Callable[[], Awaitable[Reply]], can_wait: bool, meter: Meter
-) -> AsyncIterator[asyncio.Future[Reply]]:
+) -> AsyncIterator[Opening]:
     """Ask an upstream, and read its reply in the block; settle the request at the end, also if it failed.
 
     The block begins with the reply, or after ACCEPT_S if the request `can_wait`. Raises Refused before that.
@@ -62,7 +64,7 @@ async def asking(
         meter.settle(outcome)
 
 
-def leave(opening: asyncio.Future[Reply]) -> None:
+def leave(opening: Opening) -> None:
     """Close the reply, if there is one. Looks at the task's error: asyncio would log it if nothing did."""
     if not (opening.cancelled() or opening.exception()):
         opening.result().close()
@@ -76,7 +78,7 @@ def leave(opening: asyncio.Future[Reply]) -> None:
 FORWARDED = (b"openai-model", b"openai-processing-ms", b"openai-version", b"warning", b"x-ratelimit-")
 
 
-def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def forwarded(headers: RawHeaders) -> RawHeaders:
     """Return the headers that the client gets, their names in lower case.
 
     Names have no case: https://github.com/timoklimmer/powerproxy-aoai/issues/53. A value with a control
@@ -101,7 +103,7 @@ def whole(chunks: Iterable[Chunk]) -> str:
 class RelayedChat(Response):
     """Answers with one chat completion of an upstream, for as long as the client is there."""
 
-    asking: AbstractAsyncContextManager[asyncio.Future[Reply]]
+    asking: AbstractAsyncContextManager[Opening]
     n_choices: int
     is_stream: bool
 
@@ -121,7 +123,7 @@ class RelayedChat(Response):
             await response(scope, receive, send)
 
 
-async def send_stream(opening: asyncio.Future[Reply], headers: list[tuple[bytes, bytes]], send: Send) -> None:
+async def send_stream(opening: Opening, headers: RawHeaders, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [*headers, *SSE_HEADERS]})
     async with kept_alive(send) as write:
         try:

@@ -95,11 +95,14 @@ class Upstream:
 CLOSING = set[asyncio.Future[None]]()  # the event loop holds its tasks by weak references alone
 
 
+RawHeaders = list[tuple[bytes, bytes]]  # as they came
+
+
 class Reply:
     """The answer of an upstream. The caller must close() it, also if it failed or has ended."""
 
     answer: Answer
-    headers: list[tuple[bytes, bytes]]
+    headers: RawHeaders
     _reads: AsyncGenerator[list[Chunk]]
     _deadline = 0.0  # of time.monotonic()
 

@@ -41,6 +41,7 @@ from sse import Object
 MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if the context cannot hold it
 
 Message = Object  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
+Messages = list[Message]
 
 # fmt: off
 #   type of a part     its member that is text for the model
@@ -68,7 +69,7 @@ Items = list[Object]
 
 def from_responses(
     items: Items, instructions: str | None, chain: Items
-) -> tuple[list[Message], list[DeclaredTool], list[str]]:
+) -> tuple[Messages, list[DeclaredTool], list[str]]:
     """Return the messages of a chain, then of the input, the tools that items bring, and what is not read.
 
     Raises BadInput.
@@ -96,7 +97,7 @@ class Conversation:
 
     def __init__(self, joins_users: bool = False) -> None:
         self._joins_users = joins_users
-        self._messages: list[Message] = []
+        self._messages: Messages = []
         self._current: Message = {}  # the last turn; {}: results of its calls have come
         self._n_calls = 0
         self._n_argument_values = 0  # in all calls: each is held as an object
@@ -118,7 +119,7 @@ class Conversation:
             self._messages.append(self._current)
         return self._current
 
-    def close(self, path: str) -> list[Message]:
+    def close(self, path: str) -> Messages:
         """Return the messages; raise BadInput at `path` if they are empty, or a call lacks its result."""
         if not self._messages:
             why = f"Missing required parameter: '{path}', with at least one message."
@@ -290,7 +291,7 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str, function:
 # --- Chat Completions: messages -----------------------------------------------------------------------------
 
 
-def from_chat(messages: list[Place]) -> list[Message]:
+def from_chat(messages: list[Place]) -> Messages:
     """Return the messages of a Chat Completions request; raises BadInput."""
     conversation = Conversation()
     for message in messages:
@@ -321,7 +322,7 @@ def add_assistant(conversation: Conversation, message: Place) -> None:
 # --- for templates and upstreams that take less -------------------------------------------------------------
 
 
-def arguments_as_text(messages: list[Message]) -> list[Message]:
+def arguments_as_text(messages: Messages) -> Messages:
     """Return the messages with the arguments of each call as JSON text; most templates want objects."""
     copies = copy.deepcopy(messages)
     for message in copies:
@@ -338,7 +339,7 @@ def arguments_as_text(messages: list[Message]) -> list[Message]:
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?")
 
 
-def from_blocks(messages: list[Place], system: str) -> tuple[list[Message], list[str]]:
+def from_blocks(messages: list[Place], system: str) -> tuple[Messages, list[str]]:
     """Return the messages of a request of the Messages API, and the types of blocks that are not known here;
     "" for others.
 
@@ -394,12 +395,12 @@ def add_block(conversation: Conversation, role: str, block: Place) -> str:
 # --- prompts that are too long ------------------------------------------------------------------------------
 
 
-def turn_starts(messages: list[Message]) -> list[int]:
+def turn_starts(messages: Messages) -> list[int]:
     """Return the indices at which the conversation may begin: 0, and each message of the user."""
     return [i for i, message in enumerate(messages) if i == 0 or message["role"] == "user"]
 
 
-def without_old_turns(messages: list[Message], start: int) -> list[Message]:
+def without_old_turns(messages: Messages, start: int) -> Messages:
     """Return the messages from one of turn_starts() on; the system message at the beginning stays.
 
     A result goes with its call, which it follows:

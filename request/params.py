@@ -249,7 +249,7 @@ class Request:
     owner: str  # who asks: digest of the API key; "": the server needs none
     explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
     not_run: tuple[str, ...]  # unknown parameters and types of tools: accepted, and without any effect
-    messages: list[messages.Message]
+    messages: messages.Messages
     tools: list[Object]  # as chat templates take them, even if tool_choice is none
     called: dict[str, Tool]  # tools that may be called, by their names in `tools`; {}: tool_choice is none
     response_format: Object  # of the text, in Responses' form, as an upstream is asked for it

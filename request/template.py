@@ -34,7 +34,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
-from request.messages import Message, arguments_as_text, paragraphs
+from request.messages import Message, Messages, arguments_as_text, paragraphs
 from request.refusals import BadInput, unsupported
 from request.special_tokens import ALPHABET, Own, plain
 from request.tools import Tool, as_json
@@ -49,10 +49,10 @@ MIN_TURNS, TURNS_A_CHARACTER, MAX_TURNS = 20_000, 10, 10_000_000
 # --- messages for templates that take less ------------------------------------------------------------------
 
 
-def one_call_a_message(messages: list[Message]) -> list[Message]:
+def one_call_a_message(messages: Messages) -> Messages:
     """Split a turn into a message for its text and one for each call, each followed by the call's result."""
     results = {message["tool_call_id"]: [message] for message in messages if message["role"] == "tool"}
-    split: list[Message] = []
+    split: Messages = []
     for message in messages:
         calls = message.get("tool_calls", [])
         if calls and message["content"]:
@@ -67,7 +67,7 @@ def one_call_a_message(messages: list[Message]) -> list[Message]:
 
 
 # Ways to show calls; we use the first one that a template supports.
-WAYS: tuple[Callable[[list[Message]], list[Message]], ...] = (list, arguments_as_text, one_call_a_message)
+WAYS: tuple[Callable[[Messages], Messages], ...] = (list, arguments_as_text, one_call_a_message)
 TURNS = "turns left"  # the variable; a template has no name for it, because of the blank
 
 
@@ -93,7 +93,7 @@ PROBE_CALLS = [
     {"id": f"call{n:05}", "type": "function", "function": {"name": name, "arguments": {}}}
     for n, name in enumerate(("first", SECOND_PROBE))
 ]
-PROBE_TURN: list[Message] = [
+PROBE_TURN: Messages = [
     USER,
     {"role": "assistant", "content": PROBE, "reasoning_content": "Hm.", "tool_calls": PROBE_CALLS},
     *({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"} for call in PROBE_CALLS),
@@ -156,7 +156,7 @@ class ChatTemplate:
         self.with_tools = self  # the template of requests that offer tools, which may be another one
 
     def render(
-        self, messages: list[Message], tools: Tools, now: datetime, traced: bool = False, /, **kwargs: Any
+        self, messages: Messages, tools: Tools, now: datetime, traced: bool = False, /, **kwargs: Any
     ) -> str:
         """Return the prompt, up to where the assistant begins; kwargs are variables of the template, such as
         `enable_thinking`. Raises BadInput if the template refuses, such as roles that do not alternate.
@@ -174,7 +174,7 @@ class ChatTemplate:
         return self._fill(messages, tools, now, kwargs, traced)
 
     def _fill(
-        self, messages: list[Message], tools: Tools, now: datetime, kwargs: Object, traced: bool = False
+        self, messages: Messages, tools: Tools, now: datetime, kwargs: Object, traced: bool = False
     ) -> str:
         template, own, read = self._forms[traced]
         told = [
@@ -230,7 +230,7 @@ class ChatTemplate:
             template.with_tools = cls(named["tool_use"], tokens)
         return template
 
-    def _shows(self, messages: list[Message], tools: Tools, *words: str) -> bool:
+    def _shows(self, messages: Messages, tools: Tools, *words: str) -> bool:
         try:
             prompt = self._fill(messages, tools, datetime(2000, 1, 1), {})
         except BadInput as refusal:
@@ -246,9 +246,9 @@ class ChatTemplate:
 # --- messages for templates that take less ------------------------------------------------------------------
 
 
-def system_as_text(messages: list[Message]) -> list[Message]:
+def system_as_text(messages: Messages) -> Messages:
     """Make each system message a part of the user's message before or after it, or one of the user."""
-    told: list[Message] = []
+    told: Messages = []
     was_system = False
     for message in messages:
         is_system = message["role"] == "system"

@@ -25,7 +25,7 @@ from engine import Engine
 from model import PAGE
 from request.room import Visit
 from sampling import Choice
-from scheduler import Scheduled, Scheduler, Sequence
+from scheduler import Scheduled, Scheduler, Sequence, Step
 
 MAX_STEPS = 2000
 POLL_S = 0.05  # a reader looks for new steps so often
@@ -51,7 +51,7 @@ class Steps:
     # --- in the engine's thread -----------------------------------------------------------------------------
 
     def observe(
-        self, scheduler: Scheduler, batch: list[Scheduled], choices: list[list[Choice]], duration_s: float
+        self, scheduler: Scheduler, batch: Step, choices: list[list[Choice]], duration_s: float
     ) -> None:
         """Take a picture of the scheduler, which has just read a step; `batch` is [] if it has read none.
 

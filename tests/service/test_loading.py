@@ -75,7 +75,7 @@ DAMAGES: list[tuple[str, bytes | int | None, str]] = [
     ("config.json",            config_with(model_type="gpt2"),                 "gpt2"),
     ("config.json",            config_with(hidden_size=256),                   "embed_tokens"),
     ("config.json",            config_with(vocab_size=2**31 - 1),              "vocab_size is 2147483647"),
-    ("config.json",            config_with(max_position_embeddings=2 * 10**7), "20000000 tokens: expected"),
+    ("config.json",            config_with(max_position_embeddings=2 * 10**7), "len 20000000: expected"),
     ("model.safetensors",      1_000_000,                                      "safetensors file"),
     ("model.safetensors",      5,                                              "model.safetensors"),
     ("model.safetensors",      None,                                           "model.safetensors"),
