@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from benches import decoding, servers
 from benches.harness import FOLDER
 
-RUNS = {"decoding": decoding.run, "servers": servers.run}
+RUNS = {"decoding": decoding.run, "parts": decoding.run_part, "servers": servers.run}
 TABLES = tomllib.loads((FOLDER / "rows.toml").read_text(encoding="utf-8"))
 HELP = TABLES.pop("help")  # by option
 

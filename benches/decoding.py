@@ -1,4 +1,4 @@
-"""How fast the engine decodes, beside what the memory allows: bench.py cpu, gpu and gpu-report.
+"""How fast the engine decodes, beside what the memory allows: bench.py cpu, gpu, gpu-parts and gpu-report.
 
     --model --load()--> ops; rows of the options --speed()--> tokens a second --rounds()--> table
 
@@ -10,8 +10,10 @@ The floor of a step is the bytes that it must read (weights once, of experts tho
 cache of every sequence) over the bandwidth: of a CPU that of a plain read, measured in the same rounds, of a
 GPU that of its data sheet.
 
-On a GPU the page says what the check of a start found (devices/check.py). All that a GPU is needed for is in
-the Makefile, in commands of less than ten minutes.
+On a GPU the page says what the check of a start found (devices/check.py). `gpu-parts 1`, `2` and `3` are
+commands of less than ten minutes. A step of one is a process of its own, for an error of CUDA spoils the
+process that it comes in. If a step fails, which each does without a device, the next one runs, and the
+command fails.
 
 Not here: other servers (servers.py); whether the answers are right (tests/gpu, tests/perplexity.py); each
 kernel by itself (nsys and ncu of NVIDIA).
@@ -24,6 +26,9 @@ import itertools
 import json
 import math
 import os
+import shlex
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,7 +40,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from benches.harness import FOLDER, Answer, Case, Figures, figures, report
+from benches.harness import FOLDER, ROOT, Answer, Case, Figures, figures, report
 from checkpoint import hub
 from checkpoint.config import Config, parse_config, read_config
 from checkpoint.weights import all_parts, map_tensors, n_weight_bytes
@@ -191,3 +196,10 @@ def run(args: argparse.Namespace) -> None:
         if row.n_new > 1:
             cases.append(({"floor": row}, floor))
     report(args, "\n".join([directory.name, *about]), cases)
+
+
+def run_part(args: argparse.Namespace) -> None:
+    statuses: list[int] = []
+    for step in args.table["parts"][args.part - 1]:
+        statuses.append(subprocess.run([sys.executable, *shlex.split(step)], cwd=ROOT).returncode)
+    sys.exit(any(statuses))

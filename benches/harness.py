@@ -107,6 +107,7 @@ def figures(answers: list[Answer], wall_s: float = 1, cpu_s: float = 0, kb: floa
         "median late, ms": median(late_ms),
         "p99 late, ms": late_ms[len(late_ms) * 99 // 100],
         "kB a stream": kb / len(answers),  # in a process that has had none before
+        "% of a core": 100 * cpu_s / wall_s,
     }
 
 

@@ -1,17 +1,19 @@
 """What bench.py server measures: our server with an engine that only says a token, and the least of servers.
 
-    python -m benches.served ours|least MODEL PORT
+    python -m benches.served ours|least|stored MODEL PORT [N]
 
-`ours` is the whole server. `least` is a small Starlette application: it decodes each token in one task and
-frames it in another, without a parser, a state machine, or a log to resume from. Its chat completions are
-scripted, for a front to pass on.
+`ours` is the whole server. `stored` is that with a store that has N responses and keeps no more. `least` is a
+small Starlette application: it decodes each token in one task and frames it in another, without a parser, a
+state machine, or a log to resume from. Its chat completions are scripted, for a front to pass on.
 """
 
 import asyncio
 import sys
 import time
 from collections.abc import AsyncGenerator
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +25,12 @@ from starlette.routing import Route
 
 import server
 import sse
+from benches.harness import prose
 from engine import SWITCH_INTERVAL_S, Feed, StepOutput
 from sampling import Choice
 from scheduler import Sequence
 from service import loading
+from store import Retention, Row, Store
 from tokenizer import Decoder, Tokenizer
 
 PLACE = '"item_id":"msg_0123456789abcdef","output_index":0,"content_index":0'
@@ -40,7 +44,7 @@ async def tick(ms: int) -> None:
     await asyncio.sleep((ms - 1e3 * time.monotonic() % ms) / 1e3 if ms else 0)
 
 
-def ours() -> None:
+def ours(*flags: str) -> None:
     """Serve an engine that says a token over and over: one a tick, whose milliseconds are the seed."""
     said = StepOutput([Choice(token_id)])
 
@@ -54,8 +58,21 @@ def ours() -> None:
         return SimpleNamespace(config=config, max_seq_len=length, generate=generate, busy=bool, close=int)
 
     vars(loading).update(make_runner=make_runner, Engine=lambda runner, _: runner, facts=lambda *_: {})
-    sys.argv[1:] = ["--model", model, "--port", port, "--log-level", "warning"]
+    sys.argv[1:] = ["--model", model, "--port", port, "--log-level", "warning", *flags]
     server.main()
+
+
+def stored(n: str) -> None:
+    """Serve with a store that is full, unless n is 0."""
+    now = time.time()
+    # id, owner, born_at, ended_at, kept, background, streamed; JSON of request and items; status, JSON of it
+    row = Row("", "", now, now, True, False, False, "{}", "[]", "completed", prose(2000))
+    with TemporaryDirectory() as folder:
+        with closing(Store(f"{folder}/store", Retention())) as store:
+            for number in range(int(n)):
+                store.write(row._replace(id=f"resp_{number}"))
+        limits = ["--store-max-bytes", "1000000000000000", "--store-max-responses", str(int(n) or 10**6)]
+        ours("--store", f"{folder}/store", *limits)
 
 
 def least() -> None:
@@ -95,7 +112,7 @@ def least() -> None:
 
 if __name__ == "__main__":
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine does
-    _, name, model, port = sys.argv
+    _, name, model, port, *more = sys.argv
     tokenizer = Tokenizer(Path(model) / "tokenizer.json")
     token_id = tokenizer.encode(" a")[0]
-    globals()[name]()
+    globals()[name](*more)

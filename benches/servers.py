@@ -3,7 +3,7 @@
     names, URLs --started()--> servers; a Row --together()--> [Answer, ...] --figures()--> table
 
 rows.toml has the servers and the rows. `least` is served.py's; `relayed` is ours before its scripted chat
-completions.
+completions; "N stored" is ours with N responses in a store that keeps no more.
 
 Why not an HTTP library: 500 streams of one would cost more than the server that is measured. This client
 looks for events and texts in the bytes.

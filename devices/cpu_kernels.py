@@ -30,6 +30,7 @@ import numba
 import numpy as np
 from filelock import FileLock, Timeout
 from numba import njit, prange, types
+from numba.core import event
 from numba.extending import overload
 
 from checkpoint.default_model import HubError
@@ -73,6 +74,20 @@ def can_cache() -> bool:
     return True
 
 
+class Announcer(event.Listener):
+    """Logs that compiling has begun. A start that finds every kernel in Numba's cache compiles nothing."""
+
+    has_begun = False
+
+    def on_start(self, event: Any) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            log.info("compiling the kernels, which takes most of a minute, or longer on a busy machine")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Let one process compile, and say so; processes that wait for it then read its cache."""
@@ -85,8 +100,7 @@ def compiling() -> Iterator[None]:
                 log.info("waiting for another process, which gets the kernels ready")
                 lock.acquire()
             stack.callback(lock.release)
-        if not any(Path(numba_config.CACHE_DIR).glob("*/*.nbi")):  # else another start has compiled
-            log.info("compiling the kernels, which takes most of a minute, or longer on a busy machine")
+        stack.enter_context(event.install_listener("numba:compile", Announcer()))
         yield
 
 

@@ -15,6 +15,7 @@ from benches.harness import Figures, rounds, table
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params, n_weight_bytes
 from devices import check
+from devices import cuda as cuda_module
 from helpers import emulator
 from helpers.device_ops import sweep
 from helpers.emulator import Emulator
@@ -65,13 +66,14 @@ def measured(command: str, names: list[str]) -> set[str]:
         )
         for row in rows
     ]
-    settings = {"about": "", "rows": small, "servers": full["servers"]}
+    commands = {name: [path, words.replace("0000", "")] for name, (path, words) in full["servers"].items()}
+    settings = {"about": "", "rows": small, "servers": commands}
     servers.run(argparse.Namespace(table=settings, servers=names, model=str(TINY), only="", repeat=1))
     return {f"{row.name}, {kind}" for row in rows for kind in row.figures}
 
 
 def test_server(capsys: Output) -> None:
-    expected = measured("server", ["ours", "least", "relayed"])
+    expected = measured("server", ["ours", "least", "relayed", "10000 stored"])  # others differ in a word
     rows = printed_rows(capsys)
     assert rows.keys() == expected
     assert len(rows["50 streams of 100, events/s"]) == 3
@@ -160,3 +162,14 @@ def test_gpu_report(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     for op in ("embed", "qkv", "attend", "out", "gate_up", "down", "logits", "pick"):
         assert f"{op}: 0." in text
     assert "| decode, 2 x 9, tokens/s | " in text
+
+
+@pytest.mark.skipif(not cuda_module.missing(), reason="there is a GPU")
+def test_a_part_without_a_device_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """46 tests were skipped, and the command said that all was well."""
+    monkeypatch.setitem(bench.TABLES["gpu-parts"], "parts", [["-m pytest -q -rs tests/gpu -k memcheck"]])
+    with pytest.raises(SystemExit, match="True"):
+        bench.main(["gpu-parts", "1"])
+    assert "tests/gpu is for a GPU: " in capfd.readouterr().err
