@@ -60,7 +60,7 @@ from worker import Prompt
 log = logging.getLogger("api")
 
 Feed = Callable[[int, Said], list[Event]]  # writes what a choice says as the events of an API
-# Api.begin() or _prompt(): returns what runs a request or has answered it, and its prompt.
+# Api.begin(): returns (Job, Prompt). Api._prompt(): (None, Prompt), or (the answer of an upstream, None).
 Begin = Callable[..., Awaitable[Any]]
 
 
@@ -69,7 +69,7 @@ class Api:
     """The endpoints, over the workers and the store that a registry has."""
 
     registry: Registry
-    secret: bytes  # seals what clients keep for the server
+    secret: bytes  # signs what clients keep for the server
     done_line: bool = True  # a stream of a response ends with [DONE]
     temporary: bool = True  # background responses with store=false are accepted, and kept for a while
     reasoning_events: str = "openai"  # a key of responses.REASONING_EVENTS
@@ -121,7 +121,7 @@ class Api:
         `before`: items that go before the input of its message.
         """
         in_websocket = memory is not None
-        async with parsing as body:  # a large body holds its place in the queue of parses until step 5
+        async with parsing as body:  # a large body keeps one of N_PARSED places until step 5
             # 1. The values of its parameters, each checked by itself.
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": params.ALIAS} | body  # the SDK allows a body without a model

@@ -17,8 +17,8 @@ Rules of this file:
 3. Only text that may still become a marker, a stop string, a call or a header, or be trimmed, is held back.
 4. If the dialect trims, newlines beside a marker are the template's, not the model's, and go with it.
 5. Stop strings are looked for in the text that the user reads, without its markers, never in the reasoning.
-6. Malformed output is passed on as text. Dropped are a malformed message header, a call without a name, a
-   marker that means nothing where it stands, and what stands between or after calls. No output raises here.
+6. Malformed output is passed on as text. We drop four things: a malformed message header, a call without a
+   name, a marker without meaning in this state, and text between or after calls. No output raises here.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

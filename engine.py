@@ -61,7 +61,8 @@ class StepOutput(NamedTuple):
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 
 
-# Takes the output of a step for its sequence; returns whether it wants more. Runs in the event loop.
+# LocalPrompt.run() makes it: takes the output of a step for its sequence, and returns whether it wants more.
+# Runs in the event loop.
 Feed = Callable[[StepOutput], bool]
 
 # A step that has been read: its batch, the choices that the runner returned, and its duration in seconds.
@@ -117,7 +118,7 @@ class Engine:
         self._scheduler = Scheduler(
             runner.n_pages, runner.max_batch, runner.chunk, speculate, runner.max_wanted
         )
-        self._inbox = queue.SimpleQueue[Callable[[], object]]()  # what to do between two steps
+        self._inbox = queue.SimpleQueue[Callable[[], object]]()  # between two steps: Scheduler.add or remove
         # Steps that are launched and not yet read, oldest first.
         self._in_flight: deque[tuple[Ticket, Step]] = deque()
         self._readers = WeakKeyDictionary[Sequence, tuple[contextvars.Context, Feed, asyncio.Future[None]]]()
@@ -183,7 +184,7 @@ class Engine:
             self._launch(batch)
         # 3. The tokens of the step that was read before, to the event loop.
         self._flush_outbox()
-        # 4. The oldest step in flight, if enough others follow it, or none can.
+        # 4. The oldest step in flight, if n_ahead others follow it, or there is nothing to launch.
         read: Read = [], [], 0.0
         if len(self._in_flight) > (self._runner.n_ahead if batch else 0):
             read = self._read()
@@ -311,7 +312,7 @@ class Engine:
             if sequence.mask is not None and not sequence.mask.any():
                 raise ValueError("expected a token that may come next, the constraint allows none")
         except Exception as error:
-            log.error("a request failed alone: its constraint gave up: %r", error)
+            log.error("%s failed alone: its constraint gave up: %r", sequence.request_id, error)
             self._fail(sequence, GAVE_UP)
             return False
         return sequence.awaits_mask and sequence.n_ready <= 0
@@ -335,7 +336,8 @@ class Engine:
 
     def _fail_batch(self, batch: Step, error: Exception) -> None:
         self._n_failed_steps += 1
-        log.error("a step failed, and the %d requests in it", len(batch), exc_info=error)
+        ids = [scheduled.sequence.request_id for scheduled in batch]
+        log.error("a step failed, and with it %s", ids, exc_info=error)
         for scheduled in batch:
             self._fail(scheduled.sequence, f"{type(error).__name__} in the engine; its log has the details.")
 

@@ -1,6 +1,6 @@
-"""Jobs: a response, or a choice of a chat completion, while it runs: from its prompt to its last event.
+"""Runs: an answer from its prompt to its last event, for each API. A Job is a response while it runs.
 
-    Prompt --run()--> take(outputs): Restorer -> Shown -> Builder or Chunks -> EventLog
+    Prompt --run()--> take(outputs): Restorer -> Shown -> Job.feed(), or that of another API -> EventLog
     Job.start() --> its task: run() --> Builder.finish() --> the last event, stored before it is shown
 
 Every response runs here, in one way. A foreground response belongs to its HTTP request and ends with it. A
@@ -53,7 +53,7 @@ Log = EventLog | list[Event]  # takes the events of one answer in their order; a
 class Watch(Protocol):
     """Times one run and counts its tokens: Stopwatch of service/metrics.py."""
 
-    started_at: float  # when the worker accepted the request; 0: not yet
+    is_accepted: bool  # the worker has accepted the request
     finish: Finish  # of the worker
 
     def note(self, outputs: list[Accepted | Output | Finish]) -> None: ...
@@ -69,8 +69,9 @@ async def run(
 ) -> None:
     """Run one choice of a prompt to its end, and log the events that its client sees.
 
-    `make_events` makes the events of one API: Job.feed(), Chunks.feed(). Call it in the event loop. It raises
-    the refusal of the request; an exception of Prompt.run() after Accepted becomes a Finish.
+    `make_events` makes the events of one API: Job.feed(), completions.Chunks.feed(), blocks.Builder.feed().
+    Call run() in the event loop. It raises the refusal of the request; an exception of Prompt.run() after
+    Accepted becomes a Finish.
     """
     restorer = Restorer(prompt.request.called)
     shown = Shown(prompt.request)
@@ -86,7 +87,7 @@ async def run(
     try:
         await prompt.run(take, choice)
     except Exception as error:
-        if not watch.started_at:
+        if not watch.is_accepted:  # it is the answer to the HTTP request
             raise
         take([failure(error)])
     finally:
@@ -129,7 +130,7 @@ class Job:
     archive: Archive
     watch: Watch
     log: EventLog = field(default_factory=EventLog)
-    finish: Finish | None = UNFINISHED  # for end(); None: the log stays open for the next process
+    finish: Finish | None = UNFINISHED  # how it ends; None: it does not end, the next process runs it again
     if_cancelled: Finish | None = CANCELLED  # `finish`, if its task is cancelled
     is_steered: bool = False  # it ends before its next delta, unless it has called a tool
     has_called: bool = False

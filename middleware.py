@@ -7,10 +7,11 @@ Authority: https://platform.openai.com/docs/guides/error-codes; for pages of oth
 https://fetch.spec.whatwg.org/#http-cors-protocol; for names RFC 9110, section 7.4.
 
 Rules of this file:
-1. Every reply has an x-request-id, all log records of its request too; an error has the body of its API.
-2. We hold only digests of the keys, and compare with all of them each time: the time taken reveals nothing.
-3. An endpoint gets a Visit, which counts the resources of its request: a stream, bytes. A poll or a cancel
-   needs no stream, so it gets in while all streams are taken.
+1. Every reply has an x-request-id, and all log records of its request have it too (those of the engine's
+   thread in their text); an error has the body of its API.
+2. We compare the digest of a key with those of all keys each time: the time taken reveals nothing.
+3. An endpoint gets a Visit (request/room.py): what its request holds of the server until it ends, a stream
+   and bytes. A poll or a cancel needs no stream, so it gets in while all streams are taken.
 4. A page of another site can do nothing unless --cors-origin allows it. A browser asks before it sends JSON
    for a page (a CORS preflight); it sends other content types and WebSockets at once, so those are refused.
 5. Without keys a request must name this server by its address, or by a name from the command line: a page can
@@ -107,7 +108,7 @@ def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: S
     """
 
     async def scrape(_: HttpRequest, visit: Visit) -> Response:
-        await visit.until_next_part()  # each takes the event loop 5 ms
+        await visit.until_next_part()  # a scrape takes the event loop 5 ms: scrapes, too, come one by one
         return Response(api.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,7 +248,7 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
             return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left
         case HTTPException(status_code=404):
             paths = ", ".join(dict.fromkeys(route.path for route in routes))
-            refusal = BadInput(f"Not Found: {http.method} {path}; there is {paths}", code="unknown_url")
+            refusal = BadInput(f"Not found: {http.method} {path}. There is {paths}.", code="unknown_url")
             return error_response(http.scope, refusal)
         case HTTPException():
             refusal = BadInput(f"Method Not Allowed: {http.method} {path}", code="method_not_allowed")

@@ -229,7 +229,7 @@ class NumpyOps:
         """softmax(q K^T / sqrt(head_dim)) V. q (n_rows, n_heads, head_dim) -> (n_rows, n_heads * head_dim)
 
         https://arxiv.org/abs/1706.03762, equation 1, row by row (rule 2). A row sees all tokens up to its own
-        position; with a sliding window of w it sees the last w of these, https://arxiv.org/abs/2310.06825,
+        position (the causal mask); with a sliding window of w it sees the last w of these, https://arxiv.org/abs/2310.06825,
         section 2. n_heads / n_kv_heads query heads share a key head: grouped-query attention,
         https://arxiv.org/abs/2305.13245
         """

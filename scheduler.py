@@ -16,9 +16,9 @@ speculative decoding https://arxiv.org/abs/2211.17192, by prompt lookup
 https://github.com/apoorvumang/prompt-lookup-decoding.
 
 Rules of this file:
-1. A step holds the newest token of every sequence that decodes, unless it waits for a mask or the step in
-   flight is its last, and chunks of prompts beside them: no more rows of prompts than `max_rows` allows, so
-   that streams do not pause while a long prompt is computed.
+1. A step computes the newest token of every sequence that decodes, unless the sequence waits for a mask or
+   its last token is in flight. Chunks of prompts come on top, up to `max_rows` rows: a long prompt must not
+   pause the streams.
 2. The tokens of a sequence do not depend on company, cache, preemption or drafts. A row is computed by itself
    (model.py), so it has the same bits in any chunk, and any full page may be shared or computed again.
 3. Slots of the batch and prompts go round robin over owners, however many sequences an owner has.
@@ -60,9 +60,9 @@ MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt advances on t
 # 4. Prefill.       The rest of the prompt is computed in chunks (chunked prefill). All prompts together get
 #                   the rows of MAX_CHUNKS chunks a step, and fewer while others decode. The last row of the
 #                   last chunk gives the first token of the output. The prompt with the fewest tokens left
-#                   goes first, and stays first until it is complete: with a chunk each in turn, prompts that
-#                   came together would all be complete only at the end. The prompt whose turn it
-#                   is keeps half of the rows until it is complete, so short prompts cannot starve a long one.
+#                   goes first until it is complete: if prompts took a chunk each in turn, those that came
+#                   together would all be complete only at the end. Half of the rows are kept for the first
+#                   prompt in round-robin order, so short prompts cannot starve a long one.
 # 5. Decode.        Each step computes one row, that of the newest token, and chooses the next token from it.
 #                   The engine may launch a step before it has read the one before. Then only the device
 #                   knows the newest token, and the span is chained to it (Span.token_ids is None).
@@ -116,7 +116,7 @@ class Sequence:
     sampling: Sampling
     constraint: "Constraint | None" = None
     owner: str = ""  # whose turn it takes, and in whose prefix cache its pages are
-    request_id: str = ""  # its name in the log, and for the observer of the steps
+    request_id: str = ""  # for the engine's log lines, and for the observer of the steps
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
     finish: Literal["stop", "length", "failed"] | None = None  # failed: its logits are not finite numbers
@@ -237,7 +237,7 @@ class Scheduler:
         First we admit. If a sequence waits and _surplus() names one that should give way to it, that one is
         preempted, and we admit again. While the step does not find enough pages, the youngest sequence of the
         owner with the most is preempted. `in_flight`: the steps that earlier calls returned and postprocess()
-        has not seen yet. Return [] instead of preempting beside one: when it is read, it may end a sequence.
+        has not seen yet. While there is one we return [] and do not preempt: reading it may end a sequence.
         `max_rows`: about the most rows of the step while any sequence decodes; prompts always get MIN_ROWS.
         """
         self._admit()
@@ -451,9 +451,9 @@ class Scheduler:
     # --- fairness between owners: with a single one it is first come, first served --------------------------
 
     def _surplus(self) -> Sequence | None:
-        """Return the sequence to preempt for an owner that waits and runs nothing, if that makes room.
+        """Return the sequence to preempt so that an owner with nothing running can start, or None.
 
-        Its owner runs several.
+        It is one of an owner with several running, and frees enough pages.
         """
         n_running = Counter(sequence.owner for sequence in self.running)
         newcomer = self._in_turn(self.waiting, self.running)[0]

@@ -166,7 +166,7 @@ async def serve(
         registry.stopping.set()
         deadline = loop.time() + args.shutdown_grace
         if is_busy():
-            log.warning("waiting for what runs, at most %g s; again to stop at once", args.shutdown_grace)
+            log.warning("stopping: requests have %g s to end; a second signal ends them", args.shutdown_grace)
         while is_busy() and signals.locked() and loop.time() < deadline:  # until another signal comes
             await asyncio.sleep(0.02)
         await registry.close()

@@ -134,7 +134,10 @@ class EventStream(Response):
 async def kept_alive(
     send: Send, frame: bytes = KEEP_ALIVE
 ) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """Yield a function that writes frames; write `frame` during silences, after which proxies hang up."""
+    """Yield a function that writes frames; write `frame` during silences, after which proxies hang up.
+
+    `send` is send_with_id() of middleware.py, then uvicorn's, which waits while the client reads too slowly.
+    """
     is_silent = True
 
     async def write(frames: bytes) -> None:

@@ -108,6 +108,7 @@ class Worker(Protocol):
 
 
 # --- the worker of this machine -----------------------------------------------------------------------------
+# Called in this order: Workers.prepare(), LocalWorker.prepare(), LocalPrompt.run(), Answer.feed().
 
 
 class LocalPrompt(NamedTuple):
@@ -137,7 +138,7 @@ class LocalPrompt(NamedTuple):
         )
 
         accepted = Accepted(len(self.token_ids))  # prepare() has checked all: only an upstream may refuse
-        is_queued = self.request.background  # until its prompt is in a step, whose output has no tokens
+        is_queued = self.request.background  # until its prompt is launched: an output without tokens
 
         def feed(step: StepOutput) -> bool:
             nonlocal is_queued
@@ -233,13 +234,14 @@ class LocalWorker:
         limit = self.engine.max_seq_len
         prompt = ""
         n_characters = sum(len(message["content"]) for message in messages)
-        conversation = messages, request.tools or None, datetime.now()
+        arguments = messages, request.tools or None, datetime.now()
+        # Rendered twice: as the model reads it, and with the template's own text marked (special_tokens.py).
         if n_characters <= CHARACTERS_PER_TOKEN * limit:  # else it is not even rendered
-            prompt = self.template.render(*conversation, **request.template_kwargs)
+            prompt = self.template.render(*arguments, **request.template_kwargs)
             n_characters = len(prompt)
         if n_characters > CHARACTERS_PER_TOKEN * limit:
             raise PromptTooLong(limit, f"{n_characters} characters")
-        trace = self.template.render(*conversation, True, **request.template_kwargs)
+        trace = self.template.render(*arguments, True, **request.template_kwargs)
         texts = self._special_tokens.cut(prompt, trace)
         token_ids = self.tokenizer.encode(*texts)
         if not 0 < len(token_ids) < limit:
@@ -368,7 +370,7 @@ class Answer:
         """Return the outputs of a step, and the Finish if the step ends the answer."""
         said: list[Output | Finish] = []
         end = step.finish
-        if step.tokens:  # a step of the prompt and a failure bring none, and no count
+        if step.tokens:  # without tokens (prompt, failure) cached_tokens is not set
             self.usage.cached_tokens = step.cached_tokens
         for token in step.tokens:  # one by one: a step may cross any number of channels
             if self._n_logprobs_left < 0:
@@ -418,7 +420,7 @@ class Workers:
             if worker.serves(model):
                 return worker
         names = ", ".join(map(repr, (*self.models(), ALIAS)))
-        message = f"The model '{model}' does not exist; there is {names}."
+        message = f"The model '{model}' does not exist. This server has {names}."
         raise BadInput(message, param="model", code="model_not_found")
 
     async def prepare(self, request: Request, conversation: list[items.Item]) -> Prompt:
@@ -505,6 +507,6 @@ def grammar_refused(error: BadGrammar, spec: StructuredOutput) -> BadInput:
     if error.part == "schema" or not spec.functions:
         path = spec.schema_path
     of_part = ""
-    if error.part:
+    if error.part and error.part != "schema":
         of_part = f" for '{error.part}'"
     return BadInput(f"Invalid schema{of_part}: {error}", param=path, code="invalid_json_schema")

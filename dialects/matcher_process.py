@@ -126,9 +126,9 @@ def problem(tokens: LLTokenizer, whole: LLMatcher, parts: Iterable[tuple[str, st
 
 def one_line(message: str) -> str:
     """Return the first line; for a regular expression also the line with the reason."""
-    first, *others = message.splitlines() or [""]
-    reasons = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
-    return " ".join([first, *reasons[-1:]])[:MAX_ERROR]
+    first = message.rpartition("failed to compile JSON schema: ")[2].partition("\n")[0]
+    reason = message.partition("\nerror: ")[2].partition("\n")[0]
+    return f"{first} {reason}".strip()[:MAX_ERROR]
 
 
 if __name__ == "__main__":

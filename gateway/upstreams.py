@@ -181,7 +181,7 @@ async def pieces(response: httpx.Response) -> AsyncGenerator[bytes]:
 
 
 async def beginning(response: httpx.Response) -> bytes:
-    """Return of a body what comes in BODY_S, up to about MAX_BODY_BYTES, and close the response."""
+    """Return the beginning of a body: what comes within BODY_S, about MAX_BODY_BYTES at most. Close it."""
     body = b""
     with contextlib.suppress(*UNREACHABLE):
         async with asyncio.timeout(BODY_S), aclosing(response):

@@ -34,7 +34,7 @@ import sse
 from request.refusals import BadInput
 from request.room import Visit
 
-# The JSON of a body. While it is open, a large body holds its place in the queue of parses.
+# The JSON of a body. While it is open, a large body keeps one of N_PARSED places.
 Parsing = AbstractAsyncContextManager[Any]
 
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait
@@ -42,7 +42,8 @@ FEW_BYTES = 4 * 1024  # the work for such a body takes 1 ms of the event loop as
 MAX_DEPTH = 128  # nested lists and objects: a schema nests two for each level of what it describes
 MAX_VALUES = 50_000  # JSON values: one takes 2 bytes of a body, and some 100 of memory
 MAX_BODY_S = 30  # from the first byte to the last of a small body
-BODY_BYTES_A_S = 256 * 1024  # at least, for the rest: five times as many come if a round trip takes 200 ms
+# Bytes a second that must come after that; a client with a round trip of 200 ms sends five times as many.
+BODY_BYTES_A_S = 256 * 1024
 
 GZIP = 16 + zlib.MAX_WBITS  # zlib.decompressobj()
 
@@ -55,7 +56,7 @@ ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install b
 
 
 async def receive(http: HttpRequest, visit: Visit) -> Parsing:
-    """Receive the body of a request; return it to be parsed by `async with`: parsed(). Raises BadInput."""
+    """Receive the body of a request, and return it unparsed: `async with` parses it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
         message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
@@ -85,7 +86,10 @@ async def receive(http: HttpRequest, visit: Visit) -> Parsing:
 
 @asynccontextmanager
 async def parsed(content: bytes, visit: Visit, encoding: str = "identity") -> AsyncIterator[Any]:
-    """Yield the JSON value of a body. Leave when there is a Request: rule 3. Raises BadInput."""
+    """Yield the JSON value of a body. Raises BadInput.
+
+    Leave the block as soon as the Request is made: a large body keeps others waiting until then (rule 3).
+    """
     if len(content) <= SMALL_BODY_BYTES and encoding == "identity":
         visit.is_small = len(content) <= FEW_BYTES
         yield parse(content)

@@ -10,7 +10,8 @@ https://developers.openai.com/api/docs/guides/compaction for the meaning of a co
 items are those of openai.types.responses.ResponseInputItemParam.
 
 Rules of this file:
-1. resolve() looks up and decrypts everything, so no other module knows about references.
+1. resolve() looks up every reference and opens every sealed blob (signed by us, not encrypted), so no other
+   module knows about references.
 2. `found` and `sealer_of` belong to the owner of the request: they have nothing that others own.
 3. No two items of a conversation have the same id: paging through them by id would never end.
 4. The whole conversation has limits: its chain, the items of references, and the input that was sent.
@@ -93,18 +94,18 @@ def resolve(values: Object, found: Found, sealer_of: SealerOf) -> tuple[list[Ite
     size = sum(map(n_bytes, counted))
     _bound(len(counted) + len(own), MAX_ITEMS, "items")
     _bound(size, MAX_CONVERSATION_BYTES, BYTES)
-    said = {item["id"]: item for row in found.values() if row for item in row.response["output"]}
+    referable = {item["id"]: item for row in found.values() if row for item in row.response["output"]}
     ids = {item["id"] for item in chain}
     resolved = []
     for i, item in enumerate(own):
         path = f"input[{i}]"
         if is_reference(item):
             item_id = text(item.get("id"), f"{path}.id")
-            if item_id not in said:
+            if item_id not in referable:
                 raise BadInput(
                     f"Item with id '{item_id}' not found.", param=f"{path}.id", code="item_not_found"
                 )
-            item = said[item_id]
+            item = referable[item_id]
         item = _long_form(_opened(item, path, sealer_of), path, ids)
         if is_trigger(item) and not is_trigger(own[-1]):
             raise BadInput("The 'compaction_trigger' item must be the final input item.", param=path)
@@ -135,7 +136,7 @@ def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
     try:
         opened = sealer_of(kind).loads(str(blob))
     except (BadData, UnicodeError) as error:
-        if kind == "reasoning":  # messages.py does without: a refusal would be for ever
+        if kind == "reasoning":  # messages.py leaves it out; else each later request would be refused too
             return item
         raise BadInput(
             f"Expected a blob of {kind} that this server has made for this client, with the secret that it "
@@ -273,7 +274,10 @@ def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
 
 
 def sealer(secret: bytes, owner: str, purpose: str) -> URLSafeSerializer:
-    """Makes `encrypted_content`, which is good for one owner and purpose. It is signed, not secret."""
+    """Return what makes `encrypted_content` for one owner and purpose.
+
+    It signs and does not encrypt: the client can read the text, and cannot change it.
+    """
     return URLSafeSerializer(secret, f"{purpose}\0{owner}", signer_kwargs={"digest_method": hashlib.sha256})
 
 

@@ -1,6 +1,6 @@
 """Parameters: request JSON to a checked Request, one table row a parameter, or an error that names it.
 
-    body of POST /v1/responses         --from_responses()--> Request
+    body of POST /v1/responses         --read(), items.resolve(), responses_request()--> Request
     body of POST /v1/chat/completions  --from_chat()-------> Request
     body of POST /v1/messages          --from_messages()---> Request
 
@@ -111,7 +111,8 @@ INCLUDES = (  # openai.types.responses.ResponseIncludable
     SEALED_REASONING,
     LOGPROBS,
 )
-# Parameters of OpenAI, vLLM and llama.cpp that ask for nothing with these values: false, 0, "", [].
+# Unsupported parameters of OpenAI, vLLM and llama.cpp. Their values false, 0, "" and [] ask for nothing, and
+# only these are accepted.
 NOT_BUILT = (
     "structured_outputs", "guided_json", "guided_choice", "guided_regex", "guided_grammar", "grammar",
     "bad_words", "allowed_token_ids", "prompt_logprobs", "logprob_token_ids", "use_beam_search", "echo",
@@ -120,15 +121,15 @@ NOT_BUILT = (
     "moderation", "background_options", "prompt", "context_management", "audio", "prediction",
     "web_search_options",
 )  # fmt: skip
-# And these with true, or 1, which is their default.
+# Likewise, but true or 1 asks for nothing: it is their default.
 NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_generation_prompt")
 
 reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
 stream_options = members(include_usage=boolean)
 thinking = members(type=one_of(*THINKING), budget_tokens=count, display=text)
-NOT_HERE = "It is not built here: leave it out."
-TOOLS_INSTEAD = "It is not built here: there are 'tools' and 'tool_choice'."
+NOT_HERE = "This server does not implement it: leave it out."
+TOOLS_INSTEAD = "This server does not implement it: use 'tools' and 'tool_choice'."
 
 
 # --- the parameters -----------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ RESPONSES = COMMON | {
     "text":                   Parameter(text_options,                    {}),
     "truncation":             Parameter(one_of("auto", "disabled"),      "disabled", True),
     "conversation":           Parameter(refused("No conversations are kept; send their items as input.")),
-    "n":                      Parameter(refused("A response is one answer; ask for each.", 1), 1),
+    "n":                      Parameter(refused("A response has one answer: send several requests.", 1), 1),
     "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
     **moved(MOVED),
 }
@@ -287,7 +288,8 @@ def model_name(body: Any) -> str:
 
 
 def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: str = "") -> Object:
-    """Return the value of every parameter in the table, each checked by itself; raises BadInput.
+    """Return the value of every parameter in the table, each checked by itself, and a few more by name:
+    `explicit`, `not_run`, `owner`. Raises BadInput.
 
     `defaults` are the model's own (generation_config.json).
     """
@@ -403,7 +405,7 @@ MESSAGES = CHAT | {
     "output_format":          Parameter(nameless_format,                 {}),  # its older name
     "metadata":               Parameter(hint),
     "cache_control":          Parameter(hint),  # the prefix cache needs none
-    "n":                      Parameter(refused("A message is one answer; ask for each.", 1), 1),
+    "n":                      Parameter(refused("A message has one answer: send several requests.", 1), 1),
     "logprobs":               Parameter(refused(NOT_HERE, False),        False),
     "top_logprobs":           Parameter(refused(NOT_HERE, 0),            0),
     **moved(RENAMED),

@@ -21,9 +21,10 @@ MAX_MESSAGE = 1000  # characters: an id in it may be as long as the body
 
 
 class BadInput(ValueError):
-    """The request cannot be served. `param` is the path of the wrong value; None: the whole request.
+    """The request is refused. `param` is the path of the wrong value; None: the whole request.
 
-    The status is that of the code, unless an upstream has chosen it.
+    `code` says why; its status (STATUS), unless an upstream has chosen another, whether the client, its key,
+    or the server is the reason.
     """
 
     retry_after = ""  # seconds or a date, as an upstream wrote it

@@ -12,8 +12,9 @@ Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1; round robin for rule 2.
 
 Rules of this file:
-1. If there are several owners, none may add to what it holds unless as much stays free for the others. An
-   owner that holds nothing may take everything that is free; otherwise large requests would never fit.
+1. If there are several owners, one that holds something may add to it only if at least as much as it would
+   then hold stays free for the others. An owner that holds nothing may take everything that is free;
+   otherwise large requests would never fit.
 2. An owner has at most one waiter in each queue at a time. First come, first served is then round robin.
 """
 
@@ -100,18 +101,19 @@ class Room:
 
 @dataclass
 class Visit:
-    """What one request, WebSocket or turn holds until it ends, and whose it is."""
+    """What one request, WebSocket or message of a WebSocket holds until it ends, and whose it is."""
 
     rooms: Rooms
     owner: str
-    has_key: bool = True  # if keys are asked for
+    has_key: bool = True  # a valid one, or the server has no keys
     held: Counter[Room] = field(default_factory=Counter)
-    is_small: bool = False  # its body is, and so is all that it continues
+    is_small: bool = False  # its body is, and it continues or refers to no other response
 
     def set_streams(self, n: int = 1) -> None:
         """Hold n streams, one for each choice, in place of as many as now; raises BadInput.
 
-        Half of all are the most that one has: with more it would never get in beside other owners.
+        One request holds at most half of all streams: a larger one would never get in while other owners
+        hold any.
         """
         self.set_held(self.rooms.streams, min(n, max(1, self.rooms.streams.n_total // 2)))
 
@@ -121,9 +123,10 @@ class Visit:
         self.held[room] = n
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that works on the body: in a thread, for thousands of items would stop the streams.
+        """Call a function that works on the body.
 
-        With a small body it takes less time than a thread needs to be asked.
+        We use a thread, because thousands of items would stop the streams; a small body is done before a
+        thread could start.
         """
         if self.is_small:
             return function(*args)
@@ -134,7 +137,8 @@ class Visit:
     def add_bytes(self, n_bytes: int) -> None:
         """Hold what is about to be loaded too, beside what is held already, such as the chain of a body.
 
-        It counts as a quarter of all at most: else one that is larger could never be read. Raises BadInput.
+        It counts as at most a quarter of the room; otherwise what is larger could never be read. Raises
+        BadInput.
         """
         room = self.rooms.bytes
         self.set_held(room, self.held[room] + min(n_bytes, room.n_total // 4))
@@ -158,7 +162,8 @@ class Turns:
     def __init__(self, n_places: int) -> None:
         self.n_waiting = 0
         self._places = asyncio.Semaphore(n_places)
-        # By owner: held by the one that waits for a place. A lock that no one holds or awaits is forgotten.
+        # One lock for each owner; its request that waits for a place holds it. Python drops a lock that
+        # nothing holds or awaits.
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     @asynccontextmanager

@@ -16,15 +16,15 @@ Rules of this file:
 2. We find the features of a template by rendering probes, and never guess them from its name or its source.
 3. A template is a program of the model's authors: it runs in Jinja's sandbox, and any exception that it
    raises on a request is that request's error.
-4. A request cannot keep a template busy: its loops have so many turns for a request of this size. We count
-   turns and not seconds, so that a request is not refused because a machine is busy. What a template repeats
-   or computes whatever the request is, the operator has chosen with the model.
+4. A template ends: it has so many turns for a request of this size, and each turn of a loop, each call and
+   each character of a repeated text takes one. We count turns and not seconds, so that a request is not
+   refused because a machine is busy.
 """
 
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,10 +74,33 @@ TURNS = "turns left"  # the variable; a template has no name for it, because of 
 # --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
 
 
+class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which a call takes a turn, and repeated text one for each character.
+
+    We refuse powers, because 10 ** (10 ** 10) would not end. str() refuses a factor of more than MAX_DIGITS
+    digits (server.py).
+    """
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        next(__context.parent[TURNS])
+        return super().call(__context, __obj, *args, **kwargs)
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise Endless("it may take no powers")
+        for text, n in ((left, right), (right, left)):
+            if isinstance(text, Sized):
+                _counted(context, range(len(text) * n))
+            str(text)
+        return left * right
+
+
 # As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
-ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-)
+ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 
 # `{% generation %}` marks what the assistant wrote, for training. A prompt has its content unchanged.
 GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
@@ -107,7 +130,8 @@ PROBE_TURN: Messages = [
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Say of an answer without reasoning that it has none; else add it by the name that it has for gpt-oss.
+    """Give an answer without reasoning an empty `reasoning_content`; copy any other to `thinking`, gpt-oss's
+    name for it.
 
     Qwen3's template looks in the text: it takes an answer that mentions `</think>` for reasoning up to there.
     """
@@ -120,7 +144,7 @@ def _with_reasoning(message: Message) -> Message:
 
 def _turns(n: int) -> Iterator[int]:
     yield from range(n)
-    raise Endless(f"for messages of this size it may take {n} turns of loops")
+    raise Endless(f"for messages of this size it may take {n} calls and turns of loops")
 
 
 @jinja2.pass_context
@@ -151,8 +175,8 @@ class ChatTemplate:
         self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
         late_system = [USER, ASSISTANT, SYSTEM, USER]
         self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
-        turns = (way for way in WAYS if self._shows(way(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE))
-        self.way = next(turns, one_call_a_message)
+        ways = (way for way in WAYS if self._shows(way(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE))
+        self.way = next(ways, one_call_a_message)
         self.with_tools = self  # the template of requests that offer tools, which may be another one
 
     def render(

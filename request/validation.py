@@ -25,7 +25,7 @@ Check = Callable[[Any, str], Any]  # (value, its path) -> the value as we use it
 
 
 def makes_checks(rule: Callable[..., Any]) -> Callable[..., Check]:
-    """Turn `rule(value, path, *limits)` into a function of the limits, which returns a Check."""
+    """Turn `rule(value, path, *limits)` into a maker of checks: `one_of(*words)` returns a Check."""
     return lambda *limits, **checks: lambda value, path: rule(value, path, *limits, **checks)
 
 
@@ -137,7 +137,10 @@ def pairs_of(value: Any, path: str, check_name: Check, check_value: Check, max_p
 
 @makes_checks
 def refused(value: Any, path: str, why: str, *harmless: Any) -> Any:
-    """Accept only the values that ask for nothing, such as the default that a client library always sends."""
+    """Refuse an unsupported parameter, except with a value that changes nothing.
+
+    Some client libraries always send the default.
+    """
     if value not in harmless:
         raise unsupported(path, why)
     return value

@@ -23,8 +23,9 @@ Authority: https://www.uvicorn.org/settings/; RFC 9112; the parser is llhttp, as
 WebSockets, which the package `websockets` speaks.
 
 Rules of this file:
-1. A request must start within KEEP_ALIVE_S of the answer before it. It starts when it is whole, or if its
-   body is large. And a client must read what it gets within --reader-timeout.
+1. We close a connection on which no request starts within IDLE_S of the last answer. A request starts when
+   all of it, or more than SMALL_BODY_BYTES of its body, has come. We drop a client that reads nothing for
+   --reader-timeout.
 2. Bytes that are not HTTP, or could mean two requests (RFC 9112, section 11.2), are refused with 400. The
    connection ends with that.
 3. Requests are not pipelined: if a client sends a request before it has the answer to its last one, we do not
@@ -70,7 +71,7 @@ FRAMES_S = 20
 MAX_LARGEST = 2  # times --max-body: a larger message closes its connection
 MAX_FRAMING_BYTES = 32 * 1024  # of a request without its body: head, chunk sizes, trailers
 NEVER_S = 10**6
-KEEP_ALIVE_S = 75  # nginx's default: clients that reuse a connection drop it before we do
+IDLE_S = 75  # nginx's default: clients that reuse a connection drop it before we do
 # Buffers of a connection; Linux takes twice as many bytes. As the receive buffer is set, it does not grow by
 # itself: with a round trip of 100 ms a client sends 2 MB/s.
 SEND_BUFFER_BYTES = 128 * 1024
@@ -254,7 +255,7 @@ class Protocol(Limited, HttpToolsProtocol):
 
     def become_idle(self) -> None:
         """Start the timer of a connection that has no request, or only a part of one."""
-        self.idle[self] = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self.transport.abort)
+        self.idle[self] = asyncio.get_running_loop().call_later(IDLE_S, self.transport.abort)
 
     def become_busy(self) -> None:
         """Stop the timer: a request has started, the connection is a WebSocket now, or it has ended."""

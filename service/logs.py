@@ -6,6 +6,8 @@ Rules of this file:
 1. A record is one line of text, even if a client put line ends into it; the lines of a traceback follow. As
    JSON, record and traceback are one line. Both are ASCII without control characters: we escape the rest.
 2. The id is the one in the reply's x-request-id header. A run that outlives the reply keeps its id.
+3. No line holds a prompt or an answer. An error line may quote the beginning of a wrong value, or the message
+   of an upstream.
 """
 
 import json

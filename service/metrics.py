@@ -18,7 +18,7 @@ Rules of this file:
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -52,8 +52,8 @@ METRICS: dict[str, tuple[Any, ...]] = {
     "prefix_cache_hits":                     (Counter, "Tokens of prompts found in the prefix cache."),
     "request_success":                       (Counter, "Runs that have ended, and how.", "finished_reason"),
     "http_requests":                         (Counter, "Requests answered.", "handler", "method", "status"),
-    "time_to_first_token_seconds":           (Seconds, "To a run's first piece."),
-    "e2e_request_latency_seconds":           (Seconds, "To a run's end."),
+    "time_to_first_token_seconds":           (Seconds, "From a request to a run's first piece."),
+    "e2e_request_latency_seconds":           (Seconds, "From a request to a run's end."),
 }
 
 Gauge, Total = GaugeMetricFamily, CounterMetricFamily
@@ -130,7 +130,8 @@ class Stopwatch:
     """Times one run of a worker, one choice of one request, and counts its tokens."""
 
     metrics: Metrics
-    started_at: float = 0.0  # when the worker accepted the request
+    started_at: float = field(default_factory=time.perf_counter)
+    is_accepted: bool = False  # by the worker: a refusal is not timed
     has_begun: bool = False
     finish: Finish = BROKEN_OFF  # until the worker reports another
 
@@ -138,7 +139,7 @@ class Stopwatch:
         """Note what a step has brought: the first piece, and how the run ends."""
         for output in outputs:
             if isinstance(output, Accepted):
-                self.started_at = time.perf_counter()
+                self.is_accepted = True
             elif isinstance(output, Finish):
                 self.finish = output
             elif not self.has_begun:
@@ -152,7 +153,7 @@ class Stopwatch:
         add("prompt_tokens", usage.input_tokens)
         add("generation_tokens", usage.output_tokens)
         add("prefix_cache_hits", usage.cached_tokens)
-        if self.started_at:
+        if self.is_accepted:
             add("e2e_request_latency_seconds", time.perf_counter() - self.started_at)
         add("request_success", 1, REASONS.get(reason, reason))
         log.info("%s: %d tokens in, %d out", reason, usage.input_tokens, usage.output_tokens)

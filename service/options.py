@@ -165,8 +165,9 @@ OPTIONS: dict[str, list[Any]] = {
         ("--no-temporary",          None, False,
          "refuse background with store=false, as OpenAI did at first, instead of keeping it for 10 minutes"),
         ("--secret TEXT",           text, [],
-         "key that seals what clients keep for this server: reasoning, compactions (default: LLMREF_SECRET "
-         "in the environment, else another at each start)"),
+         "key that signs what clients keep for this server (reasoning, compactions), so that it cannot be "
+         "forged; it stays readable; of several keys the first is used (default: LLMREF_SECRET in the "
+         "environment, else another at each start)"),
         ("--secret-file FILE",      text, None, "a file that holds this key"),
     ],
     "upstream servers": [
@@ -202,7 +203,7 @@ OPTIONS: dict[str, list[Any]] = {
 def arguments() -> ArgumentParser:
     parser = ArgumentParser(
         usage="%(prog)s [OPTION ...]",
-        description="Serve a language model over OpenAI's Responses and Chat Completions APIs.",
+        description="Serve a language model over OpenAI's and Anthropic's APIs (docs/operating.md).",
     )
     for title, options in OPTIONS.items():
         section = parser.add_argument_group(title)

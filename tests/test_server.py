@@ -612,7 +612,7 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
     ):
         next(stream)
         server.interrupt()
-        said = "waiting for what runs, at most 60 s; again to stop at once"
+        said = "stopping: requests have 60 s to end; a second signal ends them"
         until(lambda: said in server.log(), "it is said")
         next(stream)
         for _ in range(5):

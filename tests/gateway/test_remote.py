@@ -4,6 +4,8 @@ The tests that test_server.py has of Responses and chat run again here, over a f
 own, which asks the worker behind it by /v1/chat/completions. Then the tests of what only a relay does.
 """
 
+import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +16,7 @@ import pytest
 from gateway.upstreams import Timeouts
 from helpers.asked import CHAT, RESPONSES, created
 from helpers.serving import Server, serve, until
-from helpers.upstream import DONE, delta, finish, hangs, head, says, upstream
+from helpers.upstream import DONE, STREAM, Exchange, delta, finish, hangs, head, says, upstream
 from service import options
 from test_server import (  # noqa: F401  (collected again, with the fixtures of this file)
     ASKED,
@@ -123,6 +125,24 @@ def test_two_workers_and_a_model_here(tmp_path: Path) -> None:
         assert (counts["relayed_done"], counts["relayed_usage_unknown"], counts["running"]) == (2, 2, 0)
         scraped = front.get("/metrics").body.decode()
         assert 'llmref:relayed_requests_done_total{model_name="tiny"} 2.0' in scraped
+
+
+def test_the_time_to_the_first_token_begins_before_an_upstream_is_asked() -> None:
+    """Bug: it began when the upstream had begun to answer."""
+    waited: list[float] = []
+
+    def begin_late(exchange: Exchange) -> None:
+        asked_at = time.perf_counter()
+        front.health()
+        waited.append(time.perf_counter() - asked_at)
+        exchange.send(head() + STREAM)
+
+    with upstream(begin_late) as late, serve("--upstream", late.url, model=None) as front:
+        created(front, {"model": "m", "input": "hi"})
+        scraped = front.get("/metrics").body.decode()
+    found = re.search(r"time_to_first_token_seconds_sum\S* (\S+)", scraped)
+    assert found
+    assert float(found[1]) > waited[0]
 
 
 def test_health_is_that_of_what_can_answer() -> None:

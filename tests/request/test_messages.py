@@ -290,18 +290,25 @@ def test_a_model_directory_holds_the_template_and_its_tokens(tmp_path: Path) -> 
     assert template.render([user("a")], [WEATHER], NOW) == f"tools: {[WEATHER]}"
 
 
-LOOP = "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
-
-
-def test_the_loops_of_a_template_end() -> None:
+@pytest.mark.parametrize("source", TABLE["endless"].values(), ids=TABLE["endless"])
+def test_a_template_ends(source: str) -> None:
     """At the start, and later if only some messages lead there. A larger request may take more turns."""
-    with pytest.raises(BadTemplate, match=r"it may take 2\d{4} turns"):
-        ChatTemplate(LOOP, {})
-    template = ChatTemplate("{% if messages[0].content == 'x' %}" + LOOP + "{% endif %}", {})
-    with pytest.raises(BadInput, match=r"it may take 2\d{4} turns"):
+    with pytest.raises(BadTemplate, match=r"it may take 2\d{4} calls and turns"):
+        ChatTemplate(source, {})
+    template = ChatTemplate("{% if messages[0].content == 'x' %}" + source + "{% endif %}", {})
+    with pytest.raises(BadInput, match=r"it may take 2\d{4} calls and turns"):
         template.render([user("x")], None, NOW)
     template.render([user("x"), user("a" * 500_000)], None, NOW)
     assert template.render([user("a")], None, NOW) == ""
+
+
+def test_a_template_computes_no_endless_number() -> None:
+    """Bug: 10 ** (10 ** 10) was computed while Jinja read the template."""
+    with pytest.raises(BadTemplate, match="no powers"):
+        ChatTemplate("{{ 10 ** (10 ** 10) }}", {})
+    squares = "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"
+    with pytest.raises(BadInput, match="4300 digits"):
+        ChatTemplate(squares, {}).render([user("x")], None, NOW)
 
 
 def test_loops_are_as_jinja_has_them() -> None:

@@ -156,11 +156,12 @@ ECHOES: list[tuple[Json, Json]] = [
 @pytest.mark.bug("P22")
 def test_a_hint_fits_its_parameter() -> None:
     """min_tokens was told that for functions there are 'tools', and `messages: []` that it was missing."""
-    hints = {"min_tokens": "leave it out.", "functions": "there are 'tools' and 'tool_choice'."}
+    hints = {"min_tokens": "leave it out.", "functions": "use 'tools' and 'tool_choice'."}
+    why = "This server does not implement it"
     for name, hint in hints.items():
         with pytest.raises(BadInput) as refusal:
             read("chat", {name: 5})
-        assert refusal.value.message == f"Unsupported parameter: '{name}'. It is not built here: {hint}"
+        assert refusal.value.message == f"Unsupported parameter: '{name}'. {why}: {hint}"
     with pytest.raises(BadInput, match="with at least one message"):
         read("chat", {"messages": []})
 

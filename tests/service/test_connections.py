@@ -287,7 +287,7 @@ async def test_a_head_that_does_not_come(
     monkeypatch: pytest.MonkeyPatch, begun: bytes, drop: bytes, n_answers: int
 ) -> None:
     """Bug: half a head held its connection for ever, however slowly it came, and nothing counted it."""
-    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(connections, "IDLE_S", 0.05)
     protocol, wire, _ = connected(Response())
     protocol.data_received(begun)
     async with asyncio.timeout(PATIENCE_S):
@@ -300,7 +300,7 @@ async def test_a_head_that_does_not_come(
 
 async def test_an_answer_may_take_longer_than_a_connection_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the timer of the answer before it ended the connection."""
-    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(connections, "IDLE_S", 0.05)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.1)

@@ -131,6 +131,7 @@ def test_each_line_of_json_knows_its_request() -> None:
         assert ("runs" in [line["logger"] for line in own]) == (reply is not refused)  # in the background too
     (failed,) = [line for line in lines if line["exception"]]
     assert "FloatingPointError" in failed["exception"]
+    assert replies[2].headers["x-request-id"] in failed["message"]
 
 
 def test_a_record_is_one_line_whatever_a_client_says(server: Server) -> None:
