@@ -155,7 +155,12 @@ class JsonCalls(Coroutine):
             is_sent = is_sent or streams
             value = yield from self._value(lexeme, streams)
             if key == "name" and not name:
-                name = self._announced(_string(value) or "")
+                name = _string(value) or ""
+                if not name or (self._names is not None and name not in self._names):
+                    self._give_up()
+                    name = ""
+                else:
+                    self._announce(name)
             elif key == "arguments":
                 arguments = _unquoted(value)
         self.malformed = not self.called
@@ -189,14 +194,6 @@ class JsonCalls(Coroutine):
         while lexeme.isspace():
             lexeme = yield
         return lexeme
-
-    def _announced(self, name: str) -> str:
-        """Announce a call; return its name, "" if it cannot be called."""
-        if not name or not (self._names is None or name in self._names):
-            self._give_up()
-            return ""
-        self._announce(name)
-        return name
 
     def _give_up(self) -> None:
         """Drop malformed text after a call; without a call before it, the whole text is the answer."""
@@ -238,15 +235,16 @@ class AsWritten(JsonCalls):
 
     _is_blank = True  # nothing of the arguments has come
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str = "") -> None:
         super().__init__()
         self._name = name
 
     def feed(self, piece: Piece) -> list[Output]:
         if not self.called:
             self._announce(self._name.strip())
-        is_stray = piece.special and not self.in_string  # a marker outside of strings
-        return self._read([]) if is_stray else super().feed(piece)
+        if piece.special and not self.in_string:  # a stray marker
+            piece = Piece("")
+        return super().feed(piece)
 
     def end(self) -> list[Output]:
         return [Arguments("{}")] if self.called and self._is_blank else []
@@ -267,9 +265,8 @@ class AsWritten(JsonCalls):
 class NamedCalls(AsWritten):
     """`NAME[ARGS]{...}`, with a `[CALL_ID]ID` between them or not."""
 
-    def __init__(self) -> None:
-        super().__init__("")  # "get_w" | "eather[ARGS]": the name so far
-        self._in_id = False  # "[CALL_ID]" | "a1b2": ids are not passed on, for clients get ours
+    # "get_w" | "eather[ARGS]": the name comes in pieces
+    _in_id = False  # "[CALL_ID]" | "a1b2": ids are not passed on, for clients get ours
 
     def feed(self, piece: Piece) -> list[Output]:
         if self.called:

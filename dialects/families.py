@@ -101,7 +101,7 @@ DIALECTS = {
     "harmony": Dialect(
         known_by=("<|channel|>", "<|message|>"),
         transitions=HARMONY,
-        call_reader=lambda _: AsWritten(""),  # the header names the function
+        call_reader=lambda _: AsWritten(),  # the header names the function
         header=harmony_header,
         start="between",
         trims=False,

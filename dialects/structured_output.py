@@ -13,7 +13,8 @@ Rules of this file:
 1. Reasoning comes first and is free: the grammar holds for what follows it (vllm-project/vllm#44012).
 2. Calls and texts are demanded in the forms of the dialect (families.py): the parser finds what they write.
 3. A schema that cannot be enforced is refused before anything runs, by compiling it, and by following its
-   $refs (json_schema.py).
+   $refs (json_schema.py). Of a function that is not strict, keywords that cannot be enforced are passed over:
+   MCP servers write many. https://github.com/1jehuang/jcode/issues/687
 4. The texts that a grammar demands are bounded, and so are the blanks between them: a model that is forced
    into a form may write blanks without end: https://github.com/vllm-project/vllm/issues/38696
 
@@ -206,7 +207,7 @@ def _part(writer: _Writer, name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_LAYOUT})
+    return "%json " + json.dumps({**schema, "x-guidance": {**JSON_LAYOUT, "lenient": "x-guidance" in schema}})
 
 
 def _input(writer: _Writer, name: str, grammar: Grammar, in_xml: bool) -> str:
@@ -234,7 +235,7 @@ PARAMETER_END = f"\n{calls.VALUE_END}\n"
 
 def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
     """Yield the parameters in the order of the schema, those that it only requires last."""
-    _check_keywords([root], OF_OBJECTS)
+    _check_keywords(root, [root], OF_OBJECTS)
     required = dict.fromkeys(root.get("required", ()))
     for name in dict.fromkeys([*root.get("properties", ()), *required]):
         if not PARAMETER_NAME.fullmatch(name):
@@ -249,18 +250,20 @@ def _value(writer: _Writer, root: Mapping[str, Any], name: str) -> str:
     schema: Any = next((each for each in schemas if "$ref" not in each), None)
     types = types_of(schemas)
     if "string" not in types:
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        definitions = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
         as_json = writer.rule(f"json_{len(writer.rules)}", _json(schema | definitions))
         return f'"\\n" {as_json} {json.dumps(PARAMETER_END)}'
     if "enum" in schema and types == {"string"}:
         values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in schema["enum"]]
         return f"({' | '.join(values)})"
-    _check_keywords(schemas, OF_STRINGS)
+    _check_keywords(root, schemas, OF_STRINGS)
     return f'"\\n" {writer.lazy(PARAMETER_END)}'
 
 
-def _check_keywords(schemas: Iterable[Mapping[str, Any]], enforced: set[str]) -> None:
-    """Raise BadGrammar for keywords that a grammar of parameters in XML does not follow."""
+def _check_keywords(
+    root: Mapping[str, Any], schemas: Iterable[Mapping[str, Any]], enforced: set[str]
+) -> None:
+    """Raise BadGrammar for keywords that a grammar of parameters in XML does not follow: rule 3."""
     unknown = set[str]().union(*schemas) - enforced
-    if unknown:
+    if unknown and "x-guidance" not in root:
         raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters in XML")

@@ -67,9 +67,7 @@ class Tool(NamedTuple):
     @property
     def qualified_name(self) -> str:
         """The name by which the model knows the tool."""
-        if not self.namespace:
-            return self.name
-        return f"{self.namespace}__{self.name}"
+        return f"{self.namespace}__{self.name}" if self.namespace else self.name
 
     def schema(self) -> Schema:
         """Return the schema of the arguments as the model writes them, {} if they may be anything."""
@@ -77,8 +75,9 @@ class Tool(NamedTuple):
             return self.parameters or {}
         input_schema = {"type": "string"}
         if self.grammar:
-            accepted = f"A text that this {self.grammar.syntax} grammar accepts:\n"
-            input_schema["description"] = accepted + self.grammar.definition
+            input_schema["description"] = (
+                f"A text that this {self.grammar.syntax} grammar accepts:\n{self.grammar.definition}"
+            )
         return {
             "type": "object",
             "properties": {"input": input_schema},
@@ -161,22 +160,22 @@ def structured_output(
         schema = schema or {"type": "object"}
     # Without a grammar if the model may answer freely: all calls that it could write may come.
     held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.allowed]
-    is_free = choice.calls == "none" or (choice.calls == "auto" and not held)
-    if schema is None and is_free:
+    if schema is None and (choice.calls == "none" or (choice.calls == "auto" and not held)):
         return None
     functions = []
-    inputs = []
     for tool in choice.allowed:
         name = tool.qualified_name
-        arguments = {"type": "object"} | tool.schema()
+        arguments = {"type": "object", **tool.schema()}
+        if not tool.strict:  # its schema is a hint: what cannot be enforced is passed over
+            arguments["x-guidance"] = {}
         if arguments["type"] != "object":
             why = f"Invalid schema for '{name}': expected a schema of type object."
             raise BadInput(why, param="tools", code="invalid_json_schema")
         functions.append((name, arguments))
-        if tool.grammar:
-            inputs.append((name, tool.grammar))
-    one_call = choice.named or not parallel
-    return StructuredOutput(choice.calls, tuple(functions), one_call, tuple(inputs), schema, path)
+    inputs = tuple((tool.qualified_name, tool.grammar) for tool in choice.allowed if tool.grammar)
+    return StructuredOutput(
+        choice.calls, tuple(functions), choice.named or not parallel, inputs, schema, path
+    )
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
