@@ -80,7 +80,7 @@ __device__ float rms_scale(const float *x) {
   return rsqrtf(sum / DIM + NORM_EPS);
 }
 
-// The same product, of x normed: each number rounded as kernels.cu rounds it. norm (DIM,) bfloat16
+// The same product, of x normed: x * rms_scale(x) * norm is rounded once, as in kernels.cu. norm (DIM,) bfloat16
 __device__ float normed_product(const float *x, weight *norm, weight *w) {
   float scale = rms_scale(x), sum = 0;
   for (int k = 0; k < DIM; k++)
@@ -247,8 +247,9 @@ __device__ float score(const float *q, const bf16 *k) {
 }
 
 // y = softmax(q k^T / sqrt(HEAD_DIM)) v over the positions that a token sees              NumpyOps._attention
-// A thread goes through all keys twice: for the greatest score, then for the sums. (kernels.cu rounds a key's
-// weight relative to another greatest score, that of the 32 keys around it.)
+// A thread goes through all keys twice: for the greatest score, then for the sums. A key's weight, e to the
+// score less the greatest, is rounded in both sums, that of the weights and that of the values. (kernels.cu
+// rounds it relative to another greatest score, that of the 32 keys around it.)
 //   qkv as `rotate` leaves it, its keys and values in their pages
 //   y       (n_rows, N_HEADS * HEAD_DIM) bfloat16, written
 //   sinks   (N_HEADS,) bfloat16      a score of each head that no key has; null: none

@@ -43,7 +43,7 @@ from walkthrough import ROOT, TINY, counted_ids, in_page, shown
 
 sys.argv, ARGUMENTS = ["micro.py", str(TINY)], sys.argv  # micro.py reads its arguments when it is imported
 from course import micro  # noqa: E402
-from course_pictures import picture  # noqa: E402
+from course_pictures import PICTURES, picture  # noqa: E402
 
 sys.argv = ARGUMENTS
 
@@ -383,19 +383,10 @@ def kernels() -> Lines:
     yield f"    at {989 / 3.35:.0f} rows its products (989 Tflop/s) take as long as reading the weights"
 
 
-BLOCKS: dict[str, Callable[[], Lines]] = {
-    "01-tokens-and-text": tokens,
-    "02-the-forward-pass": forward_pass,
-    "03-pages": pages,
-    "04-batching": batching,
-    "05-sampling": sampling,
-    "06-channels": channels,
-    "07-events": events,
-    "08-sse": frames,
-    "09-background": lambda: iter(asyncio.run(log_lines())),
-    "10-upstreams": upstreams,
-    "11-kernels": kernels,
-}
+BLOCKS: dict[str, Callable[[], Lines]] = dict(zip(PICTURES, (
+    tokens, forward_pass, pages, batching, sampling, channels, events, frames,
+    lambda: iter(asyncio.run(log_lines())), upstreams, kernels,
+), strict=True))  # fmt: skip
 
 
 def page(chapter: str) -> Path:

@@ -54,9 +54,9 @@ def drawn(title: str, unit: float, rows: Rows) -> str:
             place = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT - 3}"'
             shade = "" if box.shade == 1 else f' fill-opacity="{box.shade:.2f}"'
             lines.append(f'<rect class="{box.kind}" {place}{shade}/>')
-            text = box.text if len(box.text) * LETTER < width else ""
-            if text:
-                lines.append(f'<text class="mid" x="{x + width / 2:.1f}" y="{y + 13}">{escape(text)}</text>')
+            if box.text and len(box.text) * LETTER < width:
+                place, text = f'x="{x + width / 2:.1f}" y="{y + 13}"', escape(box.text)
+                lines.append(f'<text class="mid" {place}>{text}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -164,9 +164,8 @@ def sampling() -> Rows:
     for name, temperature, top_p in (("1", 1, 1.0), ("2", 2, 1.0), ("4", 4, 1.0), ("4, top_p 0.5", 4, 0.5)):
         probs = apply_top_p(apply_temperature(logits, temperature), top_p)
         shares = (probs / probs.sum())[best].tolist()
-        rows[f"temperature {name}"] = [
-            Box(i, 1, f"{share:.1%}", "blue", round(share**0.5, 2)) for i, share in enumerate(shares)
-        ]
+        boxes = [Box(i, 1, f"{share:.1%}", "blue", round(share**0.5, 2)) for i, share in enumerate(shares)]
+        rows[f"temperature {name}"] = boxes
     return rows
 
 
@@ -250,10 +249,8 @@ def upstreams() -> Rows:
     for i in range(len(frames)):
         answer = Answer(Meter(), Asked(new_id=str))
         made = answer.feed(b"".join(frames[: i + 1])) + answer.close()
-        is_error = any("error" in chunk for chunk in made)
-        rows["if the end comes here"].append(
-            Box(i, 1, "error" if is_error else "whole", "red" if is_error else "green")
-        )
+        shown = ("error", "red") if any("error" in chunk for chunk in made) else ("whole", "green")
+        rows["if the end comes here"].append(Box(i, 1, *shown))
     return rows
 
 
@@ -263,10 +260,8 @@ def kernels() -> Rows:
     total = float(lanes.sum())
     for m in (0, 16, 8, 4, 2, 1):
         lanes = lanes + lanes[np.arange(32) ^ m] if m else lanes
-        shades = np.round(np.sqrt(lanes / total), 2).tolist()
-        rows[f"+ that of lane ^ {m}" if m else "x * x"] = [
-            Box(i, 1, "", "blue", one) for i, one in enumerate(shades)
-        ]
+        shades = enumerate(np.round(np.sqrt(lanes / total), 2).tolist())
+        rows[f"+ that of lane ^ {m}" if m else "x * x"] = [Box(i, 1, "", "blue", one) for i, one in shades]
     return rows
 
 

@@ -438,14 +438,14 @@ def bugs() -> list[Mutant]:
 
 def loaded(bug: Mutant | None) -> ModuleType:
     """Return a scheduler module of its own, with small pages, and with a bug in it or in its pages."""
-    before = {each: sys.modules.get(each) for each in ("pages", "scheduler")}
+    before = {each: __import__(each) for each in ("pages", "scheduler")}
     try:
         for each in before:
             text = (ROOT / f"{each}.py").read_text(encoding="utf-8")
             sys.modules[each] = module = ModuleType(each)
             exec(mutated(bug) if bug and bug.module == each else text, vars(module))
     finally:
-        sys.modules |= {each: module for each, module in before.items() if module}
+        sys.modules |= before
     vars(module)["PAGE"] = PAGE
     return module
 

@@ -24,6 +24,9 @@ in the file named; `wire` is a rule that `pytest tests/wire` checks against any 
 noticed.
 """
 TABLE = "| | what went wrong | our rule | where |\n|---|---|---|---|"
+DEFINES = re.compile(
+    r"\s+self\.(\w+)(?::| =)|\s*(?:async )?def (\w+)\(|__device__ \w+ (\w+)\(|([A-Z]\w+)(?::| =)"
+)
 OTHERS = "## Replays of rules\n\n| | |\n|---|---|"
 
 
@@ -44,10 +47,12 @@ def files() -> list[tuple[Path, dict[str, str]]]:
 
 
 def docstring(mutant: Mutant) -> str:
-    """Return what the function around a change says that it does."""
+    """Return what the function around a change says that it does, or the comment over a kernel."""
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
-    n = text[: text.index(mutant.old)].count("\n") + 1
-    functions: list[Any] = [*ast.walk(ast.parse(text if mutant.file.endswith(".py") else ""))]
+    before = text[: text.index(mutant.old)]
+    if mutant.file.endswith(".cu"):
+        return str(re.findall(r"(?:^//.*\n)+", before, re.MULTILINE)[-1])
+    n, functions = before.count("\n") + 1, list[Any](ast.walk(ast.parse(text)))
     around = [f for f in functions if hasattr(f, "returns") and f.lineno <= n <= f.end_lineno]
     return "".join(f"{function.name}(): {ast.get_docstring(function)}\n" for function in around[-1:])
 
@@ -59,15 +64,21 @@ def told(mutant: Mutant) -> tuple[str, str]:
     if is_written:
         test = mutant.test.partition("::")[0]
         is_imported = re.compile(rf"^(from|import) {mutant.module}\b", re.M)
-        uses = [f"It is judged by {mutant.test}. It is used here:"]
-        uses += ["devices/cuda.py launches it, or what calls it"] * mutant.file.endswith(".cu")
-        others = [*ROOT.glob("*.py"), *ROOT.glob("gateway/*.py"), ROOT / test]
+        text, known = (ROOT / mutant.file).read_text(encoding="utf-8"), dict[str, str]()
+        used = {*re.findall(r"\w+", mutant.old)} - {name}
+        for line in text.replace(mutant.old, "").splitlines():
+            if (found := DEFINES.match(line)) and found[found.lastindex or 0] in used:
+                known.setdefault(found[found.lastindex or 0], f"    {line.strip()}")
+        uses = ["It was written with these of its module:", *known.values()] if known else []
+        uses += [f"It is judged by {mutant.test}. It is used here:"]
+        uses += ["    devices/cuda.py launches it, or what calls it"] * mutant.file.endswith(".cu")
+        others = [ROOT / test, *ROOT.glob("*.py"), *ROOT.glob("gateway/*.py")]
         importing = [path for path in others if is_imported.search(path.read_text(encoding="utf-8"))]
         for path in dict.fromkeys((ROOT / mutant.file, *importing)):
             for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                if re.search(rf"^\s+(?!.*(def |float \*)).*\b{name}\(", line):
-                    uses.append(f"{path.relative_to(ROOT)}:{n}: {line.strip()}")
-        return mutant.undoes, "\n".join(uses[:12])
+                if re.search(rf"^\s+(?!.*(def |float \*|-->)).*\b{name}\(", line):
+                    uses.append(f"    {path.relative_to(ROOT)}:{n}: {line.strip()}")
+        return mutant.undoes, "\n".join(uses[:16])
     for path, fields in files():
         if mutant.test.endswith(f"[{path.stem}]"):
             return f"{fields['went_wrong'].strip()}\n{fields['source']}", fields["title"]

@@ -14,8 +14,10 @@ for a module can end its process as it likes: a test must be reported as passed,
 
 import argparse
 import ast
+import contextlib
 import functools
 import json
+import operator
 import os
 import re
 import resource
@@ -36,7 +38,11 @@ from oracle import ORACLES
 MAX_CPU_S = 60  # of a process: what takes longer does not end
 # Of each chapter one exercise whose test is a quick one; no two of a module.
 FEW = ["1.1", "2.1", "3.1", "4.6", "5.1", "6.6", "7.1", "8.1", "9.3", "10.6", "11.4"]
-MAX_LINES, MAX_WIDTH = 12, 160  # of what a test says
+# Runs of pytest in one process, for its start takes as long as some laws; in the first, all cuts of a replay.
+RUNS = "import os, pytest, sys; cut = {'REPLAYS_CUT_EVERY': '9'}\n"
+RUNS += "any(pytest.main(run.splitlines()) or os.environ.update(cut) for run in sys.argv[1:])"
+MAX_LINES, MAX_WIDTH = 10, 160  # of what a test says
+NOT_PASSED = "failure", "error", "skipped"
 SAID = re.compile(r">|E |.*: error:")  # lines of pytest, and of a compiler
 CHAPTERS = tomllib.loads((ROOT / "course" / "exercises.toml").read_text("utf-8"))
 LAWS: dict[str, list[str]] = CHAPTERS.pop("laws")
@@ -55,13 +61,21 @@ def exercises() -> dict[str, Mutant]:
 
 def judge(exercise: Mutant, work: Path, has_laws: bool = True) -> str:
     """Return why a student's folder is refused, in a few lines, or ""."""
-    laws = LAWS.get(exercise.module) or [each.test for each in mutants() if each.module == exercise.module]
+    of_mutants = [each.test for each in mutants() if each.module == exercise.module]
+    laws = LAWS.get(exercise.test, LAWS.get(exercise.module, of_mutants))
     files = [law for law in laws if law.startswith("--") or "::" not in law]
     named = [law for law in (exercise.test, *laws) if "::" in law and law not in files]
+    others = [*files, *(f"--deselect={test}" for test in named), "-m", "not sweep"]
+    runs = [["-m", "", *dict.fromkeys(named)]] if named else []
+    runs += [others] if files and has_laws else []
     with TemporaryDirectory() as folder:
         copy = repaired(work, Path(folder))
-        why = tested(named, copy) if named else ""
-        return why or compared(exercise.module, copy) or (tested(files, copy) if files and has_laws else "")
+        whys = tested(runs, copy)
+        own = whys[0] if named else ""
+        data = "" if "to its end" in own else compared(exercise.module, copy)
+        if own and data.startswith("an order of events"):  # of which the test has told
+            return own
+        return "\n".join(filter(None, [own, data])) or "".join(whys)
 
 
 def repaired(work: Path, folder: Path) -> Path:
@@ -85,32 +99,37 @@ def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedPr
     )
 
 
-def reported(tests: list[str], copy: Path, *options: str) -> tuple[list[Any], list[Any], Any]:
-    """Run tests; return what is reported of them, what is not reported as passed, and the ended process."""
-    is_named = all("::" in test for test in tests)
-    marks, more = ("", {}) if is_named else ("not sweep", {"REPLAYS_CUT_EVERY": "9"})
+Judged = Iterator[tuple[str, bool, str, str]]  # exercise, is the fix right, its place, why it is refused
+Reported = list[tuple[str, list[str]]]  # the name of each test, and what speaks against it
+
+
+def reported(runs: list[list[str]], copy: Path) -> tuple[list[Reported], Any]:
+    """Run pytest with these options, until a run fails; return what is reported, and the ended process."""
+    found: list[Reported] = [[] for _ in runs]
     with TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-m", marks, *options)
-        ended = run(["-m", "pytest", *options, *dict.fromkeys(tests)], copy, **more)
-        try:
-            cases = [*ElementTree.parse(report).iter("testcase")]
-        except (OSError, ElementTree.ParseError):
-            cases = []
-    failed = [case for case in cases if len(case) and case[0].tag in ("failure", "error", "skipped")]
-    return cases, failed, ended
+        reports = [Path(folder) / f"{number}.xml" for number in range(len(runs))]
+        options = [["-q", "-p", "no:cacheprovider", f"--junitxml={report}"] for report in reports]
+        ended = run(["-c", RUNS, *map("\n".join, map(operator.add, options, runs))], copy)
+        for tests, report in zip(found, reports, strict=True):
+            with contextlib.suppress(OSError, ElementTree.ParseError):
+                for case in ElementTree.parse(report).iter("testcase"):
+                    bad = [why.get("message", "") for why in case if why.tag in NOT_PASSED]
+                    file = case.attrib["classname"].replace(".", "/")
+                    tests.append((f"{file}.py::{case.get('name')}", bad))
+    return found, ended
 
 
-def tested(tests: list[str], copy: Path) -> str:
-    """Run tests; return what the first says that is not reported as passed."""
-    cases, failed, ended = reported(tests, copy, "-x")
-    if cases and not failed:
-        return ""
-    name = f"{failed[0].get('classname')}::{failed[0].get('name')}" if failed else f"no test of {tests[0]}"
-    said = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if SAID.match(line)]
-    why = said or [*(case[0].get("message", "") for case in failed), *ended.stderr.splitlines()[-3:]]
-    verb = f"was not run to its end (exit status {ended.returncode})" if not failed else "does not pass"
-    return "\n".join([f"{name} {verb}", *why[:MAX_LINES]])
+def tested(runs: list[list[str]], copy: Path) -> list[str]:
+    """Run tests; return of each run what the first test says that is not reported as passed."""
+    found, ended = reported([["-x", *run] for run in runs], copy)
+    said, whys = [line[:MAX_WIDTH] for line in ended.stdout.splitlines() if SAID.match(line)], []
+    for tests, run in zip(found, runs, strict=True):
+        failed = [(f"{name} does not pass", bad) for name, bad in tests if bad]
+        unrun = f"no test of {' '.join(run)} was run to its end (exit status {ended.returncode})"
+        name, why = (failed or [(unrun, ended.stderr.splitlines()[-3:])])[0]
+        is_right = tests and not failed
+        whys.append("" if is_right else "\n".join([name[:MAX_WIDTH], *(said or why)[:MAX_LINES]]))
+    return whys
 
 
 def compared(module: str, copy: Path) -> str:
@@ -179,10 +198,6 @@ def versions(number: str, exercise: Mutant) -> Iterator[tuple[bool, str, str]]:
     yield False, "by rule: untouched", text.replace(exercise.old, exercise.new)
 
 
-# The exercise, is the fix right, where it comes from, why it is refused.
-Judged = Iterator[tuple[str, bool, str, str]]
-
-
 def judged(known: dict[str, Mutant], numbers: list[str]) -> Judged:
     modules = set[str]()
     for number, exercise in known.items():
@@ -208,12 +223,9 @@ def few(known: dict[str, Mutant]) -> Judged:
             for number, exercise in chosen.items():
                 texts = {name: text for _, name, text in versions(number, exercise)}
                 (copy / exercise.file).write_text(texts[f"{kind} 1"], encoding="utf-8")
-            cases, failed, _ = reported([exercise.test for exercise in chosen.values()], copy)
-            names = {
-                case: f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}" for case in cases
-            }
+            ([tests], _) = reported([["-m", "", *(exercise.test for exercise in chosen.values())]], copy)
             for number, exercise in chosen.items():
-                own = [case in failed for case in cases if names[case].startswith(exercise.test)]
+                own = [bad for name, bad in tests if name.startswith(exercise.test)]
                 is_right = len(own) > 0 and not any(own)
                 why = compared(exercise.module, copy) if is_right else f"{exercise.test} does not pass"
                 yield number, kind == "right", f"{kind} 1", why

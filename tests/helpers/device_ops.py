@@ -239,6 +239,15 @@ def near(got: Array, expected: Array, tolerance: float = 4e-3) -> bool:
     return bool((distance <= tolerance * np.linalg.norm(expected, axis=-1) + 1e-6).all())
 
 
+def difference(got: Any, right: Any, share: float = 0.02) -> str:
+    """Return the first number that is not right, and how many are not."""
+    apart = ~np.isclose(got, right, rtol=share, atol=share * np.abs(right).mean())
+    for row, column in np.argwhere(apart)[:1].tolist():
+        numbers = f"{got[row][column]:.7g}, not {right[row][column]:.7g}"
+        return f"row {row}, column {column}: {numbers}; of {apart.size} numbers {apart.sum()} differ"
+    return "no difference"
+
+
 def spans_of(n_rows: int) -> Batch:
     return Batch([Span(0, range(16), [0] * n_rows, 0, 0)])
 

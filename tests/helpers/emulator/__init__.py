@@ -66,7 +66,7 @@ def build(code: str, options: Sequence[str], check: bool) -> Path:
     code = re.sub(r'extern\s+"C"\s+(?=__global__)', "", code)
     # In a namespace without a name: else what is shared in a template would be put elsewhere.
     text = f'#include "cuda.h"\nnamespace {{\n#line 1 "kernels.cu"\n{code}\n}}\n{calls}'
-    watch = ["-g", "-O1", "-fsanitize=thread,alignment"] if check else ["-O2"]
+    watch = ["-g1", "-O1", "-fsanitize=thread,alignment"] if check else ["-O2"]
     # Shared memory is a section of its own, which can be poisoned; g++ would not hear of it within templates.
     compile_ = ["g++", *FLAGS, *options, *watch, "-c", "-x", "c++", "-"]
     shared = ["objcopy", "--rename-section", ".bss=cuda_shared"]
