@@ -44,7 +44,7 @@ from event_log import EventLog
 from gateway.remote import RemoteWorker
 from jobs import Job, Log, Said, run
 from request import items, params, query
-from request.body import Parsing, receive
+from request.body import Parsing, receive_body
 from request.ids import item_ids, new_id
 from request.refusals import BadInput, unsupported
 from request.room import Visit
@@ -59,7 +59,7 @@ from worker import Prompt
 
 log = logging.getLogger("api")
 
-Feed = Callable[[int, Said], list[Event]]  # writes what a choice says as the events of an API
+MakeEvents = Callable[[int, Said], list[Event]]  # writes what a choice says as the events of an API
 # Api.begin(): returns (Job, Prompt). Api._prompt(): (None, Prompt), or (the answer of an upstream, None).
 Begin = Callable[..., Awaitable[Any]]
 
@@ -103,7 +103,7 @@ class Api:
 
     async def _received(self, http: HttpRequest, visit: Visit, begin: Begin, *more: Any) -> Any:
         """Receive a body, and return what `begin` makes of it while the client is connected."""
-        parsing = await receive(http, visit)
+        parsing = await receive_body(http, visit)
         visit.set_streams()
         return await while_connected(begin(parsing, visit, *more), http.receive)
 
@@ -326,16 +326,16 @@ class Api:
         self._warn(prompt)
         return None, prompt
 
-    async def _run(self, prompt: Prompt, feed: Feed, event_log: Log) -> None:
+    async def _run(self, prompt: Prompt, make_events: MakeEvents, event_log: Log) -> None:
         """Run all choices of a prompt; their events go to the log as they come. Raises what refuses it."""
         await asyncio.gather(
             *(
-                run(prompt, partial(feed, choice), event_log, Stopwatch(self.metrics), choice)
+                run(prompt, partial(make_events, choice), event_log, Stopwatch(self.metrics), choice)
                 for choice in range(prompt.request.n)
             )
         )
 
-    def _chunks(self, request: params.Request) -> Feed:
+    def _chunks(self, request: params.Request) -> MakeEvents:
         head = {
             "id": new_id("chatcmpl", "-"),  # as openai-openapi, CreateChatCompletionResponse, has it
             "created": int(time.time()),
@@ -345,7 +345,7 @@ class Api:
         }
         return completions.Chunks(head, new_id, request.n, request.include_usage, request.named_call).feed
 
-    def _blocks(self, request: params.Request) -> Feed:
+    def _blocks(self, request: params.Request) -> MakeEvents:
         head = {"id": new_id("msg"), "model": self.workers.spoken_name(request.model)}
         return blocks.Builder(head, new_id, partial(items.sealed, self.secret, request.owner)).feed
 
@@ -414,7 +414,7 @@ class Form(NamedTuple):
     """How an API reads a request, and writes the answer."""
 
     read: Callable[..., params.Request]
-    feed: Callable[[Api, params.Request], Feed]  # makes what writes the answer
+    feed: Callable[[Api, params.Request], MakeEvents]  # makes what writes the answer
     fold: Callable[[Iterable[Event]], Event]  # events -> the answer without `stream`
     done: bytes  # ends a stream
     keep_alive: bytes

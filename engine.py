@@ -1,7 +1,7 @@
 """The engine: a thread that runs the model step by step, and what goes between it and asyncio.
 
-    Sequence --Engine.generate()--> feed(StepOutput), feed(StepOutput), ... the last one with `finish`
-    the thread, over and over: read the inbox -> bring masks -> schedule() -> launch() -> read() -> feed
+    Sequence --Engine.generate()--> on_step(StepOutput), on_step(StepOutput), ... the last one with `finish`
+    the thread, over and over: read the inbox -> bring masks -> schedule() -> launch() -> read() -> hand out
 
 Why a thread and two queues, and not a task of the event loop or a lock: a step computes for milliseconds and
 would hold up every stream; with a lock around the scheduler each request would wait for a step. Why not a
@@ -63,7 +63,7 @@ class StepOutput(NamedTuple):
 
 # LocalPrompt.run() makes it: takes the output of a step for its sequence, and returns whether it wants more.
 # Runs in the event loop.
-Feed = Callable[[StepOutput], bool]
+OnStep = Callable[[StepOutput], bool]
 
 # A step that has been read: its batch, the choices that the runner returned, and its duration in seconds.
 Read = tuple[Step, list[list[Choice]], float]
@@ -92,8 +92,8 @@ class ModelRunner(Protocol):
 # --- Theory of operation ------------------------------------------------------------------------------------
 #
 # This is the thread beside a device, with n_ahead = 1. It launches step 4 before it reads step 3, so the
-# scheduler chains step 4 to tokens that only the device knows yet. Only then does it feed the tokens of step
-# 2 to their readers: the event loop makes events of them while the device computes.
+# scheduler chains step 4 to tokens that only the device knows yet. Only then does it hand out the tokens of
+# step 2 to their readers: the event loop makes events of them while the device computes.
 #
 #   thread   read 2   launch 4   feed 2   read 3 ............   launch 5   feed 3   read 4 .......
 #   device   step 3 .................................   step 4 .................................
@@ -121,7 +121,9 @@ class Engine:
         self._inbox = queue.SimpleQueue[Callable[[], object]]()  # between two steps: Scheduler.add or remove
         # Steps that are launched and not yet read, oldest first.
         self._in_flight: deque[tuple[Ticket, Step]] = deque()
-        self._readers = WeakKeyDictionary[Sequence, tuple[contextvars.Context, Feed, asyncio.Future[None]]]()
+        self._readers = WeakKeyDictionary[
+            Sequence, tuple[contextvars.Context, OnStep, asyncio.Future[None]]
+        ]()
         self._late: set[Sequence] = set()  # sequences whose masks were late
         self._outbox: list[tuple[Sequence, StepOutput]] = []  # what leaves the thread at the end of a step
         self._step_s = step_s
@@ -133,19 +135,19 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, sequence: Sequence, feed: Feed) -> None:
-        """Feed the tokens of one sequence to its reader, step by step, and return after the last.
+    async def generate(self, sequence: Sequence, on_step: OnStep) -> None:
+        """Hand the tokens of one sequence to its reader, step by step, and return after the last.
 
         Call it in the event loop; always in the same one. To abort, cancel the caller: however
-        this ends, the sequence is removed. An exception that feed() raises is raised here.
+        this ends, the sequence is removed. An exception that on_step() raises is raised here.
         """
         self._event_loop = asyncio.get_running_loop()
         ended = self._event_loop.create_future()
-        context = contextvars.copy_context()  # of the request: for its log records and the tasks of feed()
-        self._readers[sequence] = context, feed, ended
+        context = contextvars.copy_context()  # of the request: for its log records and the tasks of on_step()
+        self._readers[sequence] = context, on_step, ended
         self._inbox.put(partial(self._scheduler.add, sequence))
         if self._why_closed:  # the thread may have read its inbox for the last time
-            self._feed([(sequence, StepOutput([], "failed", self._why_closed))])
+            self._hand_out([(sequence, StepOutput([], "failed", self._why_closed))])
         try:
             await ended
         finally:
@@ -211,7 +213,7 @@ class Engine:
         """Empty the outbox with one call of the event loop: a call per sequence would outlast a step."""
         if self._outbox:
             with suppress(RuntimeError):  # the loop has closed, and its readers are gone
-                self._event_loop.call_soon_threadsafe(self._feed, self._outbox)
+                self._event_loop.call_soon_threadsafe(self._hand_out, self._outbox)
             self._outbox = []
 
     def _read(self) -> Read:
@@ -252,18 +254,18 @@ class Engine:
         is_at_work = is_asked or self._scheduler.running or self._scheduler.waiting
         return bool(is_at_work) and not self._why_closed
 
-    def _feed(self, outputs: list[tuple[Sequence, StepOutput]]) -> None:
-        """Feed each reader the output of a step, and end those with their last. Runs in the event loop."""
+    def _hand_out(self, outputs: list[tuple[Sequence, StepOutput]]) -> None:
+        """Give each reader the output of a step, and end those with their last. Runs in the event loop."""
         for sequence, output in outputs:
-            context, feed, ended = self._readers[sequence]
+            context, on_step, ended = self._readers[sequence]
             if ended.done():
                 continue
             try:
-                wants_more = context.run(feed, output)
+                wants_more = context.run(on_step, output)
             except Exception as error:
                 ended.set_exception(error)
             else:
-                if not ended.done() and (output.finish or not wants_more):  # feed() may cancel its reader
+                if not ended.done() and (output.finish or not wants_more):  # on_step() may cancel its reader
                     ended.set_result(None)
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------

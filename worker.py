@@ -140,18 +140,18 @@ class LocalPrompt(NamedTuple):
         accepted = Accepted(len(self.token_ids))  # prepare() has checked all: only an upstream may refuse
         is_queued = self.request.background  # until its prompt is launched: an output without tokens
 
-        def feed(step: StepOutput) -> bool:
+        def on_step(output: StepOutput) -> bool:
             nonlocal is_queued
             if is_queued:
                 is_queued = False
                 take([accepted])
-            take(answer.feed(step))
+            take(answer.feed(output))
             return not answer.has_finished
 
         if not is_queued:
             take([accepted])
         try:
-            await self.worker.engine.generate(sequence, feed)
+            await self.worker.engine.generate(sequence, on_step)
         except asyncio.CancelledError:
             if not answer.has_finished:
                 is_computed = answer.usage.output_tokens > 0  # else the prompt may not be
@@ -366,13 +366,13 @@ class Answer:
         self._n_logprobs_left = MAX_LOGPROBS // prompt.request.n
         self.usage = Usage(len(prompt.token_ids), 0)
 
-    def feed(self, step: StepOutput) -> list[Output | Finish]:
-        """Return the outputs of a step, and the Finish if the step ends the answer."""
+    def feed(self, output: StepOutput) -> list[Output | Finish]:
+        """Return the outputs that its tokens complete, and the Finish if it ends the answer."""
         said: list[Output | Finish] = []
-        end = step.finish
-        if step.tokens:  # without tokens (prompt, failure) cached_tokens is not set
-            self.usage.cached_tokens = step.cached_tokens
-        for token in step.tokens:  # one by one: a step may cross any number of channels
+        end = output.finish
+        if output.tokens:  # without tokens (prompt, failure) cached_tokens is not set
+            self.usage.cached_tokens = output.cached_tokens
+        for token in output.tokens:  # one by one: a step may cross any number of channels
             if self._n_logprobs_left < 0:
                 end = "length"
                 break
@@ -386,7 +386,7 @@ class Answer:
             reason = "stop" if self._parser.stopped else end
             self.has_finished = True
             stop_sequence = self._parser.stop_sequence
-            said.append(Finish(reason, self.usage, step.message, stop_sequence=stop_sequence))
+            said.append(Finish(reason, self.usage, output.message, stop_sequence=stop_sequence))
         return said
 
     def _feed_token(self, token: Choice) -> list[Output]:

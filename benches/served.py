@@ -26,7 +26,7 @@ from starlette.routing import Route
 import server
 import sse
 from benches.harness import prose
-from engine import SWITCH_INTERVAL_S, Feed, StepOutput
+from engine import SWITCH_INTERVAL_S, OnStep, StepOutput
 from sampling import Choice
 from scheduler import Sequence
 from service import loading
@@ -48,10 +48,10 @@ def ours(*flags: str) -> None:
     """Serve an engine that says a token over and over: one a tick, whose milliseconds are the seed."""
     said = StepOutput([Choice(token_id)])
 
-    async def generate(sequence: Sequence, feed: Feed) -> None:
+    async def generate(sequence: Sequence, on_step: OnStep) -> None:
         for n_left in range(sequence.max_tokens - 1, -1, -1):
             await tick(sequence.sampling.seed)
-            feed(said if n_left else said._replace(finish="length"))
+            on_step(said if n_left else said._replace(finish="length"))
 
     def make_runner(*given: Any) -> Any:
         _, _, config, length, _ = given

@@ -1,6 +1,6 @@
 """The body of a request: from the bytes of a connection to a JSON value, within limits.
 
-    HTTP request --receive()--> its bytes --parsed()--> value, or BadInput
+    HTTP request --receive_body()--> its bytes --parsed()--> value, or BadInput
 
 Authority: RFC 8259 (JSON), RFC 9110 section 8.4 (Content-Encoding), RFC 8878 (zstd); for the refusals,
 https://platform.openai.com/docs/guides/error-codes; MinRate of Apache's RequestReadTimeout for rule 1,
@@ -55,7 +55,7 @@ ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install b
 # --- what comes ---------------------------------------------------------------------------------------------
 
 
-async def receive(http: HttpRequest, visit: Visit) -> Parsing:
+async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
     """Receive the body of a request, and return it unparsed: `async with` parses it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:

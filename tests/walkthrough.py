@@ -28,7 +28,7 @@ from checkpoint.config import read_config
 from checkpoint.weights import read_weights
 from completions import Chunks
 from dialects.matchers import Grammars
-from engine import Engine, Feed, StepOutput
+from engine import Engine, OnStep, StepOutput
 from event_log import encode_event
 from helpers.scripted import events_of
 from model import NumpyOps
@@ -56,11 +56,11 @@ class TracedEngine(Engine):
 
     steps: list[tuple[StepOutput, list[WorkerOutput]]]
 
-    async def generate(self, sequence: Sequence, feed: Feed) -> None:
+    async def generate(self, sequence: Sequence, on_step: OnStep) -> None:
         def record(step: StepOutput) -> bool:
             if step.tokens:  # else a part of the prompt has been computed
                 self.steps.append((step, []))
-            return feed(step)
+            return on_step(step)
 
         await super().generate(sequence, record)
 

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models
 
 from channels import Accepted, Compaction, Finish, Output
 from dialects.families import DIALECTS
-from engine import Engine, Feed, StepOutput
+from engine import Engine, OnStep, StepOutput
 from request import params
 from request.params import Request
 from request.template import ChatTemplate
@@ -60,19 +60,19 @@ class ScriptedEngine:
         self.max_seq_len = max_seq_len
         self._steps = [[Choice(token_id, -1.0) for token_id in step] for step in steps]
 
-    async def generate(self, job: Sequence, feed: Feed) -> None:
+    async def generate(self, job: Sequence, on_step: OnStep) -> None:
         n_left = job.max_tokens
         for tokens in self._steps:
             wanted = tokens[:n_left]
             ends = [n for n, token in enumerate(wanted, 1) if token.token_id in job.stop_token_ids]
             if ends:
-                feed(StepOutput(wanted[: ends[0]], "stop"))
+                on_step(StepOutput(wanted[: ends[0]], "stop"))
                 return
             n_left -= len(wanted)
-            wants_more = feed(StepOutput(wanted, None if n_left else "length"))
+            wants_more = on_step(StepOutput(wanted, None if n_left else "length"))
             if not (n_left and wants_more):
                 return
-        feed(StepOutput([], "length"))
+        on_step(StepOutput([], "length"))
 
 
 def said(

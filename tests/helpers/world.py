@@ -42,7 +42,7 @@ import engine
 import model
 import scheduler
 from checkpoint.config import Config
-from engine import Feed
+from engine import OnStep
 from gateway import upstreams
 from sampling import NO_TOKEN, Choice
 from sampling import Context as SamplingContext
@@ -456,13 +456,13 @@ class SimEngine(engine.Engine):
             self._fail(sequence, self._why_closed)
         self._flush_outbox()
 
-    async def generate(self, sequence: scheduler.Sequence, feed: Feed) -> None:
+    async def generate(self, sequence: scheduler.Sequence, on_step: OnStep) -> None:
         expected = alone(sequence)
 
         def check_and_feed(step: engine.StepOutput) -> bool:
             for token in step.tokens:
                 WORLD.law(token.token_id == next(expected, -1), "other tokens than alone")
-            return feed(step)
+            return on_step(step)
 
         try:
             await super().generate(sequence, check_and_feed)

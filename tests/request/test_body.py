@@ -149,7 +149,7 @@ def arriving(visit: Visit, part: bytes, *waits_s: float) -> Awaitable[object]:
         await asyncio.sleep(left.pop(0))
         return {"type": "http.request", "body": part, "more_body": bool(left)}
 
-    return body.receive(HttpRequest({"type": "http", "headers": []}, receive), visit)
+    return body.receive_body(HttpRequest({"type": "http", "headers": []}, receive), visit)
 
 
 async def test_a_body_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
