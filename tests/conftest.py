@@ -32,6 +32,7 @@ settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 GPU_TESTS = ROOT / "tests" / "gpu"
+LONGEST = "test_rules", "test_bench", "test_course", "test_simulate", "test_kernels", "test_check"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if reason := cuda.missing():
         raise pytest.UsageError(f"tests/gpu is for a GPU: {reason}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return (os.cpu_count() or 1) + 1  # of `-n auto`: tests wait now and then
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files whose tests are the longest: in the end no process waits for one of them."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.hookimpl(tryfirst=True)

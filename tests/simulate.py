@@ -187,9 +187,7 @@ class Connection:
         self.sent_at: float | None = None  # the last time, of a stream
         self.left_at = float("inf")
 
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
+    json = property(lambda self: json.loads(self.body))
 
     def start(self, leaves_after: float | None = None) -> bool:
         """Connect; return whether the server listens. The client leaves after so many seconds."""
@@ -313,13 +311,8 @@ class Known:
         self.status, self.final, self.frames = "queued", b"", {}
         self.deleted = self.cancelled = self.faulted = self.was_left = False
 
-    @property
-    def is_background(self) -> bool:
-        return bool(self.body.get("background"))
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.body.get("stream"))
+    is_background = property(lambda self: bool(self.body.get("background")))
+    is_streamed = property(lambda self: bool(self.body.get("stream")))
 
 
 class Laws:
@@ -437,9 +430,7 @@ class Clients:
         self.world, self.laws, self.law = world, laws, world.law
         self.is_far = False
 
-    @property
-    def random(self) -> random.Random:
-        return self.world.random
+    random = property(lambda self: self.world.random)
 
     def connection(self, key: str, method: str, path: str, body: Any = None, **more: Any) -> Connection:
         return Connection(self.world, key, method, path, body, **more)

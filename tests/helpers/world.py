@@ -101,16 +101,14 @@ class World:
         """The disk is slow, or was, or was full: what waits for it has no limit."""
         return bool(self.disk_s > 0.01 or self.counts["slow disks"] or self.counts["disk faults"])
 
-    @property
-    def random(self) -> random.Random:
-        return CHANCE.get(self.own)
+    random = property(lambda self: CHANCE.get(self.own))
 
     def chance(self, p: float) -> bool:
-        return self.random.random() < p
+        return CHANCE.get(self.own).random() < p
 
     def delay(self, mean: float) -> float:
         """Draw a time: now and then none, now and then ten times as long."""
-        return self.random.choice((0, 1, 1, 1, 10)) * self.random.expovariate(1 / mean)
+        return float(self.random.choice((0, 1, 1, 1, 10)) * self.random.expovariate(1 / mean))
 
     def trace(self, *what: object) -> None:
         line = f"{self.now:.6f} " + " ".join(map(str, what))
