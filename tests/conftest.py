@@ -106,6 +106,19 @@ def orphans() -> list[str]:
     return [commands[pid] for pid, parent in parents.items() if parent not in known]
 
 
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The server of a file of tests, with its FLAGS; in the end its log has no traceback but of faults."""
+    from helpers.serving import serve  # here: tests/gpu runs where the server's packages are not installed
+
+    with serve(*getattr(request.module, "FLAGS", ())) as started:
+        yield started
+        bad = ["ERROR websocket", "ERROR uvicorn", "Task exception was never retrieved"]
+        if not hasattr(request.module, "RAISES"):  # the fault that a request asks for
+            bad.append("Traceback")
+        assert [line for line in started.log().splitlines() if any(each in line for each in bad)] == []
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile the kernels of the CPU before the tests of servers that need them: it would be their time."""
     starts_servers = any(hasattr(getattr(item, "module", None), "SERVER") for item in session.items)

@@ -5,15 +5,13 @@ derived from the code and the same in each run. To search longer: --hypothesis-s
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sse
-from helpers.serving import Server, serve
+from helpers.serving import Server
 from helpers.tables import table
 from request import params
 
@@ -52,14 +50,7 @@ ids = st.sampled_from([*TABLE["ids"], LONG]) | st.text("abc%/&=.", max_size=8)
 queries = st.sampled_from([*TABLE["queries"], "?limit=" + "9" * 500])
 contents = st.sampled_from([*TABLE["values"], LONG])
 headers = st.dictionaries(st.sampled_from(TABLE["headers"]), contents, max_size=2)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve("--max-model-len", "128") as started:
-        yield started
-        assert "Traceback" not in started.log()
-        assert started.get("/health").json["running"] == 0
+FLAGS = ("--max-model-len", "128")
 
 
 # --- what meets it ------------------------------------------------------------------------------------------

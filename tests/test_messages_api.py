@@ -31,12 +31,7 @@ CALLS: Json = ASK | {
     "tools": [WEATHER],
     "tool_choice": {"type": "tool", "name": "get_weather"},
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve("--api-key", "key", "--api-key", "other") as started:
-        yield started
+FLAGS = ("--api-key", "key", "--api-key", "other")
 
 
 @pytest.fixture(scope="module")

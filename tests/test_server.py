@@ -36,12 +36,6 @@ ERROR_KEYS = {"message", "type", "param", "code"}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def sdk(server: Server) -> Iterator[openai.OpenAI]:
     with server.sdk() as client:
         yield client

@@ -5,7 +5,7 @@ import gzip
 import json
 import select
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import pytest
@@ -19,13 +19,6 @@ from request.refusals import BadInput
 from request.room import MAX_BODY_BYTES, Rooms, Visit
 
 HI: Json = {"model": "tiny", "input": "hi", "max_output_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as started:
-        yield started
-        assert "Traceback" not in started.log()
 
 
 def error(reply: Reply, status: int) -> Json:

@@ -7,7 +7,6 @@ import selectors
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
@@ -31,13 +30,6 @@ from streaming import cancel
 
 ENDLESS: Json = HI | NO_END | {"seed": SLOW}
 CHUNKED = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as started:
-        yield started
-        assert "Traceback" not in started.log()
 
 
 # --- the law: what is sent comes, however it is cut ---------------------------------------------------------

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
 from contextlib import closing
 
 import prometheus_client
@@ -19,12 +18,6 @@ ENDLESS: Json = HI | NO_END | {"seed": SLOW, "stream": True}
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 Samples = dict[Sample, float]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as started:
-        yield started
 
 
 def scrape(server: Server) -> Samples:

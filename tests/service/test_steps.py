@@ -21,11 +21,7 @@ from helpers.serving import Json, Server, http_bytes, http_chunks, serve
 from request.room import Rooms, Visit
 from service.steps import Steps
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve("--debug-steps", "--speculate", "4", "--api-key", "ada", "--api-key", "bob") as started:
-        yield started
+FLAGS = ("--debug-steps", "--speculate", "4", "--api-key", "ada", "--api-key", "bob")
 
 
 @contextmanager

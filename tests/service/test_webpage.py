@@ -34,12 +34,6 @@ STORY = "Tell me a story about a cat."
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:

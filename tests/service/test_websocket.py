@@ -39,14 +39,7 @@ from worker import Workers
 RAISES, SLOW = 666, 668  # seeds of faulty_server.py
 ASKED: Json = HI | {"store": False, "temperature": 0}
 LAST = ("response.completed", "response.incomplete", "response.failed", "error")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve("--max-body", "1M", "--reader-timeout", "2") as started:
-        yield started
-        for line in ("ERROR websocket", "ERROR uvicorn", "Task exception was never retrieved"):
-            assert line not in started.log()
+FLAGS = ("--max-body", "1M", "--reader-timeout", "2")
 
 
 @pytest.fixture
