@@ -166,6 +166,14 @@ async def execute(registry: Registry, statement: str, *values: str) -> None:
     await registry._call("", registry._store._db.execute, statement, values)
 
 
+async def left_by_another(registry: Registry) -> Row:
+    """A response that was queued when its process died."""
+    left = row()
+    queued = [encode_event(n, event) for n, event in enumerate(builder_of(left).queue())]
+    assert await registry._write(left, 0, queued)
+    return left
+
+
 async def yields(n: int) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
@@ -266,9 +274,7 @@ async def test_a_restart_on_a_full_disk() -> None:
 
 async def test_what_is_damaged_on_a_full_disk_does_not_end_the_start() -> None:
     async with registry_of() as registry:
-        left = row()
-        queued = [encode_event(n, event) for n, event in enumerate(builder_of(left).queue())]
-        assert await registry._write(left, 0, queued)
+        left = await left_by_another(registry)
         await execute(registry, "DELETE FROM events WHERE response_id = ?", left.id)
         await execute(registry, "PRAGMA query_only = ON")
         await registry.recover(functools.partial(job_of, registry))
@@ -388,10 +394,7 @@ async def test_what_is_damaged_stops_nothing_else(damage: str, caplog: pytest.Lo
         return job_of(registry, left)
 
     async with registry_of() as registry:
-        damaged, whole = row(), row()
-        for left in (damaged, whole):
-            queued = builder_of(left).queue()
-            assert await registry._write(left, 0, [encode_event(n, event) for n, event in enumerate(queued)])
+        damaged, whole = [await left_by_another(registry) for _ in range(2)]
         await execute(registry, damage, damaged.id)
         await registry.recover(revive)
         assert await registry.get(damaged.id, "") is None
@@ -403,25 +406,21 @@ async def test_what_is_damaged_stops_nothing_else(damage: str, caplog: pytest.Lo
         assert not told.exc_info
 
 
-@pytest.mark.parametrize(
-    ("harm", "told"),
-    [
-        (Path.unlink, "No such file"),
-        (lambda path: os.truncate(path, path.stat().st_size - 1), "replaced or cut"),
-    ],
-)
+HARMS: dict[str, Callable[[Path], None]] = {
+    "No such file": Path.unlink,
+    "replaced or cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+}
+
+
+@pytest.mark.parametrize("told", HARMS)
 async def test_a_store_that_is_removed_or_cut_is_told_once(
-    harm: Callable[[Path], None],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SQLite went on without a word, and the next start found nothing."""
     monkeypatch.setattr(background, "EVICTION_INTERVAL_S", 0)
     async with registry_of(path=str(tmp_path / "db")) as registry:
         await registry._call("", registry._store.evict, 0)
-        harm(tmp_path / "db")
+        HARMS[told](tmp_path / "db")
         evicting = asyncio.create_task(registry.evict())
         for _ in range(9):
             await registry._call("", int)  # by turns with it

@@ -27,6 +27,7 @@ from background import Registry
 from helpers.asked import HI, NO_END, RESPONSES, large
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, serve, until
+from helpers.tables import table
 from helpers.wire import Wire
 from request.refusals import BadInput
 from request.room import Rooms, Visit
@@ -37,6 +38,7 @@ from streaming import cancel
 from worker import Workers
 
 RAISES, SLOW = 666, 668  # seeds of faulty_server.py
+TABLE = table("websocket")
 ASKED: Json = HI | {"store": False, "temperature": 0}
 LAST = ("response.completed", "response.incomplete", "response.failed", "error")
 FLAGS = ("--max-body", "1M", "--reader-timeout", "2")
@@ -153,18 +155,8 @@ def test_there_are_so_many_lanes(client: ClientConnection) -> None:
 
 # --- what is refused ----------------------------------------------------------------------------------------
 
-#  what is refused, on a connection that lives on   status   code
-REFUSED: list[tuple[Json | str, int, str]] = [
-    ({"model": "nope"},                               404,    "model_not_found"),
-    ({"type": "response.cancel"},                     400,    "invalid_value"),
-    ({"type": ["response.create"]},                   400,    "invalid_value"),
-    ({"type": None},                                  400,    "invalid_value"),
-    ({"background": True},                            400,    "unsupported_parameter"),
-    ({"stream_id": "a" * 257},                        400,    "invalid_value"),
-    ("[]",                                            400,    "invalid_type"),
-    ("{nope",                                         400,    "invalid_json"),
-    ("[" + "0," * 60_000 + "0]",                      413,    "body_too_large"),
-]  # fmt: skip
+REFUSED = [*TABLE["refused"], [{"stream_id": "a" * 257}, 400, "invalid_value"]]
+REFUSED.append(["[" + "0," * 60_000 + "0]", 413, "body_too_large"])
 
 
 @pytest.mark.parametrize(("message", "status", "code"), REFUSED, ids=range(len(REFUSED)))
