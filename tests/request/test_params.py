@@ -26,15 +26,7 @@ MISSING = "missing_required_parameter"
 NAN = float("nan")
 NO_IDS = ("a", "-1", "1.0", "", "\N{SUPERSCRIPT TWO}", "9" * 5000)
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
-CUSTOM = {"type": "custom", "name": "p", "format": {"type": "text"}}
-LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
-PATCH = CUSTOM | {"format": LARK}
-NAMESPACE = {"type": "namespace", "name": "n", "description": "", "tools": [FUNCTION, CUSTOM]}
-TWO_TOOLS = {"tools": [FUNCTION, CUSTOM]}
 HOSTED = {"type": "web_search"}
-NAMED = {"type": "function", "name": "f"}
-PICKED = {"type": "custom", "name": "p"}
-SOME = {"type": "allowed_tools", "mode": "auto", "tools": [PICKED, HOSTED]}
 
 # fmt: off
 ODD: list[Any] = [
@@ -132,26 +124,6 @@ def test_names_of_what_is_not_run_fit_into_a_header() -> None:
 
 # --- what comes of it ---------------------------------------------------------------------------------------
 
-# fmt: off
-#  change                                   member of the response object: what it says
-ECHOES: list[tuple[Json, Json]] = [
-    ({},                                    {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0,
-                                             "frequency_penalty": 0.0, "top_logprobs": 0, "tools": [],
-                                             "tool_choice": "auto", "truncation": "disabled", "metadata": {},
-                                             "parallel_tool_calls": True, "store": True, "background": False,
-                                             "text": {"format": {"type": "text"}}, "service_tier": "default",
-                                             "reasoning": {"effort": None, "summary": None},
-                                             "previous_response_id": None, "instructions": None,
-                                             "max_output_tokens": None, "max_tool_calls": None,
-                                             "safety_identifier": None, "prompt_cache_key": None}),
-    ({"service_tier": "flex"},              {"service_tier": "default"}),
-    ({"text": {"verbosity": "low"}},        {"text": {"format": {"type": "text"}, "verbosity": "low"}}),
-    ({"reasoning": {"effort": "low"}},      {"reasoning": {"effort": "low", "summary": None}}),
-    ({"tools": [NAMED, PATCH, NAMESPACE]},  {"tools": [FUNCTION, PATCH, NAMESPACE]}),
-    (TWO_TOOLS | {"tool_choice": SOME},     {"tool_choice": SOME}),
-]
-# fmt: on
-
 
 @pytest.mark.bug("P22")
 def test_a_hint_fits_its_parameter() -> None:
@@ -191,11 +163,11 @@ def test_meaning(api: str, row: list[Any]) -> None:
     assert found == value
 
 
-@pytest.mark.parametrize(("change", "members"), ECHOES)
-def test_echo(change: Json, members: Json) -> None:
-    echo = read("responses", change).echo
-    assert {name: echo[name] for name in members} == members
-    assert echo.keys() == ECHOES[0][1].keys()
+@pytest.mark.parametrize("row", TABLE["echoes"], ids=lambda row: str(row["change"])[:30])
+def test_echo(row: Json) -> None:
+    echo = plain(read("responses", row["change"]).echo)
+    assert {name: echo[name] for name in row["says"]} == row["says"]
+    assert echo.keys() == TABLE["echoes"][0]["says"].keys()
 
 
 @pytest.mark.parametrize(
