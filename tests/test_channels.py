@@ -48,26 +48,8 @@ def parser(dialect: Dialect, of: type[Parser] = Parser, **options: Any) -> Parse
 
 # --- outputs of models: lists of units ----------------------------------------------------------------------
 
-# fmt: off
-# All that the rules speak of, so that every few units matter.
-TEXT = [
-    "\n", "\n\n", " ", "a", "b", "é", "日本", "<", "STOP", "ST", "OP", "aab",
-    "{", "}", "[", '"', "\\", ":", ",", "null", "1", '"name"', '"arguments"', '"parameters"', '"f"',
-    '{"name": "f", "arguments": ', '{"name": "f"}', '{"arguments": {}, "name": "g"}', '{"a": "}\\""}',
-]
-XML = ["<function=f>", "<function=", "f>", "<parameter=s>", "<parameter=n>", "</parameter>", "</function>"]
-HEADERS = ["assistant", "analysis", "commentary", "final", " to=functions.f", " to=", "json", " "]
-UNITS = {
-    "harmony":     HEADERS * 2 + ["<|", "|>"],
-    "mistral":     ["f", "[", "]", "[ARGS", "id"],
-    "mistral-v3":  ["[", "]", ", "],
-    "qwen3-coder": ["<think", "</", "tool_call>", *XML, *XML],
-    "granite":     ["<|", "tool_call|>", "[", "]", ", "],
-    "llama":       ["<|", "tag|>", "; ", '{"name": "f", "parameters": {}}'],
-    "hermes":      ["<think", "</", "tool_call>"],
-}
+UNITS, TEXT = TABLE["units"], TABLE["units"]["text"]
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
-# fmt: on
 names = st.sampled_from(list(DIALECTS))
 units_of = {name: [*sorted(DIALECTS[name].markers) * 3, *UNITS[name] * 2, *TEXT] for name in DIALECTS}
 outputs = names.flatmap(
