@@ -241,22 +241,23 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
     """Answer any exception with an error object."""
     path = http.url.path[:MAX_SHOWN]
     routes = http.app.routes
+    headers = {}
     match error:
         case BadInput():
-            return error_response(http.scope, error)
+            refusal = error
         case ClientDisconnect():
             return Response(status_code=CLIENT_CLOSED_REQUEST)  # its client has left
         case HTTPException(status_code=404):
             paths = ", ".join(dict.fromkeys(route.path for route in routes))
             refusal = BadInput(f"Not found: {http.method} {path}. There is {paths}.", code="unknown_url")
-            return error_response(http.scope, refusal)
         case HTTPException():
             refusal = BadInput(f"Method Not Allowed: {http.method} {path}", code="method_not_allowed")
-            response = error_response(http.scope, refusal)
             # Of all routes with this path, while Starlette names the first one's: RFC 9110, section 15.5.6.
             allowed = [route.methods for route in routes if route.matches(http.scope)[0] is Match.PARTIAL]
-            response.headers["Allow"] = ", ".join(sorted(set().union(*allowed)))
-            return response
+            headers["Allow"] = ", ".join(sorted(set().union(*allowed)))
         case _:
             message = f"{type(error).__name__} in the server; its log has the details."
-            return error_response(http.scope, BadInput(message, code="server_error"))
+            refusal = BadInput(message, code="server_error")
+    response = error_response(http.scope, refusal)
+    response.headers.update(headers)
+    return response
