@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, models
 from channels import Accepted, Compaction, Finish, Output
 from dialects.families import DIALECTS
 from engine import Engine, OnStep, StepOutput
+from helpers.grammars import grammars_of
 from request import params
 from request.params import Request
 from request.template import ChatTemplate
@@ -39,7 +40,6 @@ TEMPLATES = {
 } | {"hermes": TEMPLATE}
 ENDS = {END, "<|call|>", "<|return|>", "<|eot_id|>", "<|eom_id|>"}  # as in generation_config.json
 TAG = re.compile(r"</?\w+>")
-NO_GRAMMARS: Any = None  # nothing is demanded of these workers
 TOOL = {"type": "function", "name": "f"}
 
 
@@ -111,7 +111,7 @@ def worker_of(
     max_output_tokens: int = 4096,
 ) -> LocalWorker:
     engine = cast(Engine, ScriptedEngine(tokenizer, steps, max_seq_len))
-    return LocalWorker(engine, tokenizer, template, NO_GRAMMARS, max_output_tokens=max_output_tokens)
+    return LocalWorker(engine, tokenizer, template, grammars_of(), max_output_tokens=max_output_tokens)
 
 
 def in_steps(token_ids: abc.Sequence[int], sizes: Iterable[int]) -> list[abc.Sequence[int]]:
