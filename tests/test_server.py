@@ -336,6 +336,13 @@ def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
             check_message(reply, f"Response with id '{id_}' not found.", None, "response_not_found")
 
 
+def test_what_a_foreground_response_is_refused(server: Server) -> None:
+    id_ = created(server, HI)["id"]
+    check_message(server.post(path_of(id_, "cancel"), {}), "Cannot cancel a synchronous response.")
+    why = "This response cannot be streamed because it was not created with background=true."
+    check_message(server.get(path_of(id_) + "?stream=true"), why, "stream")
+
+
 @pytest.mark.bug("H02")
 def test_the_official_client_resumes(sdk: openai.OpenAI) -> None:
     """By a plain stream; by a helper that asks for all, and shows a part: openai-node#1984.
