@@ -137,7 +137,7 @@ def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: S
         origins,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=["*"],
-        expose_headers=("x-request-id", "retry-after"),
+        expose_headers=["x-request-id, request-id, retry-after, warning"],
     )
     return logged(app, api.metrics, rooms.unanswered)
 

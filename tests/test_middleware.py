@@ -135,9 +135,9 @@ def test_the_prefix_cache_says_nothing_of_the_prompts_of_another_key(server: Ser
 # --- other origins ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bug("H14")
 def test_cors(server: Server) -> None:
-    asked = {"Access_Control_Request_Method": "POST"}
-    asked["Access_Control_Request_Headers"] = "authorization,content-type"
+    asked = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization"}
     allowed = "access-control-allow-origin"
     reply = server.request("OPTIONS", RESPONSES, None, Origin=PAGE, **asked)  # browsers ask without the key
     assert (reply.status, reply.headers[allowed]) == (200, PAGE)
@@ -145,7 +145,7 @@ def test_cors(server: Server) -> None:
     assert_noted(server, reply)
     reply = server.post(RESPONSES, HI, Origin=PAGE, **MINE)
     assert (reply.status, reply.headers[allowed]) == (200, PAGE)
-    assert "x-request-id" in reply.headers["access-control-expose-headers"]
+    assert reply.headers["access-control-expose-headers"] == "x-request-id, request-id, retry-after, warning"
     assert server.get("/v1/models", Origin=PAGE).headers[allowed] == PAGE  # the 401, too
     reply = server.post(RESPONSES, HI, Origin=ELSEWHERE, **MINE)
     assert (reply.status, allowed in reply.headers) == (200, False)
