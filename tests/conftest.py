@@ -85,11 +85,12 @@ def no_process_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_module_leaves_nothing() -> Iterator[None]:
-    """End the processes that follow grammars, and keep no free memory: the peaks of modules would add up."""
+def a_module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the processes that follow grammars, and keep no memory: the peaks of modules would add up."""
     yield
-    if grammars := sys.modules.get("helpers.grammars"):
-        grammars.end_all()
+    for value in vars(request.module).values():
+        getattr(value, "cache_clear", int)()  # models, and answers of them
+    getattr(sys.modules.get("helpers.grammars"), "end_all", int)()
     TRIM(0)
 
 
@@ -102,8 +103,7 @@ def orphans() -> list[str]:
                 stat = (folder / "stat").read_text()
                 parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
                 commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-    known = {os.getpid(), *parents}
-    return [commands[pid] for pid, parent in parents.items() if parent not in known]
+    return [commands[pid] for pid, parent in parents.items() if parent not in {os.getpid(), *parents}]
 
 
 @pytest.fixture(scope="module")
