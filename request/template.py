@@ -159,7 +159,7 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         """`tokens`: bos_token, eos_token, ..., which templates write by name. Raises BadTemplate."""
         self.source = source
-        self._tokens = tokens
+        self.tokens = tokens
         try:
             tree = ENVIRONMENT.parse(GENERATION.sub(r"\1with", source))
             for loop in tree.find_all(nodes.For):
@@ -206,7 +206,7 @@ class ChatTemplate:
             for message in messages
         ]
         variables = {
-            **{name: own(token) for name, token in self._tokens.items()},
+            **{name: own(token) for name, token in self.tokens.items()},
             **kwargs,
             "messages": told,
             "tools": tools or None,

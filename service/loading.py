@@ -17,6 +17,7 @@ import argparse
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ def load(directory: Path, args: argparse.Namespace) -> LocalWorker:
     except (TypeError, KeyError, RecursionError, MemoryError) as error:
         raise UnsupportedModel(f"the chat template in {directory} cannot be read: {error!r}") from error
     tokenizer = Tokenizer(vocabulary)
+    # Some generation_config.json name only other ends: https://github.com/Blaizzy/mlx-vlm/pull/2112
+    end = tokenizer.added.get(template.tokens.get("eos_token", ""))
+    if end is not None and end not in config.eos_token_ids:
+        config = replace(config, eos_token_ids=(*config.eos_token_ids, end))
     grammars = Grammars(vocabulary, config.vocab_size, config.eos_token_ids)
     try:
         runner = make_runner(ops_class, directory, config, max_seq_len, args)

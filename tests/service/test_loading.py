@@ -114,6 +114,16 @@ def test_a_damaged_model_is_refused_in_a_line(
     check_refused(complaint, file.parent)
 
 
+@pytest.mark.bug("K07")
+async def test_the_end_of_the_tokenizer_ends_an_answer(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(TINY, tmp_path / "model"))
+    (directory / "generation_config.json").write_text('{"eos_token_id": 2039}')
+    args = options.arguments().parse_args(["--device", "cpu"])
+    worker = loading.load(directory, args)
+    assert {*worker.engine.config.eos_token_ids} == {2039, 2041}
+    await worker.close()
+
+
 def test_weights_of_somebody_else_are_not_read(tmp_path: Path) -> None:
     """The file is a good one: only where it lies is wrong."""
     directory = Path(shutil.copytree(TINY, tmp_path / "model"))
