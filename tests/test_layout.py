@@ -116,11 +116,11 @@ CAPS = {
     "dialects":    8_400,
     "gateway":     9_330,  # with an upstream's Warning and extra_content
     "request":    15_685,  # bodies of three APIs
-    "service":     8_447,  # with steering over the WebSocket
+    "service":     8_500,  # with steering over the WebSocket
 }
 # fmt: on
 MAX_MODULE = 610  # lines of a module of the root, theory and folds included
-MAX_TESTS = 22_206
+MAX_TESTS = 22_216
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER}  # fmt: skip
