@@ -51,21 +51,21 @@ def drawn(random: Random, words: list[Any], longest: int) -> list[Any]:
 
 
 def sse(random: Random) -> Cases:
-    from sse import Parser
+    from sse import BOM, Parser
 
-    words = [b"data: x", b"data:  y", b"data", b"id: 7"]
-    words += [b"event: e", b": note", "data: ü€".encode(), b"\xef\xbb\xbf"]
-    words += [b'data: {"a": {}', b"data: }", b"data: [DONE]"]
-    words += [b"\n", b"\r", b"\r\n", b"\n\n", b"\r\r", b"\r\n\r\n", b"data: " + bytes(40), b"id: \0"]
-    for _ in range(4 * N):
-        chunks, limit = [*cuts(random, b"".join(drawn(random, words, 12)))], random.choice([9, 44, 1000])
-        if random.random() < 0.3:
-            chunks.insert(random.randrange(len(chunks)), b"")
+    words, ends = [b"data: x", b"data:  y", b"data", b"id: 7", b"event: e"], [b"\n", b"\r", b"\r\n"]
+    words += ["data: ü€".encode(), b": note", BOM, b"x", b'data: {"a": {}', b"data: }", b"data: a\x0bb\x0c"]
+    words += [*ends, b"\n\n", b"\r\r", b"\r\n\r\n", b"data: " + bytes(40), b"id: \0", b"data: x\n\n"]
+    for i in range(4 * N):
+        said = drawn(random, words, 12)
+        said = [part for line in said for part in (line, random.choice(ends))] if i % 2 else said
+        chunks, limit = [*cuts(random, b"".join(said))], random.choice([9, 44, 1000])
+        chunks[1:1] = [b""] * (i % 3 == 0)
         parser, fed = Parser(limit), list[Any]()
         while len(fed) < len(chunks) and "EventTooLarge" not in fed:
             fed.append(outcome(parser.feed, chunks[len(fed)]))
-        ended = "" if "EventTooLarge" in fed else outcome(parser.close)
-        yield ["max_event_bytes", limit, "chunks", chunks], [fed, ended]
+        case = ["max_event_bytes", limit, "chunks", chunks]
+        yield case, [fed, "EventTooLarge" in fed or outcome(parser.close)]
 
 
 def channels(random: Random) -> Cases:
