@@ -46,6 +46,12 @@ class Quiet(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
+    def send_head(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
 
 class Faulty(http.server.ThreadingHTTPServer):
     """Serves while its block runs, and counts the requests that its fault is about."""
@@ -104,10 +110,7 @@ class Handler(Quiet):
 
     def pass_on(self, exchange: Exchange, chunks: Iterable[str], fault: Fault) -> None:
         status, headers, chunks = with_fault(exchange, chunks, fault)
-        self.send_response_only(status)
-        for name, value in (headers | {"transfer-encoding": "chunked"}).items():
-            self.send_header(name, value)
-        self.end_headers()
+        self.send_head(status, headers | {"transfer-encoding": "chunked"})
         for raw in (chunk.encode("latin-1") for chunk in chunks if chunk):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(raw), raw))
         if "holds" in fault:

@@ -50,12 +50,6 @@ class Handler(Quiet):
 
     do_POST = do_DELETE = do_GET
 
-    def send_head(self, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-
     def get(self) -> None:
         if self.headers.get("Upgrade") == "websocket":
             self.upgrade()
