@@ -76,11 +76,8 @@ class SpoiledKernel(Kernel):
         memory, begin, n_bytes = self.emulator.memory_at(address)
         first = address - memory.ctypes.data
         values = memory[first : begin + n_bytes - memory.ctypes.data].view(ITEMS[parameter.kind])
-        n_rows = (
-            given["n_rows"][1]
-            if "n_rows" in given
-            else grid[0 if self.name in ("embed", "pick", "add_experts") else -1]
-        )
+        n_blocks = grid[0 if self.name in ("embed", "pick", "add_experts") else -1]
+        n_rows = given["n_rows"][1] if "n_rows" in given else n_blocks
         before = np.empty_like(values)
         self.emulator.submit(lambda: np.copyto(before, values))
         super().submit(grid, block, packed)

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import closing
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, cast
@@ -12,6 +13,7 @@ import pytest
 from checkpoint.config import UnsupportedModel, parse_config
 from devices import cuda, kernels
 from devices.cuda import CudaOps
+from engine import Engine
 from helpers import device_models, emulator
 from helpers.device_models import BITS, VARIED, apart, by_steps, choices, model_of, ops_of, rows, tokens
 from helpers.device_ops import TABLES, sweep
@@ -53,9 +55,22 @@ WAYS = [(CudaOps, VARIED[0], 1), *((ops, name, 64) for name in VARIED for ops in
 
 @pytest.mark.parametrize(("kind", "name", "enough"), sweep(WAYS, [WAYS[0], WAYS[2], WAYS[5]]))
 def test_the_same_logprobs_whichever_way_a_prompt_is_read(kind: Any, name: str, enough: int) -> None:
+    """The law of a prompt, to the bit: prefill = decode, chunked = whole, cached = cold, in pages as well."""
     ops = device_models.ops_on(Emulator(), name, kind)
     ops.enough_blocks = enough
-    device_models.read_any_way(ops)
+    token_ids = tokens(70)
+    [whole] = by_steps(ops, [rows(token_ids)])
+    ways = [
+        [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 69) for i in range(70)],
+        [rows(token_ids[:64], 0, 2, 0), rows(token_ids[64:], 64, 2)],
+        [rows(token_ids[i : i + 33], i, 3, n_wanted=i == 66) for i in (0, 33, 66)],
+        [rows(token_ids[:7], 0, 4, 0), rows(token_ids[7:], 7, 4)],  # rows, then a tile
+    ]
+    for slot, spans in enumerate(ways, 1):
+        assert by_steps(ops, spans)[-1] == whole
+        assert device_models.kept(ops, slot) == device_models.kept(ops, 0)
+    cached = rows(token_ids[PAGE:], PAGE, 5)._replace(pages=[device_models.pages(0)[0], 12])
+    assert by_steps(ops, [cached]) == [whole]
 
 
 def test_graphs_change_nothing_and_are_few() -> None:
@@ -139,8 +154,9 @@ def test_the_engine_gives_the_same_bits_whatever_happens_around() -> None:
     runs = []
     for n_pages, speculate, is_alone in ((24, 0, True), (24, 4, True), (24, 0, False), (4, 3, False)):
         ops = CudaOps(model.config, packed, SIZES[0], n_pages, SIZES[2], cp=Emulator())
-        with device_models.engine_of(ops, speculate) as engine:
+        with closing(Engine(ops, speculate)) as engine:
             runs.append([alone(engine, job).tokens for job in jobs] if is_alone else play(together(engine)))
+        assert engine.counts()["free_pages"] == n_pages
     assert runs == [runs[0]] * 4
 
 

@@ -4,8 +4,7 @@ Used by tests/devices on the emulator, and by tests/gpu on a GPU.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,10 +14,9 @@ import numpy as np
 
 from checkpoint.weights import Mxfp4, Weights, bfloat16, read_weights, unpacked
 from devices.cuda import CudaOps, on_device
-from engine import Engine
 from helpers.emulator import Emulator
 from helpers.tables import table
-from model import PAGE, Span
+from model import Span
 from parity import CASES, Ours, write
 from sampling import Choice, Context, Sampling
 
@@ -91,32 +89,7 @@ def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list
     return [choice for span in spans for got in choices(ops, [span], sampling) for choice in got]
 
 
-def page(ops: CudaOps, number: int) -> list[bytes]:
-    """Return the bits of all layers' keys and values in a page."""
-    return [pool[number].get().tobytes() for pool in [*ops._keys, *ops._values]]
-
-
-@contextmanager
-def engine_of(ops: Any, speculate: int = 0) -> Iterator[Engine]:
-    engine = Engine(ops, speculate)
-    try:
-        yield engine
-    finally:
-        engine.close()
-        assert engine.counts()["free_pages"] == ops.n_pages
-
-
-def read_any_way(ops: CudaOps) -> None:
-    """The law of a prompt, to the bit: prefill = decode, chunked = whole, cached = cold, in pages as well."""
-    token_ids = tokens(70)
-    [whole] = by_steps(ops, [rows(token_ids)])
-    ways = [
-        [rows(token_ids[i : i + 1], i, 1, n_wanted=i == 69) for i in range(70)],
-        [rows(token_ids[:64], 0, 2, 0), rows(token_ids[64:], 64, 2)],
-        [rows(token_ids[i : i + 33], i, 3, n_wanted=i == 66) for i in (0, 33, 66)],
-        [rows(token_ids[:7], 0, 4, 0), rows(token_ids[7:], 7, 4)],  # rows, then a tile
-    ]
-    for slot, spans in enumerate(ways, 1):
-        assert by_steps(ops, spans)[-1] == whole
-        assert [page(ops, number) for number in pages(slot)] == [page(ops, number) for number in pages(0)]
-    assert by_steps(ops, [Span(5, [pages(0)[0], 12], token_ids[PAGE:], PAGE, 1)]) == [whole]
+def kept(ops: CudaOps, slot: int) -> list[bytes]:
+    """Return the bits of all layers' keys and values in the pages of a slot."""
+    pools = [*ops._keys, *ops._values]
+    return [pool[number].get().tobytes() for number in pages(slot) for pool in pools]
