@@ -597,7 +597,7 @@ def test_a_stop_drops_clients_that_do_not_read() -> None:
         until(lambda: server.health()["running"] == 16, "it is being answered")
         until(lambda: server.health()["steps"] > 300, "there is more than the system holds for the client")
         server.interrupt()
-        until(lambda: "again to stop at once" in server.log(), "it waits for what runs")
+        until(lambda: "a second signal ends them" in server.log(), "it waits for what runs")
         server.interrupt()
         assert server.exit_status() == 0
         assert "Traceback" not in server.log()
