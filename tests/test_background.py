@@ -307,6 +307,28 @@ async def test_what_waits_is_queued(monkeypatch: pytest.MonkeyPatch, max_batch: 
 # --- the queue ----------------------------------------------------------------------------------------------
 
 
+async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who had queued a hundred was served a hundred times before the next one."""
+    monkeypatch.setattr(background, "MAX_RUNNING", 1)
+    order: list[str] = []
+
+    async def says(name: str) -> AsyncIterator[Said]:
+        order.append(name)
+        yield DONE
+
+    async with registry_of() as registry:
+        held, cancelled = Held(), row(owner="d")
+        await started(registry, row(owner="a"), held)
+        await held.runs.wait()
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+            await started(registry, row(owner=name[0]), functools.partial(says, name))
+        await started(registry, cancelled, functools.partial(says, "d1"))
+        await registry.cancel(cancelled)
+        held.go_on.set()
+        await until_idle(registry)
+    assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
 async def test_the_store_is_closed_after_all_that_was_asked_of_it() -> None:
     """By turns of the owners it would be closed before what another one waits for."""
     registry = Registry(Store(":memory:", Retention()), Scripts())

@@ -1,7 +1,10 @@
 """POST /v1/messages over the wire: the `anthropic` SDK, by itself and through a front, refusals, counts."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -19,6 +22,7 @@ from request.refusals import BadInput
 
 Json = dict[str, Any]
 TABLE = table("messages_api")
+ROOT = Path(__file__).parent.parent
 ASK: Json = {"model": "tiny", "max_tokens": 200}
 TWO: Json = ASK | {"messages": [{"role": "user", "content": "What is 2+2?"}]}
 WEATHER: Json = {
@@ -66,6 +70,30 @@ def test_an_agent_goes_on(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(**asked)
     usage = answer.usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.sweep
+def test_the_ai_sdk_reads_it(server: Server, tmp_path: Path) -> None:
+    """Vercel's, with its anthropic provider: npm fetches both."""
+    if not (shutil.which("npm") and shutil.which("node")):
+        pytest.skip("needs Node.js")
+    packages = ["ai@6.0.326", "@ai-sdk/anthropic@3.0.140"]
+    npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(tmp_path)]
+    subprocess.run([*npm, *packages], check=True, capture_output=True, timeout=PATIENCE_S)
+    script = shutil.copy(ROOT / "tests/helpers/ai_sdk.mjs", tmp_path)  # it finds the packages beside itself
+    asked = ["node", script, server.url]
+    done = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+    said = json.loads(done.stdout.splitlines()[-1])
+    for plain, streamed in (said["text"], said["call"]):
+        assert plain == streamed
+        assert plain["reasoning"]
+    assert (said["text"][0]["text"], said["text"][0]["finish"]) == ("4", "stop")
+    call, answer = said["agent"]
+    assert call == said["call"][0]
+    assert call["finish"] == "tool-calls"
+    assert call["calls"] == [{"toolName": "get_weather", "input": {"city": "Tokyo"}}]
+    assert (answer["finish"], answer["calls"]) == ("stop", [])
+    assert said["refused"]["status"] == 404
 
 
 LONG = {"messages": [{"role": "user", "content": "long " * 20_000}]}
