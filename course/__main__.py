@@ -59,7 +59,7 @@ def start(number: str, exercise: Mutant, progress: dict[str, Any]) -> None:
 
 def check(number: str, exercise: Mutant, progress: dict[str, Any]) -> None:
     if why := judge(exercise, WORK / number):
-        sys.exit(f"Not yet: {why}\n{told(exercise)[0]}")
+        sys.exit(f"Not yet: {why}\nThe bug of this exercise: {told(exercise)[0]}")
     progress["done"].setdefault(number, time.time())
     save(progress)
     print(f"Solved. Go on: {PROGRAM} next")
