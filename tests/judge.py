@@ -38,9 +38,9 @@ from oracle import ORACLES
 MAX_CPU_S = 60  # of a process: what takes longer does not end
 # Of each chapter one exercise whose test is a quick one; no two of a module.
 FEW = ["1.1", "2.1", "3.1", "4.6", "5.1", "6.6", "7.1", "8.1", "9.3", "10.6", "11.4"]
-# Runs of pytest in one process, for its start takes as long as some laws; in the first, all cuts of a replay.
-RUNS = "import os, pytest, sys; cut = {'REPLAYS_CUT_EVERY': '9'}\n"
-RUNS += "any(pytest.main(run.splitlines()) or os.environ.update(cut) for run in sys.argv[1:])"
+# Runs of pytest in one process, for its start takes as long as some laws; in the laws, few cuts of a replay.
+RUNS = "import os, pytest, sys; cut = lambda run: {'REPLAYS_CUT_EVERY': '9'} if 'not sweep' in run else {}\n"
+RUNS += "any(os.environ.update(cut(run)) or pytest.main(run.splitlines()) for run in sys.argv[1:])"
 MAX_LINES, MAX_WIDTH = 10, 160  # of what a test says
 NOT_PASSED = "failure", "error", "skipped"
 SAID = re.compile(r">|E |.*: error:")  # lines of pytest, and of a compiler
