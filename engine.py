@@ -95,10 +95,10 @@ class ModelRunner(Protocol):
 # scheduler chains step 4 to tokens that only the device knows yet. Only then does it hand out the tokens of
 # step 2 to their readers: the event loop makes events of them while the device computes.
 #
-#   thread   read 2   launch 4   feed 2   read 3 ............   launch 5   feed 3   read 4 .......
-#   device   step 3 .................................   step 4 .................................
+#   thread   read 2   launch 4   hand out 2   read 3 ............   launch 5   hand out 3   read 4 .......
+#   device   step 3 .....................................   step 4 .....................................
 #
-# On a CPU n_ahead is 0: launch() itself computes, read() returns at once, and the tokens are fed to their
+# On a CPU n_ahead is 0: launch() itself computes, read() returns at once, and the tokens are handed to their
 # readers before the next step is scheduled.
 #
 # Structured output needs a mask before each choice. The thread asks for it as soon as it has read the token

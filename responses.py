@@ -3,7 +3,7 @@
     [Delta | Call | Arguments | Close, ...], Finish --Builder--> [event, ...] --fold()--> the response object
 
 To add a kind of item that grows: a row of KINDS, and one of GRAMMAR for each of its events. To add another
-event: a row of GRAMMAR, and feed() makes it with _event(). The members of both are rows of ObjectECTS in
+event: a row of GRAMMAR, and feed() makes it with _event(). The members of both are rows of OBJECTS in
 audit/tables.py. What adds to the response is a row of FOLD in service/page.html, which a test demands.
 `python tests/pictures.py` draws the picture of GRAMMAR again.
 

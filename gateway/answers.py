@@ -190,11 +190,11 @@ def document(text: str | bytes) -> Chunk:
     except ValueError as error:
         raise Unreadable(f"expected JSON, got {shown(text)}") from error
     match value:
-        case [value]:  # Gemini's error
-            pass
-    if not isinstance(value, dict):
-        raise Unreadable(f"expected a JSON object, got {shown(text)}")
-    return value
+        case [dict() as only]:  # Gemini's error
+            return only
+        case dict():
+            return value
+    raise Unreadable(f"expected a JSON object, got {shown(text)}")
 
 
 # --- values -------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class Reply:
 async def pieces(response: httpx.Response) -> AsyncGenerator[bytes]:
     """Yield a body in pieces, unpacked: one read may have thousands of frames."""
     is_gzip = "gzip" in response.headers.get("content-encoding", "")
-    unpack = zlib.decompressobj(31).decompress if is_gzip else bytes  # 31: the format has gzip's header
+    unpack = zlib.decompressobj(31).decompress if is_gzip else bytes  # 31: as GZIP of request/body.py
     async with aclosing(response.aiter_raw()) as reads:
         async for data in reads:
             for start in range(0, len(data), PIECE_BYTES):
