@@ -188,7 +188,7 @@ class LocalWorker:
             if prompt.grammar:
                 await self.grammars.check(prompt.grammar, request.owner)
         except BadGrammar as error:
-            raise grammar_refused(error, request.structured_output or StructuredOutput("none")) from error
+            raise grammar_refused(error, request) from error
         return prompt
 
     def _prepare(self, request: Request) -> LocalPrompt:
@@ -498,15 +498,17 @@ def logprob_of(token: Choice, tokenizer: Tokenizer) -> TokenLogprob:
     return own._replace(top=tuple(top))
 
 
-def grammar_refused(error: BadGrammar, spec: StructuredOutput) -> BadInput:
+def grammar_refused(error: BadGrammar, request: Request) -> BadInput:
     """Return the refusal of a schema or grammar that cannot be enforced."""
-    grammar = dict(spec.inputs).get(error.part)  # if it is the grammar of a custom tool's input
-    if grammar:
-        return BadInput(f"Invalid {grammar.syntax} grammar for '{error.part}': {error}", param=grammar.path)
+    tool = request.called.get(error.part)
+    if tool and tool.grammar:
+        why = f"Invalid {tool.grammar.syntax} grammar for '{error.part}': {error}"
+        return BadInput(why, param=tool.grammar.path)
+    spec = request.structured_output
     path = "tools"
-    if error.part == "schema" or not spec.functions:
+    if spec and (error.part == "schema" or not spec.tools):
         path = spec.schema_path
     of_part = ""
-    if error.part and error.part != "schema":
+    if tool:
         of_part = f" for '{error.part}'"
     return BadInput(f"Invalid schema{of_part}: {error}", param=path, code="invalid_json_schema")

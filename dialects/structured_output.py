@@ -32,7 +32,7 @@ from llguidance import regex_to_lark
 from channels import Dialect
 from dialects import calls, grammar_in_json
 from dialects.json_schema import BadGrammar, has_circle, types_of, variants
-from request.tools import Grammar, StructuredOutput
+from request.tools import Grammar, StructuredOutput, Tool
 
 MAX_LARK = 2**20  # characters of the grammar of an answer
 MAX_CALLS = 16  # of one answer: a small model that must call goes on until its context is full
@@ -116,7 +116,7 @@ def answer_grammar(
     writer.rule("start", _reasoning(writer, thinking) + " body")
     content = _plain_text(writer)
     if spec.schema is not None:
-        content = writer.rule("json", _part(writer, "schema", spec.schema))
+        content = writer.rule("json", _part(writer, "schema", spec.schema, strict=True))
     writer.rule("text", writer.sequence(dialect.forms.text, TEXT=content))
     writer.rule("body", *_bodies(writer, spec))
     lark = "\n".join(f"{name}: {rule}" for name, rule in writer.rules.items())
@@ -160,11 +160,9 @@ def _bodies(writer: _Writer, spec: StructuredOutput) -> list[str]:
         return ["text"]
     forms = writer.dialect.forms
     places: list[dict[str, str]] = []
-    for i, (name, schema) in enumerate(spec.functions):
-        arguments = writer.rule(
-            f"arguments_{i}", _arguments(writer, name, schema, dict(spec.inputs).get(name))
-        )
-        places.append({"NAME": json.dumps(name), "ARGUMENTS": arguments})
+    for i, tool in enumerate(spec.tools):
+        arguments = writer.rule(f"arguments_{i}", _arguments(writer, tool))
+        places.append({"NAME": json.dumps(tool.qualified_name), "ARGUMENTS": arguments})
     opening, ending = forms.calls
     writer.rule("call", *(writer.sequence(forms.call, **place) for place in places))
     rest = writer.sequence(ending)
@@ -180,15 +178,17 @@ def _bodies(writer: _Writer, spec: StructuredOutput) -> list[str]:
     return ["text", calls, f"first {rest}"]
 
 
-def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: Grammar | None) -> str:
-    """Return the arguments of a function; `grammar` is that of a custom tool's input (Tool.schema())."""
+def _arguments(writer: _Writer, tool: Tool) -> str:
+    """Return the arguments of a call of the tool."""
+    name = tool.qualified_name
+    schema = {"type": "object", **tool.schema()}
     try:
         in_xml = writer.dialect.forms.arguments == "xml"
-        if grammar:
-            return _input(writer, name, grammar, in_xml)
-        as_json = _part(writer, name, schema)
+        if tool.grammar:
+            return _input(writer, name, tool.grammar, in_xml)
+        as_json = _part(writer, name, schema, tool.strict)
         if in_xml:
-            return " ".join(_parameters(writer, schema)) or '""'
+            return " ".join(_parameters(writer, schema, tool.strict)) or '""'
         return as_json
     except BadGrammar as error:
         error.part = name
@@ -197,17 +197,17 @@ def _arguments(writer: _Writer, name: str, schema: Mapping[str, Any], grammar: G
         raise BadGrammar("it is not a JSON schema", name) from error
 
 
-def _part(writer: _Writer, name: str, schema: Mapping[str, Any]) -> str:
+def _part(writer: _Writer, name: str, schema: Mapping[str, Any], strict: bool) -> str:
     """Return the JSON that fits a schema of the client."""
     if has_circle(schema):
         raise BadGrammar("a $ref leads back to itself", name)
-    as_json = _json(schema)
+    as_json = _json(schema, strict)
     writer.parts.append((name, f"start: {as_json}"))
     return as_json
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {**JSON_LAYOUT, "lenient": "x-guidance" in schema}})
+def _json(schema: Mapping[str, Any], strict: bool) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": {**JSON_LAYOUT, "lenient": not strict}})
 
 
 def _input(writer: _Writer, name: str, grammar: Grammar, in_xml: bool) -> str:
@@ -233,37 +233,35 @@ PARAMETER_NAME = re.compile(r"[^<>\s]+")
 PARAMETER_END = f"\n{calls.VALUE_END}\n"
 
 
-def _parameters(writer: _Writer, root: Mapping[str, Any]) -> Iterator[str]:
+def _parameters(writer: _Writer, root: Mapping[str, Any], strict: bool) -> Iterator[str]:
     """Yield the parameters in the order of the schema, those that it only requires last."""
-    _check_keywords(root, [root], OF_OBJECTS)
+    _check_keywords([root], OF_OBJECTS, strict)
     required = dict.fromkeys(root.get("required", ()))
     for name in dict.fromkeys([*root.get("properties", ()), *required]):
         if not PARAMETER_NAME.fullmatch(name):
             raise BadGrammar(f"'{name}' cannot be the name of a parameter")
-        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name)}"
+        parameter = f"{json.dumps(f'<parameter={name}>')} {_value(writer, root, name, strict)}"
         yield parameter if name in required else f"({parameter})?"
 
 
-def _value(writer: _Writer, root: Mapping[str, Any], name: str) -> str:
+def _value(writer: _Writer, root: Mapping[str, Any], name: str, strict: bool) -> str:
     """Return one of three: a string of an enum, any string, or JSON; newlines around it."""
     schemas = variants(root, name)
     schema: Any = next((each for each in schemas if "$ref" not in each), None)
     types = types_of(schemas)
     if "string" not in types:
-        definitions = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
-        as_json = writer.rule(f"json_{len(writer.rules)}", _json(schema | definitions))
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        as_json = writer.rule(f"json_{len(writer.rules)}", _json(schema | definitions, strict))
         return f'"\\n" {as_json} {json.dumps(PARAMETER_END)}'
     if "enum" in schema and types == {"string"}:
         values = [json.dumps(f"\n{value}{PARAMETER_END}") for value in schema["enum"]]
         return f"({' | '.join(values)})"
-    _check_keywords(root, schemas, OF_STRINGS)
+    _check_keywords(schemas, OF_STRINGS, strict)
     return f'"\\n" {writer.lazy(PARAMETER_END)}'
 
 
-def _check_keywords(
-    root: Mapping[str, Any], schemas: Iterable[Mapping[str, Any]], enforced: set[str]
-) -> None:
+def _check_keywords(schemas: Iterable[Mapping[str, Any]], enforced: set[str], strict: bool) -> None:
     """Raise BadGrammar for keywords that a grammar of parameters in XML does not follow: rule 3."""
     unknown = set[str]().union(*schemas) - enforced
-    if unknown and "x-guidance" not in root:
+    if unknown and strict:
         raise BadGrammar(f"{', '.join(sorted(unknown))} cannot be enforced on parameters in XML")

@@ -72,15 +72,15 @@ def chat_body(request: Request, model: str) -> Object:
 def tools_and_choice(request: Request) -> Object:
     """Return the tools that may be called, strict if the client set it, and whether a call is required."""
     spec = request.structured_output
-    functions = spec.functions if spec else ()
     # Only our own server knows `allowed_tools`, and to llama.cpp an object is "auto":
     # https://github.com/ggml-org/llama.cpp/issues/26535
-    names = {name for name, _ in functions or request.called.items()}
+    names = [*request.called]
     choice: Any = "auto" if request.called else "none"
-    if spec and functions:
+    if spec and spec.tools:
+        names = [tool.qualified_name for tool in spec.tools]
         choice = spec.calls
     if request.named_call:
-        choice = {"type": "function", "function": {"name": functions[0][0]}}
+        choice = {"type": "function", "function": {"name": names[0]}}
     tools = []
     for tool in request.tools:
         # Chat templates want a description and parameters, some upstreams none that is empty.

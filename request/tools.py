@@ -58,7 +58,7 @@ class Tool(NamedTuple):
     namespace: str = ""
     description: str | None = None
     parameters: Schema | None = None  # the schema of a function's arguments; None: any
-    strict: bool = False  # a function's arguments are held to `parameters`
+    strict: bool = False  # held to `parameters`; else what of them cannot be enforced is passed over
     custom: bool = False
     grammar: Grammar | None = None  # a custom tool's; None: it takes any text
 
@@ -118,9 +118,8 @@ class StructuredOutput(NamedTuple):
     """What the answer must be, after the reasoning."""
 
     calls: Calls
-    functions: tuple[tuple[str, Schema], ...] = ()  # that may be called: name, schema of the arguments
+    tools: tuple[Tool, ...] = ()  # that may be called
     one_call: bool = False  # at most one
-    inputs: tuple[tuple[str, Grammar], ...] = ()  # the custom tools of `functions` that have a grammar
     schema: Schema | None = None  # the schema of the text; None: any text
     schema_path: str = ""  # the place of `schema` in the request, if it has one
 
@@ -162,20 +161,12 @@ def structured_output(
     held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.allowed]
     if schema is None and (choice.calls == "none" or (choice.calls == "auto" and not held)):
         return None
-    functions = []
     for tool in choice.allowed:
-        name = tool.qualified_name
-        arguments = {"type": "object", **tool.schema()}
-        if not tool.strict:  # its schema is a hint: what cannot be enforced is passed over
-            arguments["x-guidance"] = {}
-        if arguments["type"] != "object":
-            why = f"Invalid schema for '{name}': expected a schema of type object."
+        if tool.schema().get("type", "object") != "object":
+            why = f"Invalid schema for '{tool.qualified_name}': expected a schema of type object."
             raise BadInput(why, param="tools", code="invalid_json_schema")
-        functions.append((name, arguments))
-    inputs = tuple((tool.qualified_name, tool.grammar) for tool in choice.allowed if tool.grammar)
-    return StructuredOutput(
-        choice.calls, tuple(functions), choice.named or not parallel, inputs, schema, path
-    )
+    one_call = choice.named or not parallel
+    return StructuredOutput(choice.calls, tuple(choice.allowed), one_call, schema, path)
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------

@@ -114,8 +114,8 @@ CAPS = {
     "checkpoint": 10_400,
     "devices":    17_805,  # a GPU that checks itself (check.py), and steps back from what fails
     "dialects":    8_400,
-    "gateway":     9_330,  # with an upstream's Warning and extra_content
-    "request":    15_685,  # bodies of three APIs
+    "gateway":     9_325,  # with an upstream's Warning and extra_content
+    "request":    15_605,  # bodies of three APIs
     "service":     8_500,  # with steering over the WebSocket
 }
 # fmt: on

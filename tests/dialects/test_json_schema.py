@@ -10,7 +10,7 @@ from dialects.families import DIALECTS
 from dialects.json_schema import MAX_VARIANTS, BadGrammar, has_circle, target, types_of, variants
 from dialects.structured_output import answer_grammar
 from helpers.tables import table
-from request.tools import StructuredOutput
+from request.tools import StructuredOutput, Tool
 
 
 class Unread(list[Any]):
@@ -46,7 +46,7 @@ def test_what_is_written_is_bounded() -> None:
     definitions = {f"d{i}": {"description": "x" * 100, "type": "integer"} for i in range(2000)}
     properties = {f"p{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i}"}} for i in range(2000)}
     schema = {"type": "object", "properties": properties, "$defs": definitions}
-    demanded = StructuredOutput("required", (("f", schema),))
+    demanded = StructuredOutput("required", (Tool("f", parameters=schema, strict=True),))
     answer_grammar(demanded, DIALECTS["hermes"], {}, "over")
     with pytest.raises(BadGrammar, match="at most 1048576 characters"):
         answer_grammar(demanded, DIALECTS["qwen3-coder"], {}, "over")

@@ -38,8 +38,12 @@ def closed(required: list[str], **properties: Json) -> Json:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
+def strict(name: str, schema: Any) -> tools.Tool:
+    return tools.Tool(name, parameters=schema, strict=True)
+
+
 CITY = closed(["city"], city={"enum": ["Oslo", "Bergen"]})
-FUNCTIONS = (("get_weather", CITY), ("stop", {"type": "object"}))
+FUNCTIONS = (strict("get_weather", CITY), strict("stop", {"type": "object"}))
 
 
 class Model(NamedTuple):
@@ -75,19 +79,13 @@ PATCH = tools.Tool("patch", custom=True, grammar=tools.Grammar("lark", r"""
 WHEN = tools.Tool("when", custom=True, grammar=tools.Grammar("regex", r'^[0-2][0-9]:[0-5][0-9] "\\[a-z]"$'))
 
 
-def demanding(*custom_tools: tools.Tool) -> Must:
-    functions = tuple((tool.name, tool.schema() or {}) for tool in custom_tools)
-    inputs = tuple((tool.name, tool.grammar) for tool in custom_tools if tool.grammar)
-    return Must("required", functions, inputs=inputs)
-
-
 def custom(name: str, input: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {tools.as_json({"input": input})}}}\n</tool_call>'
 
 
 REQUIRED = Must("required", FUNCTIONS)
-EDITED = demanding(PATCH, WHEN)
-EITHER, MAYBE = EDITED._replace(functions=FUNCTIONS + EDITED.functions), EDITED._replace(calls="auto")
+EDITED = Must("required", (PATCH, WHEN))
+EITHER, MAYBE = EDITED._replace(tools=FUNCTIONS + EDITED.tools), EDITED._replace(calls="auto")
 EDIT, TIME = custom("patch", '+print("\\n")\n-\nend'), custom("when", '23:59 "\\x"')
 NO_EDIT = custom("patch", "+a\nb\nend")
 FORMAT = Must("none", schema=CITY)
@@ -169,8 +167,8 @@ def test_every_dialect(name: str, tokens: bool) -> None:
 def test_what_is_let_through_is_found(name: str, tokens: bool) -> None:
     """A model that takes any token of the mask, whichever it is, says what was demanded to our parser."""
     model = model_of(name, tokens)
-    functions, rng = (("get_weather", CITY), ("plan", TRIP)), random.Random(1)
-    schemas = dict(functions)
+    schemas, rng = {"get_weather": CITY, "plan": TRIP}, random.Random(1)
+    functions = tuple(strict(*function) for function in schemas.items())
     for spec in 3 * (Must("required", functions), Must("auto", functions, schema=TRIP)):
         reader = Parser(model.dialect, model.dialect.start, schemas=schemas)
         found = parse(any_answer(spec, model, rng), reader)
@@ -197,11 +195,12 @@ def test_parameters_in_xml(values: list[str], expected: bool) -> None:
     pairs = zip(values[::2], values[1::2], strict=True)
     written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in pairs)
     call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
-    assert fits(call, Must("required", (("f", TABLE["strings"]),)), model, "over") == expected
+    spec = Must("required", (strict("f", TABLE["strings"]),))
+    assert fits(call, spec, model, "over") == expected
 
 
 def following(lark: str) -> Must:
-    return demanding(tools.Tool("p", custom=True, grammar=tools.Grammar("lark", lark)))
+    return Must("required", (tools.Tool("p", custom=True, grammar=tools.Grammar("lark", lark)),))
 
 
 # fmt: off
@@ -217,7 +216,8 @@ REFUSED: list[tuple[Must, str, str]] = [
     (Must("none", schema=chain(3000)),                                  "",         "takes more than"),
     (Must("none", schema={"type": "string", "pattern": "^(?=a)b$"}),    "schema",   LOOK_AHEAD),
     (Must("none", schema={"type": "string", "pattern": "(a"}),          "schema",   "unclosed group"),
-    (Must("required", (("f", {"type": 5}),)),                           "f",        ""),
+    (Must("required", (strict("f", {"type": 5}),)),                     "f",        ""),
+    (Must("required", (strict("f", {"not": {}, "x-guidance": {"lenient": True}}),)), "f", "not"),
     (following("start: nowhere"),                                         "p",        "nowhere"),
     (following("start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(3500)) + 'a3500: "x"'), "p", ""),
     (following('start: "a" }'),                                           "p",        ""),
@@ -228,7 +228,7 @@ REFUSED: list[tuple[Must, str, str]] = [
 
 CASES = [("hermes", *row) for row in REFUSED]
 for schema, message in TABLE["unenforceable"]:
-    CASES.append(("qwen3-coder", Must("required", (("f", {"type": "object"} | schema),)), "f", message))
+    CASES.append(("qwen3-coder", Must("required", (strict("f", schema),)), "f", message))
 
 
 @pytest.mark.parametrize(("name", "spec", "part", "message"), CASES)
