@@ -41,7 +41,7 @@ MAX_LIVE_BYTES = 128 * 2**20  # all background responses together that have not 
 MIN_BYTES = MAX_LIVE_BYTES // 264  # the output of one of them; its request is counted on top
 MAX_RUNNING = 8  # background responses at once
 MAX_WAIT_S = 600  # for a worker that is alive: after a restart no upstream may have been reached yet
-POLL_S = 1
+WORKER_POLL_S = 1
 # Copies of the constant part of a response, such as its tools: in its builder, in each of four events, and in
 # the response objects of these.
 N_HEADS = 12
@@ -194,10 +194,10 @@ class Registry:
         """Let a response wait for its turn; `stored`: its events in the store."""
         job.log = EventLog(partial(self._write, job.row), stored)
         self.jobs[job.row.id] = job
-        await job.start(self._turn(job))
+        await job.start(self._due_prompt(job))
 
     @asynccontextmanager
-    async def _turn(self, job: Job) -> AsyncIterator[Prompt]:
+    async def _due_prompt(self, job: Job) -> AsyncIterator[Prompt]:
         """Wait for the turn of a response, then make its prompt again: rule 3. Raises BadInput."""
         row = job.row
         async with self._turns.turn(row.owner):
@@ -206,7 +206,7 @@ class Registry:
                 await asyncio.sleep(0)  # raises CancelledError
             deadline = time.monotonic() + MAX_WAIT_S
             while not self.workers.alive and time.monotonic() < deadline:
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(WORKER_POLL_S)
             body = await asyncio.to_thread(items.body_of, row)
             defaults = self.workers.find(body["model"]).defaults
             request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)

@@ -65,7 +65,7 @@ class StepOutput(NamedTuple):
 # Runs in the event loop.
 OnStep = Callable[[StepOutput], bool]
 
-# A step that has been read: its batch, the choices that the runner returned, and its duration in seconds.
+# A step that has been read: its sequences, the choices that the runner returned, and its duration in seconds.
 Read = tuple[Step, list[list[Choice]], float]
 
 
@@ -143,8 +143,8 @@ class Engine:
         """
         self._event_loop = asyncio.get_running_loop()
         ended = self._event_loop.create_future()
-        context = contextvars.copy_context()  # of the request: for its log records and the tasks of on_step()
-        self._readers[sequence] = context, on_step, ended
+        request_context = contextvars.copy_context()  # for its log records and the tasks of on_step()
+        self._readers[sequence] = request_context, on_step, ended
         self._inbox.put(partial(self._scheduler.add, sequence))
         if self._why_closed:  # the thread may have read its inbox for the last time
             self._hand_out([(sequence, StepOutput([], "failed", self._why_closed))])
@@ -180,34 +180,34 @@ class Engine:
         awaits_mask = any(sequence.awaits_mask for sequence in self._scheduler.running)
         self._late = self._wait_for_masks() if awaits_mask else set()
         # 2. The next step, launched before the last one is read.
-        in_flight = [batch for _, batch in self._in_flight]
-        batch = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
-        if batch:
-            self._launch(batch)
+        in_flight = [step for _, step in self._in_flight]
+        step = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
+        if step:
+            self._launch(step)
         # 3. The tokens of the step that was read before, to the event loop.
         self._flush_outbox()
         # 4. The oldest step in flight, if n_ahead others follow it, or there is nothing to launch.
         read: Read = [], [], 0.0
-        if len(self._in_flight) > (self._runner.n_ahead if batch else 0):
+        if len(self._in_flight) > (self._runner.n_ahead if step else 0):
             read = self._read()
         self._end_constraints()
         self.observer(self._scheduler, *read)
         if not self._in_flight:  # else the device is at work, and is to be given its next step first
             self._flush_outbox()
 
-    def _launch(self, batch: Step) -> None:
-        spans = [scheduled.span for scheduled in batch]
-        contexts = [context for scheduled in batch for context in scheduled.contexts]
+    def _launch(self, step: Step) -> None:
+        spans = [scheduled.span for scheduled in step]
+        contexts = [context for scheduled in step for context in scheduled.contexts]
         if not self._in_flight:
             self._began_at = time.perf_counter()
         try:
-            self._in_flight.append((self._runner.launch(spans, contexts), batch))
+            self._in_flight.append((self._runner.launch(spans, contexts), step))
             self._scheduler.counts["steps"] += 1
             # Their prompts are being computed: a background response is no longer queued (LocalPrompt.run).
-            begun = [each.sequence for each in batch if each.is_prefill and not each.sequence.output]
+            begun = [each.sequence for each in step if each.is_prefill and not each.sequence.output]
             self._outbox += [(sequence, StepOutput([])) for sequence in begun]
         except Exception as error:
-            self._fail_batch(batch, error)
+            self._fail_step(step, error)
 
     def _flush_outbox(self) -> None:
         """Empty the outbox with one call of the event loop: a call per sequence would outlast a step."""
@@ -218,20 +218,20 @@ class Engine:
 
     def _read(self) -> Read:
         """Hand the choices of the oldest step to the scheduler; return that step, empty if it failed."""
-        ticket, batch = self._in_flight.popleft()
+        ticket, step = self._in_flight.popleft()
         try:
             choices = self._runner.read(ticket)
         except Exception as error:
-            self._fail_batch(batch, error)
+            self._fail_step(step, error)
             return [], [], 0.0
         self._n_failed_steps = 0
         read_at = time.perf_counter()
         seconds = read_at - self._began_at
         self._began_at = read_at
-        if any(scheduled.is_prefill for scheduled in batch):
-            n_rows = sum(scheduled.span.n_rows for scheduled in batch)
+        if any(scheduled.is_prefill for scheduled in step):
+            n_rows = sum(scheduled.span.n_rows for scheduled in step)
             self._rows_per_s = n_rows / seconds
-        for scheduled, chosen in zip(batch, choices, strict=True):
+        for scheduled, chosen in zip(step, choices, strict=True):
             sequence = scheduled.sequence
             tokens = self._scheduler.postprocess(scheduled, chosen)
             if tokens:
@@ -239,7 +239,7 @@ class Engine:
                 self._outbox.append((sequence, output))
             elif sequence.finish == "failed":
                 self._fail(sequence, NO_NUMBERS)
-        return batch, choices, seconds
+        return step, choices, seconds
 
     def _end_constraints(self) -> None:
         """End the processes that make masks for sequences that have left the batch, ended or preempted."""
@@ -257,11 +257,11 @@ class Engine:
     def _hand_out(self, outputs: list[tuple[Sequence, StepOutput]]) -> None:
         """Give each reader the output of a step, and end those with their last. Runs in the event loop."""
         for sequence, output in outputs:
-            context, on_step, ended = self._readers[sequence]
+            request_context, on_step, ended = self._readers[sequence]
             if ended.done():
                 continue
             try:
-                wants_more = context.run(on_step, output)
+                wants_more = request_context.run(on_step, output)
             except Exception as error:
                 ended.set_exception(error)
             else:
@@ -336,11 +336,11 @@ class Engine:
 
     # --- what comes out -------------------------------------------------------------------------------------
 
-    def _fail_batch(self, batch: Step, error: Exception) -> None:
+    def _fail_step(self, step: Step, error: Exception) -> None:
         self._n_failed_steps += 1
-        ids = [scheduled.sequence.request_id for scheduled in batch]
+        ids = [scheduled.sequence.request_id for scheduled in step]
         log.error("a step failed, and with it %s", ids, exc_info=error)
-        for scheduled in batch:
+        for scheduled in step:
             self._fail(scheduled.sequence, f"{type(error).__name__} in the engine; its log has the details.")
 
     def _fail(self, sequence: Sequence, message: str) -> None:

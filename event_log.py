@@ -28,7 +28,7 @@ import sse
 from responses import Event
 from store import TERMINAL
 
-MAX_FRAMES = 64  # the most that a reader gets at once
+FRAMES_A_READ = 64  # the most that a reader gets at once
 
 
 class Entry(NamedTuple):
@@ -64,8 +64,8 @@ def encode_event(number: int, event: Event) -> Entry:
 class EventLog:
     """The events of one response, or the chunks of one completion.
 
-    Readers see an event when `write` has stored it; without `write` at once. `stored`: events that the store
-    has already.
+    Readers see an event after a `write` of it (rule 3); without `write` at once. `stored`: events that the
+    store has already.
     """
 
     def __init__(self, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
@@ -107,7 +107,7 @@ class EventLog:
         """Yield the frames after number `after` in batches, as they come, until the log is over."""
         position = after + 1
         while position < self._n_shown or not self._is_over:
-            entries = self.entries[position : min(position + MAX_FRAMES, self._n_shown)]
+            entries = self.entries[position : min(position + FRAMES_A_READ, self._n_shown)]
             position += len(entries)
             if entries:
                 yield [entry.frame for entry in entries]

@@ -1,6 +1,6 @@
 """Runs: an answer from its prompt to its last event, for each API. A Job is a response while it runs.
 
-    Prompt --run()--> take(outputs): Restorer -> Shown -> Job.feed(), or that of another API -> EventLog
+    Prompt --run()--> take(outputs): Restorer -> OutputFilter -> Job.feed(), or another API's -> EventLog
     Job.start() --> its task: run() --> Builder.finish() --> the last event, stored before it is shown
 
 Every response runs here, in one way. A foreground response belongs to its HTTP request and ends with it. A
@@ -28,7 +28,7 @@ from typing import Protocol
 
 from channels import Accepted, Call, Compaction, Delta, Finish, Output
 from event_log import Entry, EventLog, encode_event, newest_of
-from request.items import Shown
+from request.items import OutputFilter
 from request.refusals import BadInput
 from request.room import Threads
 from request.tool_calls import Restorer
@@ -74,13 +74,13 @@ async def run(
     Accepted becomes a Finish.
     """
     restorer = Restorer(prompt.request.called)
-    shown = Shown(prompt.request)
+    output_filter = OutputFilter(prompt.request)
 
     def take(outputs: Iterable[Accepted | Output | Finish]) -> None:
         """Pass on the outputs of a step: worker.Answer.feed() has decoded and parsed its tokens."""
         restored = [one for output in outputs for one in restorer.feed(output)]  # calls of the client's tools
         watch.note(restored)  # metrics
-        said = [one for output in restored for one in shown.feed(output)]  # less, if this is a compaction
+        said = [one for output in restored for one in output_filter.feed(output)]  # for a compaction, less
         events = (event for one in said for event in make_events(one))  # made one by one, as they are logged
         event_log.extend(events)  # numbered, encoded once, shown to every reader (in the background: stored)
 
@@ -137,21 +137,21 @@ class Job:
     n_bytes: int = 0  # its share of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
-    async def start(self, turn: AbstractAsyncContextManager[Prompt]) -> None:
+    async def start(self, due_prompt: AbstractAsyncContextManager[Prompt]) -> None:
         """Start the task that runs the response.
 
-        The task enters `turn`, which yields the prompt: at once in the foreground, and in the background when
-        its turn has come (Registry._turn).
+        The task enters `due_prompt`, which yields the prompt: at once in the foreground (nullcontext), and in
+        the background when its turn has come (Registry._due_prompt).
         """
-        self.task = asyncio.create_task(self._fill(turn))
+        self.task = asyncio.create_task(self._fill(due_prompt))
         # Let it begin: a task that is cancelled before its first step would make no event, not even the last.
         await asyncio.sleep(0)
 
-    async def _fill(self, turn: AbstractAsyncContextManager[Prompt]) -> None:
+    async def _fill(self, due_prompt: AbstractAsyncContextManager[Prompt]) -> None:
         """Fill the log. However the run ends, a response that has begun gets its terminal event."""
         with closing(self.log):
             try:
-                async with turn as prompt:
+                async with due_prompt as prompt:
                     await run(prompt, self.feed, self.log, self.watch)
                     assert self.log.status, "a run has made no event"
             except asyncio.CancelledError:

@@ -4,7 +4,7 @@
     Scheduled, its Choices --postprocess()--> the new tokens
 
 It is pure: state in, Scheduled out, no clocks, locks or pipes. The engine's thread alone calls it: it
-launches the batch that schedule() returns, and hands the choices to postprocess().
+launches the step that schedule() returns, and hands the choices to postprocess().
 
 Why a pure core and not methods of the engine: tests/explore.py walks through every order of arrivals, steps
 and departures in small schedulers, which threads and a device would not allow. The price is that steps in
@@ -248,16 +248,16 @@ class Scheduler:
             self._admit()
         while True:
             try:
-                batch = self._next_batch(in_flight, max_rows)
+                step = self._next_step(in_flight, max_rows)
                 break
             except OutOfPages:
                 if in_flight:  # a step that is read may end a sequence, and free its pages
                     return []
                 self.preempt(self._youngest_of_largest_owner(self.running))
-        for scheduled in batch:
+        for scheduled in step:
             scheduled.sequence.n_computed = scheduled.span.end
             scheduled.sequence.n_unread += scheduled.span.n_wanted
-        return batch
+        return step
 
     def _admit(self) -> None:
         """Move sequences to `running` while slots and pages are free. None overtakes the first in turn."""
@@ -280,9 +280,9 @@ class Scheduler:
             n_before[sequence.owner] += 1
         return sorted(sequences, key=keys.__getitem__)
 
-    def _next_batch(self, in_flight: Collection[Step], max_rows: float) -> Step:
+    def _next_step(self, in_flight: Collection[Step], max_rows: float) -> Step:
         """Return the next step. Raises OutOfPages; the next attempt uses the pages taken until then."""
-        batch: Step = []
+        step: Step = []
         prefilling: list[Sequence] = []
 
         # decode
@@ -291,13 +291,13 @@ class Scheduler:
             if sequence.is_prefilling:
                 prefilling.append(sequence)
             elif scheduled := self._decode(sequence, n_drafts):
-                batch.append(scheduled)
+                step.append(scheduled)
                 n_drafts -= len(scheduled.drafts)
 
         # prefill
         ready = self._ready(prefilling, in_flight) if prefilling else []
         if not ready:
-            return batch
+            return step
         n_rows = MAX_CHUNKS * self._chunk
         n_decoding = len(self.running) - len(prefilling)
         if n_decoding:
@@ -309,11 +309,11 @@ class Scheduler:
             n_kept = 0
             if n > 0:
                 scheduled = self._prefill(sequence, n)
-                batch.append(scheduled)
+                step.append(scheduled)
                 n_rows -= n
                 if scheduled.contexts:  # the prompt ends
                     self._last_turn[sequence.owner] = next(self._turns)
-        return batch
+        return step
 
     def _ready(self, prefilling: list[Sequence], in_flight: Collection[Step]) -> list[Sequence]:
         """Return the sequences that can compute rows of their prompts now, in turn.
@@ -480,7 +480,7 @@ class Scheduler:
         """Take the next page from the prefix cache, and move n_computed past it."""
         number = sequence.n_computed // PAGE
         self.pool.share(page)
-        self.pool.release(sequence.page_table[number:])  # taken for a batch that ran out of pages
+        self.pool.release(sequence.page_table[number:])  # taken for a step that ran out of pages
         sequence.page_table[number:] = [page]
         n_found = (number + 1) * PAGE - sequence.n_computed  # less than a page if it had begun that page
         sequence.n_computed += n_found

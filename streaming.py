@@ -122,7 +122,8 @@ class EventStream(Response):
                 await write(b"".join(frames))
         if self.task:
             await self.task  # a bug in it raises here: then the connection breaks, instead of a clean end
-        # If the next process will run this response, the connection just ends: the stream is not complete.
+        # A log without a status holds chunks. A response that has not ended will be run by the next process:
+        # its stream is not complete, so the connection just ends.
         if self.log.ended or not self.log.status:
             await send({"type": "http.response.body", "body": self.done})
 

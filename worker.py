@@ -174,7 +174,7 @@ class LocalPrompt(NamedTuple):
 
 
 class LocalWorker:
-    """Turns requests into deltas with an engine in this process."""
+    """Turns requests into prompts for the engine of this process."""
 
     def serves(self, model: str) -> bool:
         return model in (*self.names, ALIAS)
@@ -204,7 +204,7 @@ class LocalWorker:
             request = self._without_calls(request)
         source = self.template.with_tools.source
         may_call = request.called and not request.structured_output  # else a grammar writes its calls
-        if may_call and not families.teaches_calls(source, self.dialect):  # its calls will be text
+        if may_call and not families.teaches_calls(source, self.dialect_name):  # its calls will be text
             request = replace(request, not_run=(*request.not_run, "tools"))
 
         added = self.tokenizer.added
@@ -267,15 +267,15 @@ class LocalWorker:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         grammars: Grammars,
-        dialect: str | None = None,
+        dialect_name: str | None = None,
         names: Iterable[str] = ("model",),
         defaults: Mapping[str, Any] | None = None,
         max_output_tokens: int = MAX_OUTPUT_TOKENS,
     ) -> None:
         """Take the parts of a loaded model: service/loading.py makes them.
 
-        `names`: of the model in requests. `dialect`: instead of that of the template. `max_output_tokens`: of
-        an answer, of which a request may ask for fewer.
+        `names`: of the model in requests. `dialect_name`: instead of that of the template.
+        `max_output_tokens`: of an answer, of which a request may ask for fewer.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -286,10 +286,10 @@ class LocalWorker:
         self.template = template
         self._max_output_tokens = max_output_tokens
         self._special_tokens = SpecialTokens(tokenizer.added)
-        self.dialect = dialect or families.recognised(
+        self.dialect_name = dialect_name or families.recognised(
             template.with_tools.source, template.with_tools.takes_tools
         )
-        self._family = families.DIALECTS[self.dialect]
+        self._family = families.DIALECTS[self.dialect_name]
 
     def models(self) -> dict[str, Object]:
         own = {"owned_by": "local", "max_model_len": self.engine.max_seq_len}

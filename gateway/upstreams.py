@@ -45,10 +45,10 @@ from sse import Object
 
 log = logging.getLogger("upstreams")
 
-MAX_BODY_BYTES = 2**21  # a refusal, or a list of models
+MAX_REPLY_BYTES = 2**21  # a refusal, or a list of models
 MAX_FAILURES = 3  # probes in a row: then an upstream is down
 GRACE_S = 3  # for usage and [DONE], after the last finish_reason
-PIECE_BYTES = 2048  # read in one turn of the event loop: 200 of the smallest events, which take 3 ms
+BYTES_A_TURN = 2048  # read in one turn of the event loop: 200 of the smallest events, which take 3 ms
 MAX_BEGINNING = 1000  # empty chunks, held until the first that holds anything
 BODY_S = 3  # for the body of a refusal, or of a list of models
 UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, TimeoutError, zlib.error)
@@ -176,18 +176,18 @@ async def pieces(response: httpx.Response) -> AsyncGenerator[bytes]:
     unpack = zlib.decompressobj(31).decompress if is_gzip else bytes  # 31: as GZIP of request/body.py
     async with aclosing(response.aiter_raw()) as reads:
         async for data in reads:
-            for start in range(0, len(data), PIECE_BYTES):
-                yield unpack(data[start : start + PIECE_BYTES])
+            for start in range(0, len(data), BYTES_A_TURN):
+                yield unpack(data[start : start + BYTES_A_TURN])
 
 
 async def beginning(response: httpx.Response) -> bytes:
-    """Return the beginning of a body: what comes within BODY_S, about MAX_BODY_BYTES at most. Close it."""
+    """Return the beginning of a body: what comes within BODY_S, about MAX_REPLY_BYTES at most. Close it."""
     body = b""
     with contextlib.suppress(*UNREACHABLE):
         async with asyncio.timeout(BODY_S), aclosing(response):
             async for piece in pieces(response):
                 body += piece
-                if len(body) >= MAX_BODY_BYTES:
+                if len(body) >= MAX_REPLY_BYTES:
                     break
     return body
 

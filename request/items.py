@@ -2,7 +2,7 @@
 
     input, previous_response_id --resolve()--> chain, input      every item in its long form, with an id
     Request, conversation --new_row()--> Row --body_of()--> body of POST /v1/responses
-    Request, conversation --summary_request()--> Request; the model's answer --Shown.feed()--> one item
+    Request, conversation --summary_request()--> Request; the model's answer --OutputFilter.feed()--> one item
 
 Authority: https://platform.openai.com/docs/guides/conversation-state for chains and references,
 https://platform.openai.com/docs/guides/reasoning#encrypted-reasoning-items for `encrypted_content`,
@@ -215,7 +215,7 @@ def new_row(request: Request, values: Object, conversation: Sequence[Item]) -> R
 # --- compactions and warm-ups -------------------------------------------------------------------------------
 
 
-class Shown:
+class OutputFilter:
     """The part of a model's output that the client sees: all, except for a compaction or a warm-up.
 
     A compaction is one sealed item, the summary, and nothing else: https://github.com/Soju06/codex-lb/issues/971

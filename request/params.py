@@ -351,6 +351,8 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
     thinking = {}  # variables for the chat templates of reasoning models
     if effort:
         thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
+    # Most fields of Request are parameters of the same name, in `values`. Fields in neither dict keep their
+    # defaults: those that this API lacks, and `compacts`, which items.summary_request() sets.
     known = values | {
         # As much of each name as a header may repeat: printable ASCII without quotes.
         "not_run": tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in not_run),

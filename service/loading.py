@@ -198,7 +198,7 @@ def facts(worker: LocalWorker) -> dict[str, str]:
         "model": f"{worker.names[0]} ({engine.config.model_type}), "
         f"{n_params(engine.config) / 1e6:.1f} M parameters",
         "context": f"{engine.max_seq_len} tokens; room for {engine.counts()['pages'] * PAGE} in the KV cache",
-        "dialect": worker.dialect,
+        "dialect": worker.dialect_name,
         **engine.about,
     }
     if engine.degraded:

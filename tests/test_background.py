@@ -18,7 +18,7 @@ import background
 import sse
 from background import MIN_BYTES, Registry
 from channels import Accepted, Compaction, Delta, Finish, Take, TokenLogprob, Usage
-from event_log import MAX_FRAMES, EventLog, encode_event
+from event_log import FRAMES_A_READ, EventLog, encode_event
 from helpers import laws
 from helpers.limits import PATIENCE_S
 from jobs import UNFINISHED, Job, Said
@@ -186,7 +186,7 @@ async def yields(n: int) -> None:
 async def test_a_reader_gets_what_waits_in_pieces() -> None:
     """Between the pieces the others have their turn, however fast the reader is; it begins where it asks."""
     log = EventLog()
-    log.extend([{}] * (2 * MAX_FRAMES + 1))
+    log.extend([{}] * (2 * FRAMES_A_READ + 1))
     log.close()
     readers = [log.read(), log.read()]
     sizes: list[tuple[int, int]] = []
@@ -196,9 +196,9 @@ async def test_a_reader_gets_what_waits_in_pieces() -> None:
             sizes.append((i, len(frames)))
 
     await asyncio.gather(follow(0), follow(1))
-    assert sizes == [(i, n) for n in (MAX_FRAMES, MAX_FRAMES, 1) for i in (0, 1)]
+    assert sizes == [(i, n) for n in (FRAMES_A_READ, FRAMES_A_READ, 1) for i in (0, 1)]
     frames = [entry.frame for entry in log.entries]
-    for after in (0, MAX_FRAMES, 2 * MAX_FRAMES - 1, 2 * MAX_FRAMES, 10**6):
+    for after in (0, FRAMES_A_READ, 2 * FRAMES_A_READ - 1, 2 * FRAMES_A_READ, 10**6):
         assert await laws.read(log, after) == frames[after + 1 :]
 
 
@@ -286,7 +286,7 @@ async def test_what_is_damaged_on_a_full_disk_does_not_end_the_start() -> None:
 @pytest.mark.parametrize("max_batch", [1, 2])
 async def test_what_waits_is_queued(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
     """For a place that is not the foreground's; or, bug: it failed, for an upstream to come back."""
-    monkeypatch.setattr(background, "POLL_S", 0)
+    monkeypatch.setattr(background, "WORKER_POLL_S", 0)
     scripts = Scripts()
     registry = Registry(Store(":memory:", Retention()), scripts, max_batch=max_batch)
     scripts.alive = False

@@ -16,7 +16,7 @@ from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
 from helpers.serving import serve
 from request import items, params
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
-from request.items import Shown, _opened, n_bytes, named, resolve, sealer, summary_request
+from request.items import OutputFilter, _opened, n_bytes, named, resolve, sealer, summary_request
 from request.messages import MAX_ITEMS
 from request.params import RESPONSES, from_responses, read
 from request.query import page
@@ -227,7 +227,7 @@ SUMMARIES: list[tuple[list[Output | Finish], list[Compaction | Finish]]] = [
 @pytest.mark.parametrize(("said", "expected"), SUMMARIES)
 def test_a_summary_is_one_item_whatever_else_is_said(said: list[Any], expected: list[Any]) -> None:
     request = summary_request(from_responses({"model": "m", "input": "hi"}, {}), [QUESTION], {})
-    shown = Shown(request)
+    shown = OutputFilter(request)
     made = [each for output in [Accepted(), *said] for each in shown.feed(output)]
     assert made == [Accepted(), *expected]
 
