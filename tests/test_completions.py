@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sse
-from channels import Accepted, Call, Delta, Finish, Output, Usage
+from channels import Accepted, Call, Delta, Finish, Output
 from completions import Chunk, Chunks, fold
 from helpers import laws
 from helpers.laws import outputs, usages
@@ -59,6 +59,10 @@ def test_shape(choices: list[Choice], include_usage: bool) -> None:
 def test_the_whole_is_what_was_said(choices: list[Choice]) -> None:
     """By kind: a completion does not keep the order of text and calls. A call ends it, but for a length."""
     body = fold(chunks_of(choices))
+    used = [finish.usage for *_, finish in choices if isinstance(finish, Finish) and finish.usage]
+    assert body["usage"]["completion_tokens"] == sum(usage.output_tokens for usage in used)
+    details = body["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] == sum(usage.reasoning_tokens for usage in used)
     for found, choice in zip(body["choices"], choices, strict=True):
         outputs = [output for output in choice if not isinstance(output, Finish)]
         message = found["message"]
@@ -94,14 +98,3 @@ def test_nothing_follows_an_error(before: list[Choice], after: list[Choice], mes
     error = {"message": message, "type": "server_error", "param": None, "code": "server_error"}
     assert [chunk for chunk in chunks if "error" in chunk] == [chunks[-1]]
     assert fold(chunks) == chunks[-1] == {"error": error}
-
-
-def test_usage_is_summed_over_the_choices_of_one_prompt() -> None:
-    first, second = Finish("stop", Usage(7, 3, 2, 5)), Finish("length", Usage(7, 4, 1, 6))
-    assert fold(chunks_of([[first], [second]]))["usage"] == {
-        "prompt_tokens": 7,
-        "completion_tokens": 7,
-        "total_tokens": 14,
-        "prompt_tokens_details": {"cached_tokens": 5},
-        "completion_tokens_details": {"reasoning_tokens": 3},
-    }

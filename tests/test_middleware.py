@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 import api
 from api import Api
 from background import Registry
-from helpers.asked import CHAT, HI, NO_END, RESPONSES
+from helpers.asked import CHAT, HI, MINE, NO_END, RESPONSES, YOURS, error
 from helpers.faulty_server import SLOW
 from helpers.limits import PATIENCE_S, processor_time
 from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
@@ -29,7 +29,6 @@ from streaming import cancel
 from worker import Workers
 
 ENDLESS: Json = HI | NO_END | {"seed": SLOW, "stream": True}
-MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
 PAGE = "https://example.org"
 TABLE = table("middleware")
 
@@ -42,12 +41,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serve("--api-key-file", str(keys), *flags) as started:
         yield started
         assert "Traceback" not in started.log()
-
-
-def error(reply: Reply, status: int) -> Json:
-    assert reply.status == status, reply.body
-    (found,) = reply.json.values()
-    return dict(found)
 
 
 # --- whose responses are whose ------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from background import MAX_RUNNING
 from completions import fold
 from dialects.matchers import N_CHECKS
 from helpers import laws
-from helpers.asked import CHAT, HELLO, HI, NO_END, RESPONSES, created, path_of
+from helpers.asked import CHAT, HELLO, HI, NO_END, RESPONSES, created, error, events_in, path_of
 from helpers.faulty_server import AFTER_TOKENS, RAISES, SLOW
 from helpers.limits import PATIENCE_S
-from helpers.serving import TINY, Json, Reply, Server, http_bytes, http_frames, run, serve, until, without
+from helpers.serving import Json, Reply, Server, http_bytes, http_frames, run, serve, until, without
 from helpers.tables import table
 from service import connections
 from store import TERMINAL
@@ -98,21 +98,12 @@ def chat_body(asked: str) -> Json:
 # --- what comes ---------------------------------------------------------------------------------------------
 
 
-def parsed(stream: bytes) -> list[Json]:
-    """Return the events of a whole stream, or its chunks, without its [DONE]."""
-    parser = sse.Parser()
-    *found, done = [event.data for event in parser.feed(stream)]
-    parser.close()
-    assert done == "[DONE]"
-    return [json.loads(data) for data in found]
-
-
 def events(server: Server, path: str, body: Json) -> list[Json]:
     reply = server.post(path, body | {"stream": True})
     assert reply.status == 200, reply.body
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert (reply.headers["cache-control"], reply.headers["x-accel-buffering"]) == ("no-cache", "no")
-    return parsed(reply.body)
+    return events_in(reply.body)
 
 
 # What differs from one request to the next: what is found in the cache too.
@@ -195,16 +186,15 @@ REFUSED.append(("chat", "", "context_length_exceeded", says(CHAT, LONG_TEXT)))
 
 def check_refusal(reply: Reply, status: int, code: str, type_: str = "invalid_request_error") -> Json:
     """Return the error object of a reply that must have one."""
-    assert reply.status == status, reply.body
+    found = error(reply, status)
     assert reply.headers["content-type"] == "application/json"
     assert reply.headers["x-request-id"].startswith("req_")
     assert reply.json.keys() == {"error"}
-    error: Json = reply.json["error"]
-    assert error.keys() == ERROR_KEYS
-    assert (error["type"], error["code"]) == (type_, code)
-    assert isinstance(error["message"], str)
-    assert "\n" not in error["message"]
-    return error
+    assert found.keys() == ERROR_KEYS
+    assert (found["type"], found["code"]) == (type_, code)
+    assert isinstance(found["message"], str)
+    assert "\n" not in found["message"]
+    return found
 
 
 @pytest.mark.bug("F08")
@@ -235,9 +225,9 @@ def test_no_json_object(server: Server) -> None:
 @pytest.mark.parametrize(("method", "path", "status", "code", "allow"), TABLE["elsewhere"])
 def test_elsewhere(server: Server, method: str, path: str, status: int, code: str, allow: str) -> None:
     reply = server.request(method, path, None)
-    error = check_refusal(reply, status, code)
+    refused = check_refusal(reply, status, code)
     assert {*reply.headers.get("allow", "").split(", ")} == {*allow.split(", ")}
-    assert code != "unknown_url" or "/v1/responses, " in error["message"]  # what there is
+    assert code != "unknown_url" or "/v1/responses, " in refused["message"]  # what there is
 
 
 @pytest.mark.parametrize(("path", "name"), [(RESPONSES, "temprature"), (CHAT, "mirostat")])
@@ -263,8 +253,8 @@ USES = [("GET", ""), ("GET", "?stream=true"), ("GET", "?stream=true&starting_aft
 
 def check_message(reply: Reply, message: str, param: str | None = None, code: str = "invalid_value") -> None:
     status = 404 if code == "response_not_found" else 400
-    error = check_refusal(reply, status, code)
-    assert (error["message"], error["param"]) == (message, param)
+    refused = check_refusal(reply, status, code)
+    assert (refused["message"], refused["param"]) == (message, param)
 
 
 @pytest.mark.bug("F09")
@@ -282,25 +272,19 @@ def test_starting_after_is_a_number(server: Server) -> None:
     assert server.get(path_of(id_) + "?stream=False").json["id"] == id_
 
 
-#   status          how to make a response of it
-BODIES: dict[str, Json] = {
-    "in_progress":  LONG,
-    "completed":    HI,
-    "incomplete":   HI | {"max_output_tokens": 5},
-    "failed":       LONG | {"seed": RAISES},
-}  # fmt: skip
-
-CANNOT_CANCEL = {
-    "completed":    "Cannot cancel a completed response.",
-    "failed":       "Cannot cancel a failed response.",
-    "incomplete":   "Cannot cancel a response in terminal state.",
+#   status         how to make a response of it        how its cancel is refused
+STATUSES: dict[str, tuple[Json, str]] = {
+    "in_progress": (LONG,                              ""),
+    "completed":   (HI,                                "Cannot cancel a completed response."),
+    "incomplete":  (HI | {"max_output_tokens": 5},     "Cannot cancel a response in terminal state."),
+    "failed":      (LONG | {"seed": RAISES},           "Cannot cancel a failed response."),
 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def response_of(server: Server, status: str) -> Iterator[str]:
     """The id of a background response of this status; it does not run any longer than that."""
-    id_ = created(server, BODIES[status] | BACKGROUND)["id"]
+    id_ = created(server, STATUSES[status][0] | BACKGROUND)["id"]
     try:
         until(lambda: server.get(path_of(id_)).json["status"] == status, f"it is {status}")
         yield id_
@@ -310,7 +294,7 @@ def response_of(server: Server, status: str) -> Iterator[str]:
 
 
 @pytest.mark.bug("F06", "F07")
-@pytest.mark.parametrize("status", BODIES)
+@pytest.mark.parametrize("status", STATUSES)
 def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
     """Of a finished one, cancel said "Cannot cancel a synchronous response." (vllm-project/vllm#57999), 409
     (ogx-ai/ogx#5180) or 404; one that was deleted while it ran was stored again at its end (mistral.rs).
@@ -322,8 +306,8 @@ def test_what_cancel_and_delete_answer(server: Server, status: str) -> None:
         before = server.get(path_of(id_)).json
         for _ in range(2):
             reply = server.post(path_of(id_, "cancel"), {})
-            if status in CANNOT_CANCEL:
-                check_message(reply, CANNOT_CANCEL[status])
+            if refusal := STATUSES[status][1]:
+                check_message(reply, refusal)
                 assert server.get(path_of(id_)).json == before
             else:
                 assert (reply.status, reply.json["status"]) == (200, "cancelled")
@@ -438,7 +422,7 @@ def test_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
     interrupted = {"code": "server_error", "message": "interrupted by a restart"}
     assert errors == [interrupted] * MAX_RUNNING
     assert replayed.startswith(b"".join(frames))
-    laws.check_response(parsed(replayed))
+    laws.check_response(events_in(replayed))
     with contextlib.closing(sqlite3.connect(file)) as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
@@ -590,31 +574,22 @@ def test_engine_fails(server: Server) -> None:
 # --- the end ------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_drops_clients_that_do_not_read() -> None:
-    """Bug: the requests of those were cancelled, and each left a traceback in the log."""
-    body = ENDLESS | says(CHAT, STORY) | {"stream": True, "n": 16, "max_tokens": 1900}
-    with serve("--shutdown-grace", "60") as server, server.connect(http_bytes(CHAT, body)):
-        until(lambda: server.health()["running"] == 16, "it is being answered")
-        until(lambda: server.health()["steps"] > 300, "there is more than the system holds for the client")
-        server.interrupt()
-        until(lambda: "a second signal ends them" in server.log(), "it waits for what runs")
-        server.interrupt()
-        assert server.exit_status() == 0
-        assert "Traceback" not in server.log()
-        assert "Cancel" not in server.log()
-
-
-def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
-    """Bug: five to eight silent seconds."""
+def test_a_stop_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
+    """Bugs: five to eight silent seconds; the requests of clients that do not read were cancelled, and each
+    left a traceback in the log.
+    """
+    unread = ENDLESS | says(CHAT, STORY) | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}
     body = ENDLESS | says(RESPONSES, STORY) | {"stream": True, "seed": SLOW}
     with (
         serve("--shutdown-grace", "60") as server,
+        server.connect(http_bytes(CHAT, unread)),
         server.connect(http_bytes(RESPONSES, body)) as connection,
         contextlib.closing(http_frames(connection)) as stream,
     ):
-        next(stream)
-        server.interrupt()
         said = "stopping: requests have 60 s to end; a second signal ends them"
+        next(stream)
+        until(lambda: server.health()["steps"] > 90, "there is more than the system holds for a client")
+        server.interrupt()
         until(lambda: said in server.log(), "it is said")
         next(stream)
         for _ in range(5):
@@ -622,6 +597,7 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
         assert sse.DONE in stream
         assert server.exit_status() == 0
         assert "Traceback" not in server.log()
+        assert "Cancel" not in server.log()
 
 
 def costly(factor: int) -> Json:
@@ -646,22 +622,6 @@ def test_stop_waits_for_what_is_prepared() -> None:
 
 # --- the command line ---------------------------------------------------------------------------------------
 
-# One of each origin: more of what options, the files of a model and its sizes may be is in service/.
-COMPLAINTS = [
-    # options                                                   stderr says
-    ("--banana",                                                "--banana"),
-    ("--model /no/such/directory --port 0",                     "/no/such/directory"),
-    (f"--model {TINY} --port 65536",                            "65536"),
-    (f"--model {TINY} --port 0 --host a..b",                    "a..b"),
-    ("--model /not/looked/for --port TAKEN",                    "in use"),
-    # Bug: it was said when the model had been loaded, which may take minutes.
-    ("--model /not/looked/for --port 0 --host 192.0.2.1",       "192.0.2.1"),  # RFC 5737
-    ("--model /not/looked/for --port 0 --store /absent/at/all", "/absent/at/all"),
-    ("--model /not/looked/for --port 0 --secret-file /absent",  "'/absent'"),  # Bug: a traceback
-    ("--upstream http://127.0.0.1:1 --port 0 --debug-steps",    "--debug-steps: expected --model"),
-]  # fmt: skip
-
-
 # Starts that fail one after another, in one process: most of a start is its imports.
 STARTS = """
 import contextlib, io, json, sys
@@ -684,8 +644,8 @@ def test_what_cannot_work_is_said_in_a_line() -> None:
     """Exit status 2, and one line that says what is wrong; argparse writes its usage above."""
     with contextlib.closing(connections.bind("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        ended = run("-c", STARTS, *(flags.replace("TAKEN", port) for flags, _ in COMPLAINTS))
-    for (flags, complaint), (status, said) in zip(COMPLAINTS, json.loads(ended.stdout), strict=True):
+        ended = run("-c", STARTS, *(flags.replace("TAKEN", port) for flags, _ in TABLE["complaints"]))
+    for (flags, complaint), (status, said) in zip(TABLE["complaints"], json.loads(ended.stdout), strict=True):
         assert status == 2, flags
         line = said.splitlines()[-1]
         assert "error: " in line

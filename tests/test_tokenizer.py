@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from channels import Piece, TokenLogprob
+from helpers.tables import table
 from tokenizer import BYTE_OF, Decoder, Tokenizer
 
 FILE = Path(__file__).parent / "models" / "tiny" / "tokenizer.json"
@@ -189,27 +190,12 @@ def test_encode_adds_and_drops_nothing(tmp_path: Path) -> None:
     assert saved(library, tmp_path).encode(text) == TINY.encode(text)
 
 
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-# fmt: off
-#  what the file holds                                                        what the message says
-REFUSALS = [
-    (None,                                                                    "no tokenizer at"),
-    ("",                                                                      "no tokenizer at"),
-    ('{"model": {}}',                                                         "no tokenizer at"),
-    ({"decoder": None},                                                       "decoder null found"),
-    ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},     '"WordPiece"'),
-    ({"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}},   '"stop": 1'),
-    ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, BYTE_LEVEL]}}, '"ByteLevel"'),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("content", "message"), REFUSALS)
-def test_a_refusal_is_one_clear_line(tmp_path: Path, content: object, message: str) -> None:
+@pytest.mark.parametrize(("content", "message"), table("checkpoints")["tokenizers"])
+def test_a_refusal_is_one_clear_line(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "tokenizer.json"
     if isinstance(content, str):
         path.write_text(content)
-    elif isinstance(content, dict):
+    elif content:
         path.write_text(json.dumps(json.loads(FILE.read_text()) | content))
     with pytest.raises(ValueError, match=r"tokenizer|decoder") as error:
         Tokenizer(path)

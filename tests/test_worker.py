@@ -19,7 +19,7 @@ from engine import Engine
 from helpers import laws, scripted
 from helpers.grammars import grammars_of
 from helpers.scripted import END, ids_of, in_steps, outputs_of, request, said, vocabulary, worker_of
-from helpers.serving import TINY, serve
+from helpers.serving import TINY
 from helpers.tables import table
 from model import NumpyOps
 from request.refusals import BadInput
@@ -90,14 +90,6 @@ def test_the_server_bounds_every_answer() -> None:
     for asked, n_tokens in ((None, 5), (3, 3), (8, 5)):
         found, reason, usage = ended(asyncio.run(outputs_of(worker, {"max_output_tokens": asked})))
         assert (found, reason, usage.output_tokens) == ([["final", "a" * n_tokens]], "length", n_tokens)
-
-
-def test_the_option_is_handed_on() -> None:
-    """--max-output-tokens: such an answer is incomplete, told as max_output_tokens."""
-    with serve("--max-output-tokens", "3") as server:
-        reply = server.post("/v1/responses", {"model": "default", "input": "hi", "ignore_eos": True}).json
-    assert (reply["status"], reply["usage"]["output_tokens"]) == ("incomplete", 3)
-    assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 # --- what is demanded is said, by a real model --------------------------------------------------------------

@@ -15,7 +15,7 @@ from checkpoint import weights
 from checkpoint.config import FAMILIES, Fields, UnsupportedModel, parse_config, read_config
 from checkpoint.rope import ROPE_TYPES, Rope, rope_table
 from checkpoint.weights import all_parts, read_weights
-from helpers.tables import table
+from helpers.tables import plain, table
 from parity import CASES, SMALL, random_tensor, write_tensors
 
 LLAMA: dict[str, Any] = SMALL | {"model_type": "llama"}
@@ -34,26 +34,14 @@ def checkpoint(directory: Path, dtype: str = "F32", **changes: Any) -> dict[str,
 TABLES = table("checkpoints")
 NOPE = {"no_rope_layers": [1, 0, 1, 0]}
 LLAMA3 = CASES["llama-3.1-rope-scaling"].changes["rope_scaling"]
-YARN_OF_100 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
-
-#   model_type  config.json over LLAMA                     what becomes of it; the rest: test_parity.py
-CONFIGS = [
-    ("llama", {"num_key_value_heads": None}, {"n_kv_heads": 4}),
-    ("llama", {"sliding_window": 9}, {"windows": (None,) * 4}),
-    ("llama", {"eos_token_id": None}, {"eos_token_ids": ()}),
-    ("mistral", {"attention_bias": True}, {"qkv_bias": False}),
-    ("smollm3", NOPE, {"tied": True, "windows": (None,) * 4}),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"max_seq_len": 512}),
-    ("llama", {"rope_scaling": YARN_OF_100}, {"max_seq_len": 400}),
-    ("granite", {"residual_multiplier": 0.5}, {"embed_scale": 2.0, "norm_eps": 4e-5}),
-]
 
 
 @pytest.mark.bug("P15")
-@pytest.mark.parametrize(("model_type", "changes", "expected"), CONFIGS)
-def test_config(model_type: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    config = parse_config(LLAMA | {"model_type": model_type} | changes, {})
-    assert {name: getattr(config, name) for name in expected} == expected
+@pytest.mark.parametrize("changes", TABLES["becomes"])
+def test_config(changes: str) -> None:
+    expected = TABLES["becomes"][changes]
+    config = parse_config(LLAMA | json.loads(changes), {})
+    assert {name: plain(getattr(config, name)) for name in expected} == expected
 
 
 @pytest.mark.parametrize("model_type", TABLES["defaults"])

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.upstreams import Timeouts
 from helpers.asked import CHAT, RESPONSES, created
 from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, STREAM, Exchange, delta, finish, hangs, head, says, upstream
-from service import options
 from test_server import (  # noqa: F401  (collected again, with the fixtures of this file)
     ASKED,
     chat_body,
@@ -163,9 +161,3 @@ def test_health_is_that_of_what_can_answer() -> None:
     with serve("--upstream", early.url, *QUICK) as front:  # and a model here
         until(lambda: front.health()["upstreams_down"] == 1, "the upstream is down")
         assert front.get("/health").status == 200
-
-
-def test_timeouts_are_options() -> None:
-    parse = options.arguments().parse_args
-    flags = ["--upstream-timeout", "connect=1", "--upstream-timeout", "first-byte=2.5"]
-    assert Timeouts(**dict(parse(flags).upstream_timeout)) == Timeouts(connect_s=1, first_byte_s=2.5)

@@ -2,10 +2,12 @@
 
 import json
 
-from helpers.serving import TINY, Json, Server
+import sse
+from helpers.serving import TINY, Json, Reply, Server
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 HI: Json = {"model": "tiny", "input": "hi"}
+MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
 HELLO = "Hello! How can I help you today?"
 EOS = json.loads((TINY / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
 NO_END: Json = {"logit_bias": {str(token_id): -100 for token_id in EOS}}  # until 1,900 tokens
@@ -20,6 +22,21 @@ def created(server: Server, body: Json) -> Json:
     reply = server.post(RESPONSES, body)
     assert reply.status == 200, reply.body
     return dict(reply.json)
+
+
+def error(reply: Reply, status: int) -> Json:
+    """Return the error object of a refusal with this status."""
+    assert reply.status == status, reply.body
+    return dict(reply.json["error"])
+
+
+def events_in(stream: bytes) -> list[Json]:
+    """Return the events of a whole stream, or its chunks; its [DONE] came once, and last."""
+    parser = sse.Parser()
+    *found, done = [event.data for event in parser.feed(stream)]
+    parser.close()
+    assert done == "[DONE]"
+    return [json.loads(data) for data in found]
 
 
 def large(n_bytes: int) -> Json:

@@ -12,19 +12,13 @@ import pytest
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message
 
-from helpers.asked import RESPONSES, large
-from helpers.serving import Json, Reply, Server, http_bytes, serve
+from helpers.asked import MINE, RESPONSES, YOURS, error, large
+from helpers.serving import Json, Server, http_bytes, serve
 from request import body
 from request.refusals import BadInput
 from request.room import MAX_BODY_BYTES, Rooms, Visit
 
 HI: Json = {"model": "tiny", "input": "hi", "max_output_tokens": 1}
-
-
-def error(reply: Reply, status: int) -> Json:
-    assert reply.status == status, reply.body
-    found: Json = reply.json["error"]
-    return found
 
 
 def banana(n_values: int) -> bytes:
@@ -205,7 +199,6 @@ def test_each_choice_is_a_stream() -> None:
         assert visit.held[rooms.streams] == 50
 
 
-MINE, YOURS = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer yours"}
 KEYS = ("--api-key", "mine", "--api-key", "yours")
 
 

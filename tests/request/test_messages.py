@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from channels import Parser, Piece
 from dialects import families
 from helpers.laws import parse
-from helpers.scripted import TEMPLATE, TEMPLATES
+from helpers.scripted import TEMPLATES
 from helpers.tables import table
 from request import messages, params
 from request.body import MAX_VALUES
@@ -106,19 +106,14 @@ def test_a_prompt_loses_its_oldest_turns_one_by_one() -> None:
 # --- templates in the style of others -----------------------------------------------------------------------
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "<b>now</b>, in °C"}}
 
 
-def test_what_transformers_adds_to_jinja() -> None:
-    """The date, `tojson` of text as it is, `continue`, `generation`, blocks without lines and indentation."""
-    source = (
-        "{% if messages %}\n  {{ strftime_now('%d %b') }}\n{% endif %}\n{{ tools | tojson(indent=4) }}"
-        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    )
-    prompt = ChatTemplate(source, {}).render([user("a"), user("b")], [WEATHER], NOW)
-    assert prompt == "  09 Mar\n" + json.dumps([WEATHER], ensure_ascii=False, indent=4) + "b"
+@pytest.mark.bug("P12")
+@pytest.mark.parametrize("row", TABLE["rendered"], ids=lambda row: row["why"])
+def test_a_template_is_rendered(row: dict[str, Any]) -> None:
+    template, tools = ChatTemplate(row["source"], {}), [WEATHER] if row.get("tools") else []
+    assert template.render(responses(row["said"]), tools, NOW) == row["prompt"]
 
 
 @pytest.mark.parametrize("source", ["raise_exception('not ' + said)", "said + 1", "messages.append(1)"])
@@ -132,13 +127,6 @@ def test_what_a_template_raises_is_the_requests_fault(source: str) -> None:
     assert len(error.value.message) < 400
 
 
-def test_tools_are_shown_as_the_model_saw_them() -> None:
-    """Plain JSON: Jinja's own filter would write \\u003cb\\u003e, json.dumps alone \\u00b0C."""
-    prompt = TEMPLATE.render([system("Be brief."), user("hi")], [WEATHER], NOW)
-    assert f"<tools>\n{json.dumps(WEATHER, ensure_ascii=False)}\n</tools>" in prompt
-    assert ChatTemplate("{{ tools }}", {}).render([user("hi")], [], NOW) == "None"  # templates test for both
-
-
 def test_a_template_that_shows_no_tools_refuses_them() -> None:
     """Calls and results of earlier turns too: they would be lost."""
     template = ChatTemplate(PLAIN, {})
@@ -147,23 +135,6 @@ def test_a_template_that_shows_no_tools_refuses_them() -> None:
         with pytest.raises(BadInput, match="chat template shows none") as refusal:
             template.render(asked, tools, NOW)
         assert (refusal.value.param, refusal.value.code) == ("tools", "unsupported_parameter")
-
-
-@pytest.mark.bug("P12")
-def test_a_template_that_joins_arguments_gets_text() -> None:
-    """functionary's does, and every history with a call was refused."""
-    source = """{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}
-        {{- c.function.name + '(' + c.function.arguments + ')' }}{% endfor %}{% endfor %}"""
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": "<é>"}'}
-    output = {"type": "function_call_output", "call_id": "c", "output": "42"}
-    prompt = ChatTemplate(source, {}).render(responses([user("q"), call, output]), F_TOOL, NOW)
-    assert prompt.endswith('qf({"x": "<é>"})42')
-
-
-def test_a_template_that_refuses_system_messages_has_them_in_the_users() -> None:
-    template = ChatTemplate(NO_SYSTEM, {})
-    messages = [system("s"), user("a"), assistant("b"), system("t")]
-    assert template.render(messages, None, NOW) == "[user]s\n\na[assistant]b[user]t"
 
 
 # --- templates of other dialects ----------------------------------------------------------------------------
@@ -309,12 +280,6 @@ def test_a_template_computes_no_endless_number() -> None:
     squares = "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"
     with pytest.raises(BadInput, match="4300 digits"):
         ChatTemplate(squares, {}).render([user("x")], None, NOW)
-
-
-def test_loops_are_as_jinja_has_them() -> None:
-    loops = "{% for m in messages %}{{ loop.index }}{{ m.content }}{{ loop.last }}{% endfor %}"
-    others = "{% for _ in no %}1{% endfor %}{% for a, b in {1: 2}.items() %}{{ a * b * '-' }}{% endfor %}"
-    assert ChatTemplate(loops + others, {}).render([user("a"), user("b")], None, NOW) == "1aFalse2bTrue--"
 
 
 @pytest.mark.parametrize(("config", "words"), TABLE["no_template"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.tables import table
+from helpers.tables import plain, table
 from request import params
 from request.params import CHAT, RESPONSES, Request
 from request.refusals import MAX_MESSAGE, MAX_SHOWN, BadInput, shown
@@ -136,18 +136,6 @@ def test_a_hint_fits_its_parameter() -> None:
         assert refusal.value.message == f"Unsupported parameter: '{name}'. {why}: {hint}"
     with pytest.raises(BadInput, match="with at least one message"):
         read("chat", {"messages": []})
-
-
-def plain(value: Any) -> Any:
-    """Return a value as TOML says it: of a tuple with names what is not as always, and None as ""."""
-    if hasattr(value, "_asdict"):
-        always = value._field_defaults
-        return {name: plain(it) for name, it in value._asdict().items() if it != always.get(name, object)}
-    if isinstance(value, dict):
-        return {name: plain(it) for name, it in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(plain, value)]
-    return "" if value is None else value
 
 
 MEANING = [(api, row) for api, rows in TABLE["meaning"].items() for row in rows]

@@ -115,11 +115,12 @@ def test_a_damaged_model_is_refused_in_a_line(
 
 
 @pytest.mark.bug("K07")
-async def test_the_end_of_the_tokenizer_ends_an_answer(tmp_path: Path) -> None:
+async def test_options_and_the_end_of_the_tokenizer_reach_the_worker(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(TINY, tmp_path / "model"))
     (directory / "generation_config.json").write_text('{"eos_token_id": 2039}')
-    args = options.arguments().parse_args(["--device", "cpu"])
+    args = options.arguments().parse_args(["--device", "cpu", "--max-output-tokens", "3"])
     worker = loading.load(directory, args)
+    assert worker._max_output_tokens == 3
     assert {*worker.engine.config.eos_token_ids} == {2039, 2041}
     await worker.close()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.upstreams import Timeouts
 from service import options
 
 PARSER = options.arguments()
@@ -48,6 +49,8 @@ def test_values_are_read() -> None:
     assert {text: options.size(text) for text in SIZES} == SIZES
     for url in ("http://x", "HTTPS://x.org:8000/v1/", "http://[::1]:80/v1", "http://u:p@x/v1"):
         assert PARSER.parse_args(["--upstream", url]).upstream == [url]
+    found = PARSER.parse_args(["--upstream-timeout", "connect=1", "--upstream-timeout", "first-byte=2.5"])
+    assert Timeouts(**dict(found.upstream_timeout)) == Timeouts(connect_s=1, first_byte_s=2.5)
 
 
 def test_help() -> None:

@@ -17,7 +17,7 @@ import pytest
 import service.steps
 import sse
 from helpers.engines import alone, endless, play, started
-from helpers.serving import Json, Server, http_bytes, http_chunks, serve
+from helpers.serving import Json, Server, http_bytes, http_chunks
 from request.room import Rooms, Visit
 from service.steps import Steps
 
@@ -107,9 +107,10 @@ def test_a_reader_that_is_late_or_slow_loses_the_oldest_steps(
     assert max(b - a for a, b in itertools.pairwise([0, *numbers])) > 100
 
 
-def test_a_stop_ends_the_stream() -> None:
-    with serve("--debug-steps") as server, events_of(server, "none") as events:
-        ask(server, "none", "hi", max_output_tokens=1)
+def test_a_stop_ends_the_stream(server: Server) -> None:
+    """The last test of this server."""
+    with events_of(server, "ada") as events:
+        ask(server, "ada", "hi", max_output_tokens=1)
         assert next(events)["step"] == 0
         server.interrupt(signal.SIGTERM)
         list(events)  # ends as it should: http_chunks() has read the last chunk

@@ -24,7 +24,7 @@ from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection
 
 from background import Registry
-from helpers.asked import HI, NO_END, RESPONSES, large
+from helpers.asked import HI, MINE, NO_END, RESPONSES, large
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, serve, until
 from helpers.tables import table
@@ -348,7 +348,6 @@ def test_a_stop_of_the_server(grace: str) -> None:
 
 # --- the handshake ------------------------------------------------------------------------------------------
 
-MINE = {"Authorization": "Bearer mine"}
 PAGE = "https://example.org"
 LOCKED = ("--api-key", "mine", "--api-key", "yours", "--cors-origin", PAGE, "--max-body", "1M")
 
