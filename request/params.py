@@ -80,22 +80,6 @@ EFFORTS = {
 }
 # fmt: on
 
-# fmt: off
-#   thinking.type     effort, if output_config has none
-THINKING = {
-    "enabled":        "high",
-    "adaptive":       "high",
-    "between_tools":  "low",
-    "disabled":       "none",
-}
-#   tool_choice.type  in chat completions; "tool" names one
-TOOL_CHOICES = {
-    "auto":           "auto",
-    "any":            "required",
-    "none":           "none",
-    "tool":           "function",
-}
-# fmt: on
 MAX_NOT_RUN = 8  # names in Request.not_run
 MAX_NAME = 64  # characters of each
 SERVICE_TIER = "default"  # the only one here
@@ -127,7 +111,6 @@ NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_ge
 reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
 stream_options = members(include_usage=boolean)
-thinking = members(type=one_of(*THINKING), budget_tokens=count, display=text)
 NOT_HERE = "This server does not implement it: leave it out."
 TOOLS_INSTEAD = "This server does not implement it: use 'tools' and 'tool_choice'."
 
@@ -160,11 +143,6 @@ def token_id(value: str, path: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", value):
         raise wrong_value(path, "token ids as keys", value)
     return int(value)
-
-
-def nameless_format(value: Any, path: str) -> Any:
-    """Check a format of the Messages API, which has no name; return it in Responses' form."""
-    return text_format({"name": "answer"} | mapping(value, path), path)
 
 
 def moved(names: Mapping[str, str]) -> dict[str, Parameter]:
@@ -373,6 +351,30 @@ def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Re
 
 # --- the parameters -----------------------------------------------------------------------------------------
 
+# fmt: off
+#   thinking.type     effort, if output_config has none
+THINKING = {
+    "enabled":        "high",
+    "adaptive":       "high",
+    "between_tools":  "low",
+    "disabled":       "none",
+}
+#   tool_choice.type  in chat completions; "tool" names one
+TOOL_CHOICES = {
+    "auto":           "auto",
+    "any":            "required",
+    "none":           "none",
+    "tool":           "function",
+}
+# fmt: on
+
+
+def nameless_format(value: Any, path: str) -> Any:
+    """Check a format of the Messages API, which has no name; return it in Responses' form."""
+    return text_format({"name": "answer"} | mapping(value, path), path)
+
+
+thinking = members(type=one_of(*THINKING), budget_tokens=count, display=text)
 output_config = members(effort=one_of(*EFFORTS), format=nameless_format)
 
 # fmt: off

@@ -42,33 +42,9 @@ from sse import Object
 
 Tools = list[Object] | None  # None: none are offered
 MAX_REASON = 300  # characters of what a template raises: it may quote the messages
+TURNS = "turns left"  # the variable; a template has no name for it, because of the blank
 # gpt-oss's template goes through all messages for each call: 6 million turns for 2,500 calls, in 1 s.
 MIN_TURNS, TURNS_A_CHARACTER, MAX_TURNS = 20_000, 10, 10_000_000
-
-
-# --- messages for templates that take less ------------------------------------------------------------------
-
-
-def one_call_a_message(messages: Messages) -> Messages:
-    """Split a turn into a message for its text and one for each call, each followed by the call's result."""
-    results = {message["tool_call_id"]: [message] for message in messages if message["role"] == "tool"}
-    split: Messages = []
-    for message in messages:
-        calls = message.get("tool_calls", [])
-        if calls and message["content"]:
-            split.append({"role": "assistant", "content": message["content"]})
-        for call in calls:
-            split.append(message | {"content": "", "tool_calls": [call]})
-            split += results.get(call["id"], [])
-            message = {"role": "assistant"}  # the reasoning has led to the first call
-        if not calls and message["role"] != "tool":
-            split.append(message)
-    return split
-
-
-# Ways to show calls; we use the first one that a template supports.
-WAYS: tuple[Callable[[Messages], Messages], ...] = (list, arguments_as_text, one_call_a_message)
-TURNS = "turns left"  # the variable; a template has no name for it, because of the blank
 
 
 # --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
@@ -99,33 +75,6 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return left * right
 
 
-# As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
-ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-
-# `{% generation %}` marks what the assistant wrote, for training. A prompt has its content unchanged.
-GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
-TRACING_ENVIRONMENT = ENVIRONMENT.overlay()
-
-# fmt: off
-PROBE, SECOND_PROBE = "probe_4711", "probe_4712"  # words that no template contains
-USER: Message = {"role": "user", "content": "Hi"}
-ASSISTANT: Message = {"role": "assistant", "content": "Hello"}
-SYSTEM: Message = {"role": "system", "content": PROBE}
-PROBE_TOOLS = [Tool(PROBE, "", PROBE, {"type": "object", "properties": {}}).definition()]
-PROBE_CALLS = [
-    {"id": f"call{n:05}", "type": "function", "function": {"name": name, "arguments": {}}}
-    for n, name in enumerate(("first", SECOND_PROBE))
-]
-PROBE_TURN: Messages = [
-    USER,
-    {"role": "assistant", "content": PROBE, "reasoning_content": "Hm.", "tool_calls": PROBE_CALLS},
-    *({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"} for call in PROBE_CALLS),
-    ASSISTANT,
-    USER,
-]
-# fmt: on
-
-
 # --- the template -------------------------------------------------------------------------------------------
 
 
@@ -154,30 +103,7 @@ def _counted(context: Any, items: Iterable[Any]) -> list[Any]:
 
 
 class ChatTemplate:
-    """How one model wants its prompts."""
-
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """`tokens`: bos_token, eos_token, ..., which templates write by name. Raises BadTemplate."""
-        self.source = source
-        self.tokens = tokens
-        try:
-            tree = ENVIRONMENT.parse(GENERATION.sub(r"\1with", source))
-            for loop in tree.find_all(nodes.For):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
-            tracing = Tracing()
-            traced = tracing.visit(copy.deepcopy(tree))  # Jinja folds the constants of what it compiles
-            traced = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
-            # By `traced`: the template, and what a role or a token, and a content, is to it.
-            self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str, plain), (traced, Own, Own.read)]
-        except jinja2.TemplateError as error:
-            raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
-        self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
-        self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
-        late_system = [USER, ASSISTANT, SYSTEM, USER]
-        self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
-        ways = (way for way in WAYS if self._shows(way(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE))
-        self.way = next(ways, one_call_a_message)
-        self.with_tools = self  # the template of requests that offer tools, which may be another one
+    """How one model wants its prompts. Its fields, below, are what probes of the template have found."""
 
     def render(
         self, messages: Messages, tools: Tools, now: datetime, traced: bool = False, /, **kwargs: Any
@@ -223,6 +149,29 @@ class ChatTemplate:
             raise BadInput(message, code="invalid_prompt") from error
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """`tokens`: bos_token, eos_token, ..., which templates write by name. Raises BadTemplate."""
+        self.source = source
+        self.tokens = tokens
+        try:
+            tree = ENVIRONMENT.parse(GENERATION.sub(r"\1with", source))
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
+            tracing = Tracing()
+            traced = tracing.visit(copy.deepcopy(tree))  # Jinja folds the constants of what it compiles
+            traced = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
+            # By `traced`: the template, and what a role or a token, and a content, is to it.
+            self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str, plain), (traced, Own, Own.read)]
+        except jinja2.TemplateError as error:
+            raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
+        self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
+        self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
+        late_system = [USER, ASSISTANT, SYSTEM, USER]
+        self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
+        ways = (way for way in WAYS if self._shows(way(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE))
+        self.way = next(ways, one_call_a_message)
+        self.with_tools = self  # the template of requests that offer tools, which may be another one
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
@@ -270,6 +219,23 @@ class ChatTemplate:
 # --- messages for templates that take less ------------------------------------------------------------------
 
 
+def one_call_a_message(messages: Messages) -> Messages:
+    """Split a turn into a message for its text and one for each call, each followed by the call's result."""
+    results = {message["tool_call_id"]: [message] for message in messages if message["role"] == "tool"}
+    split: Messages = []
+    for message in messages:
+        calls = message.get("tool_calls", [])
+        if calls and message["content"]:
+            split.append({"role": "assistant", "content": message["content"]})
+        for call in calls:
+            split.append(message | {"content": "", "tool_calls": [call]})
+            split += results.get(call["id"], [])
+            message = {"role": "assistant"}  # the reasoning has led to the first call
+        if not calls and message["role"] != "tool":
+            split.append(message)
+    return split
+
+
 def system_as_text(messages: Messages) -> Messages:
     """Make each system message a part of the user's message before or after it, or one of the user."""
     told: Messages = []
@@ -285,7 +251,19 @@ def system_as_text(messages: Messages) -> Messages:
     return told
 
 
+# Ways to show calls; we use the first one that a template supports.
+WAYS: tuple[Callable[[Messages], Messages], ...] = (list, arguments_as_text, one_call_a_message)
+
+
 # --- Jinja, as Transformers sets it up ----------------------------------------------------------------------
+
+
+# As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
+ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+# `{% generation %}` marks what the assistant wrote, for training. A prompt has its content unchanged.
+GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
+TRACING_ENVIRONMENT = ENVIRONMENT.overlay()
 
 
 class BadTemplate(ValueError):
@@ -339,6 +317,26 @@ TRACING_ENVIRONMENT.concat = lambda texts: Own.read("".join(map(str, texts)))  #
 
 
 # --- the template -------------------------------------------------------------------------------------------
+
+
+# fmt: off
+PROBE, SECOND_PROBE = "probe_4711", "probe_4712"  # words that no template contains
+USER: Message = {"role": "user", "content": "Hi"}
+ASSISTANT: Message = {"role": "assistant", "content": "Hello"}
+SYSTEM: Message = {"role": "system", "content": PROBE}
+PROBE_TOOLS = [Tool(PROBE, "", PROBE, {"type": "object", "properties": {}}).definition()]
+PROBE_CALLS = [
+    {"id": f"call{n:05}", "type": "function", "function": {"name": name, "arguments": {}}}
+    for n, name in enumerate(("first", SECOND_PROBE))
+]
+PROBE_TURN: Messages = [
+    USER,
+    {"role": "assistant", "content": PROBE, "reasoning_content": "Hm.", "tool_calls": PROBE_CALLS},
+    *({"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "1"} for call in PROBE_CALLS),
+    ASSISTANT,
+    USER,
+]
+# fmt: on
 
 
 def _special_tokens(config: Object) -> dict[str, str]:
