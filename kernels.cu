@@ -39,7 +39,7 @@
 //
 // A kernel's argument is the array of its name; a bias, a norm of heads or sinks that the model does not have
 // are null. For layers and weights the names are those of checkpoint/weights.py; devices/cuda.py
-// (buffer_shapes) and devices/steps.py (step_layout) make the others, and give their shapes and contents.
+// (buffer_shapes) and devices/step_memory.py (step_layout) make the others, and give their shapes and contents.
 //
 // Not here: which rows a step has (scheduler.py), memory (devices/cuda.py), launches (devices/kernels.py).
 

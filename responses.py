@@ -184,10 +184,10 @@ class _Item:
 
     def __post_init__(self) -> None:
         # The members that locate an event in the output.
-        self.place: Object = {"item_id": self.announced["id"], "output_index": self.output_index}
+        self.location: Object = {"item_id": self.announced["id"], "output_index": self.output_index}
         if self.kind.part:
             # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
-            self.place["content_index"] = 0
+            self.location["content_index"] = 0
 
     def part(self) -> Object:
         """Return the content part with the text so far."""
@@ -201,7 +201,7 @@ class _Item:
 
     def grow(self, text: str, logprobs: Sequence[sse.Encoded]) -> Object:
         """Add to the text; return the members of its delta event."""
-        delta = {**self.place, "delta": text}
+        delta = {**self.location, "delta": text}
         if self.kind.part == "output_text":
             delta["logprobs"] = logprobs
             self.logprobs += logprobs
@@ -210,7 +210,7 @@ class _Item:
 
     def whole(self) -> Object:
         """Return the members of the event with the whole text."""
-        whole = {**self.place, self.kind.field: self.text()}
+        whole = {**self.location, self.kind.field: self.text()}
         if self.kind.part == "output_text":  # it must have `logprobs`, even if empty; no other .done has them
             whole["logprobs"] = [*self.logprobs]
         if self.kind.item == "function_call":
@@ -319,7 +319,7 @@ class Builder:
         added = {"output_index": index, "item": announced}
         events.append(self._event("response.output_item.added", added))
         if kind.part:
-            events.append(self._event("response.content_part.added", {**item.place, "part": item.part()}))
+            events.append(self._event("response.content_part.added", {**item.location, "part": item.part()}))
         self._item = item
         return events
 
@@ -332,7 +332,7 @@ class Builder:
         closed = item.announced | {"status": status}
         if item.kind.part:
             closed["content"] = [item.part()]
-            events.append(self._event("response.content_part.done", {**item.place, "part": item.part()}))
+            events.append(self._event("response.content_part.done", {**item.location, "part": item.part()}))
         else:
             closed[item.kind.field] = item.text()
         if self._seals_reasoning and item.kind.item == "reasoning":

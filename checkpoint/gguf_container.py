@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpoint.blocks import FLOATS, Blocks, sizes
+from checkpoint.gguf_blocks import FLOATS, Blocks, sizes
 
 MAX_HEADER_BYTES = 2**26  # a vocabulary of 262,000 tokens takes 15 MB
 ALIGNMENT = 32  # bytes: a tensor begins at a multiple. Another general.alignment is refused

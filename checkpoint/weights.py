@@ -33,8 +33,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from checkpoint import gguf_file
-from checkpoint.blocks import FLOATS, Blocks, decoded
 from checkpoint.config import Config, Experts, UnsupportedModel, read_json
+from checkpoint.gguf_blocks import FLOATS, Blocks, decoded
 
 Array = NDArray[np.float32]
 Tensor = NDArray[Any] | Blocks  # float32, float16, bfloat16 as uint16, or uint8; in a GGUF file also blocks

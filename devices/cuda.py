@@ -47,7 +47,7 @@ from devices.kernels import (
     model_constants,
     shape_for,
 )
-from devices.steps import (
+from devices.step_memory import (
     DeviceStep,
     HostMemory,
     StepMemory,

@@ -14,7 +14,7 @@ Rules of this file:
 Why no programmatic dependent launch (PDL), by which a kernel starts while the one ahead of it still runs:
 CuPy has no name for it. It would take structures of cuda.h packed by hand, and nobody has measured its gain.
 
-Not here: the arithmetic (kernels.cu, plain.cu), the arrays (cuda.py, steps.py).
+Not here: the arithmetic (kernels.cu, plain.cu), the arrays (cuda.py, step_memory.py).
 """
 
 import hashlib
@@ -40,7 +40,7 @@ QUERIES = 16  # query rows of a tile of attention: the rows of one tensor core i
 NORMED_ROWS = 2  # a product norms up to so many rows of the residual stream itself
 MAX_TOP = 20  # likeliest tokens with logprobs: the limit of the API
 PENALISED, BIASED, MASKED, CHAINS, ADVANCES = 1, 2, 4, 8, 16  # flags of a row that a token is picked for
-# numbers in a row of the arrays that steps.py fills and reads
+# numbers in a row of the arrays that step_memory.py fills and reads
 TILE_WIDTH, PICK_ROW_WIDTH, SETTINGS_WIDTH, SEEDS_WIDTH, CHOICE_WIDTH = 6, 6, 6, 3, 2 + 2 * MAX_TOP
 GROUP_WIDTH = 3  # and of groups, which `route` writes
 THREADS, PICK_THREADS = 256, 1024  # of a block

@@ -28,7 +28,7 @@ other bits there than on the latter.
 
 Authority: "BLIS: A Framework for Rapidly Instantiating BLAS Functionality" (Van Zee, van de Geijn 2015);
 https://llvm.org/docs/LangRef.html; Intel's Intrinsics Guide, _mm512_dpwssd_epi32 and _mm512_dpbf16_ps; for
-the blocks checkpoint/blocks.py; for MXFP4 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
+the blocks checkpoint/gguf_blocks.py; for MXFP4 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
 
 Rules of this file:
 1. A sum runs over the inputs in their order for any number of rows: a row has the same bits in any tile.

@@ -5,7 +5,7 @@
 Most checkpoints hold bfloat16, the upper half of a float32; blocks of 8 or 4 bits with a scale are half and a
 quarter of that. Decoding takes as long as these bytes take to come from memory.
 
-Authority: the names and the blocks of the formats are GGUF's (checkpoint/blocks.py).
+Authority: the names and the blocks of the formats are GGUF's (checkpoint/gguf_blocks.py).
 
 Rules of this file:
 1. Packing floats loses no bit: a matrix is kept in the narrowest format that holds all its values. Only
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.blocks import FLOATS, Blocks, decoded, kept, quantized, with_minima
+from checkpoint.gguf_blocks import FLOATS, Blocks, decoded, kept, quantized, with_minima
 from checkpoint.weights import Mxfp4, bfloat16, gguf_bytes, unpacked
 from devices.microkernel import BLOCK, CACHE_LINE, WIDTH, X_DTYPE, X_WORDS
 from model import Array, Ints, Numbers

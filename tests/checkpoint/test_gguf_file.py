@@ -1,4 +1,4 @@
-"""checkpoint/gguf_file.py and blocks.py on files that the tests' own writer makes of models they have."""
+"""checkpoint/gguf_file.py and gguf_blocks.py on files that the tests' own writer makes of their models."""
 
 import struct
 import subprocess

@@ -17,8 +17,8 @@ pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
 from filelock import FileLock
 from numba import njit, types
 
-from checkpoint.blocks import FLOATS, Blocks, decoded, quantized
 from checkpoint.config import Config, read_config
+from checkpoint.gguf_blocks import FLOATS, Blocks, decoded, quantized
 from checkpoint.weights import Weights, bfloat16, read_weights, unpacked
 from devices import cpu_kernels as kernels
 from devices import kernels as gpu_kernels

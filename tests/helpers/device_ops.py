@@ -15,7 +15,7 @@ from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
 from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, layer_parts, unpacked
 from devices.cuda import CudaOps, on_device
-from devices.steps import DeviceStep
+from devices.step_memory import DeviceStep
 from helpers.emulator import Emulator
 from helpers.tables import table
 from model import Array, Batch, NumpyOps, Span
