@@ -114,9 +114,9 @@ ASKED = STREAMS | json.loads(
                       "type": "json_schema", "name": "x", "schema": ANIMALS, "strict": true}}},
     "chat-animals":  {"said": "Which animals?", "limit": 100, "response_format": {"type": "json_schema",
                       "json_schema": {"name": "x", "schema": ANIMALS, "strict": true}}},
-    "object":        {"said": "Say hello in JSON.", "limit": 400, "text": {
+    "object":        {"said": "Say hello in JSON.", "limit": 100, "text": {
                       "format": {"type": "json_object"}}},
-    "chat-object":   {"said": "Say hello in JSON.", "limit": 400, "response_format": {"type": "json_object"}}
+    "chat-object":   {"said": "Say hello in JSON.", "limit": 100, "response_format": {"type": "json_object"}}
 }""")
 )
 # The layer that failed, by the error; the first that fits.
