@@ -347,9 +347,7 @@ def kernels() -> Lines:
     for m in (0, 16, 8, 4, 2, 1):
         lanes = lanes + lanes[np.arange(32) ^ m] if m else lanes
         yield f"    {f'+ that of lane ^ {m}' if m else 'x * x':24}" + "".join(f"{x:12.8f}" for x in lanes[:4])
-    in_order = np.float32(0)
-    for x in values:
-        in_order += x * x
+    in_order = sum((x * x for x in values), np.float32(0))
     yield f"    {'one loop':24}{in_order:12.8f}   {'the same bits' if in_order == lanes[0] else 'other bits'}"
     scores = np.array([1, 3, 2, 90, 0, 91, 5, 4], np.float32)
     yield "\nsplit  its scores    greatest  sum of exp(s - greatest)   so far: greatest, sum"

@@ -6,12 +6,13 @@ pictures()[chapter] --drawn()--> pictures/<chapter>.svg; `python tests/course_da
 import asyncio
 from collections.abc import Callable, Iterable
 from html import escape
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import sse
-from channels import Arguments, Call, Delta, Parser
+from channels import Parser
 from course import micro, numpy_micro
 from dialects.families import DIALECTS
 from event_log import EventLog
@@ -60,8 +61,10 @@ def drawn(title: str, unit: float, rows: Rows) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def in_a_row(texts: Iterable[str], kind: str = "", width: float = 1) -> list[Box]:
-    return [Box(i * width, width, text, kind) for i, text in enumerate(texts)]
+def in_a_row(texts: Iterable[str], kind: str = "", widths: Iterable[int] = repeat(1)) -> list[Box]:
+    parts = [*zip(texts, widths, strict=False)]
+    starts = accumulate((width for _, width in parts), initial=0)
+    return [Box(start, width, text, kind) for start, (text, width) in zip(starts, parts, strict=False)]
 
 
 def asked(text: str) -> list[int]:
@@ -84,16 +87,10 @@ def visible(token: int) -> str:
 
 
 def tokens() -> Rows:
-    text, start = "Well done 🙂!", 0
-    rows: Rows = {"characters": [], "bytes": in_a_row(f"{byte:02x}" for byte in text.encode()), "tokens": []}
-    for character in text:
-        rows["characters"].append(Box(start, n := len(character.encode()), character))
-        start += n
-    start = 0
-    for token in micro.encode(text):
-        rows["tokens"].append(Box(start, n := len(micro.BYTES[token]), str(token), "blue"))
-        start += n
-    return rows
+    text = "Well done 🙂!"
+    ids, rows = micro.encode(text), {"characters": in_a_row(text, "", (len(one.encode()) for one in text))}
+    rows["bytes"] = in_a_row(f"{byte:02x}" for byte in text.encode())
+    return rows | {"tokens": in_a_row(map(str, ids), "blue", (len(micro.BYTES[one]) for one in ids))}
 
 
 def forward_pass() -> Rows:
@@ -175,13 +172,12 @@ def channels() -> Rows:
     known = frozenset(filter(micro.MARKERS.__contains__, hermes.tokens | {"<think>", "</think>"}))
     parser, decoder = Parser(hermes._replace(tokens=known)), Decoder(tokenizer)
     rows: Rows = {name: [] for name in ("token", "reasoning", "answer", "call", "arguments", "nothing yet")}
-    names = {"analysis": "reasoning", "final": "answer"}
+    names = {"analysis": "reasoning", "final": "answer", "Call": "call", "Arguments": "arguments"}
     for i, token in enumerate(said("What is the weather in Tokyo?")[:-1]):
         found = [one for piece in decoder.feed(token) for one in parser.feed(piece)]
         rows["token"].append(Box(i, 1, visible(token) or "<…>"))
-        kinds = {names[one.channel] for one in found if isinstance(one, Delta)}
-        kinds |= {"call" for one in found if isinstance(one, Call)}
-        kinds |= {"arguments" for one in found if isinstance(one, Arguments)}
+        said_by = [getattr(one, "channel", type(one).__name__) for one in found]
+        kinds = {names[one] for one in said_by if one in names}
         for kind in kinds or {"nothing yet"}:
             rows[kind].append(Box(i, 1, "", "blue" if kinds else "gold"))
     return rows
@@ -206,13 +202,11 @@ def events() -> Rows:
 
 
 def frames() -> Rows:
-    made, size, start = responded("Hello!")[2:13], 536, 0
-    rows: Rows = {"events": [], f"chunks of {size} bytes": []}
-    for number, event in enumerate(made, 2):
-        frame = f"event: {event['type']}\ndata: {sse.dumps(event | {'sequence_number': number})}\n\n".encode()
-        rows["events"].append(Box(start, len(frame), str(number), "blue"))
-        start += len(frame)
-    for i in range(0, start, size):
+    made, size = responded("Hello!")[2:13], 536
+    numbered = [event | {"sequence_number": number} for number, event in enumerate(made, 2)]
+    sizes = [len(f"event: {event['type']}\ndata: {sse.dumps(event)}\n\n".encode()) for event in numbered]
+    rows: Rows = {"events": in_a_row(map(str, range(2, 13)), "blue", sizes), f"chunks of {size} bytes": []}
+    for i in range(0, start := sum(sizes), size):
         inside = [box for box in rows["events"] if i < box.start + box.width <= i + size]
         rows[f"chunks of {size} bytes"].append(Box(i, min(size, start - i), f"ends {len(inside)}", "gold"))
     return rows

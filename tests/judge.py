@@ -47,6 +47,8 @@ SAID = re.compile(r">|E |.*: error:")  # lines of pytest, and of a compiler
 CHAPTERS = tomllib.loads((ROOT / "course" / "exercises.toml").read_text("utf-8"))
 LAWS: dict[str, list[str]] = CHAPTERS.pop("laws")
 FIXES: dict[str, dict[str, list[Any]]] = tomllib.loads((ROOT / "course" / "fixes.toml").read_text("utf-8"))
+Judged = Iterator[tuple[str, bool, str, str]]  # exercise, is the fix right, its place, why it is refused
+Reported = list[tuple[str, list[str]]]  # the name of each test, and what speaks against it
 
 
 def exercises() -> dict[str, Mutant]:
@@ -93,14 +95,11 @@ def repaired(work: Path, folder: Path) -> Path:
 def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     few = {"EXAMPLES": "20", "PYTHONDONTWRITEBYTECODE": ""}  # without bytecode pytest takes a second to start
+    few["HYPOTHESIS_STORAGE_DIRECTORY"] = str(ROOT / ".hypothesis")  # a table of all characters: five seconds
     command = [sys.executable, *command]
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env=os.environ | few | more, preexec_fn=limit
     )
-
-
-Judged = Iterator[tuple[str, bool, str, str]]  # exercise, is the fix right, its place, why it is refused
-Reported = list[tuple[str, list[str]]]  # the name of each test, and what speaks against it
 
 
 def reported(runs: list[list[str]], copy: Path) -> tuple[list[Reported], Any]:

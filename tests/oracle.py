@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import chain, combinations, count
 from pathlib import Path
@@ -55,7 +55,16 @@ def sse(random: Random) -> Cases:
 
     words, ends = [b"data: x", b"data:  y", b"data", b"id: 7", b"event: e"], [b"\n", b"\r", b"\r\n"]
     words += ["data: ü€".encode(), b": note", BOM, b"x", b'data: {"a": {}', b"data: }", b"data: a\x0bb\x0c"]
-    words += [*ends, b"\n\n", b"\r\r", b"\r\n\r\n", b"data: " + bytes(40), b"id: \0", b"data: x\n\n"]
+    words += [
+        *ends,
+        b"\n\n",
+        b"\r\r",
+        b"\r\n\r\n",
+        b"data: " + bytes(40),
+        b"id: \0",
+        b"data: x\n\n",
+        b"data: [DONE]",
+    ]
     for i in range(4 * N):
         said = drawn(random, words, 12)
         said = [part for line in said for part in (line, random.choice(ends))] if i % 2 else said
@@ -73,7 +82,7 @@ def channels(random: Random) -> Cases:
     from dialects.families import DIALECTS
 
     call = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
-    words = ["Hi", " ", "\n", "<", "<think>", "</think>", "<tool"]
+    words = ["Hi", " ", "\n", "<", "<think>", "</think>", "<tool", "<tool_call>"]
     words += ["EN", "END", "E", call, call[:30], "{}", '"', "ST<tool"]
     words += ["<|eot_id|>"]  # as with Llama it ends the turn, also inside a string of a call
     hermes = DIALECTS["hermes"]
@@ -98,8 +107,8 @@ def special_tokens(random: Random) -> Cases:
     known = SpecialTokens(["<|im_end|>", "<|im_start|>", "<|im", "｜｜", "｜end｜", "[X]"])
     words = ["<|im_end|>", "<|im", "_start|>", "｜｜", "｜", "end", "[X]", "[", "X]", " ", "\n", "user"]
     for _ in range(N):
-        own = [random.random() < 0.5 for _ in range(9)]  # is it of the template?
-        pieces = [random.choice(words).translate(ALPHABET if one else {}) for one in own]
+        alphabets = random.choices([ALPHABET, {}], k=9)  # of the template, or of the request
+        pieces = [random.choice(words).translate(alphabet) for alphabet in alphabets]
         trace = "".join(pieces)
         yield ["prompt", plain(trace), "trace", trace], known.cut(plain(trace), trace)
 
@@ -186,18 +195,24 @@ def scheduler(random: Random) -> Cases:
         text = [random.randrange(3) for _ in range(random.randint(2, 9))]
         yield ["prompt_lookup", text], outcome(prompt_lookup, np.array(text), 3)
     for i in range(N // 2):
-        n_pages, chunk, speculate = random.randint(3, 6), random.choice([64, 128]), i % 3 * 3
+        chunk, speculate = random.choice([64, 128]), i % 3 * 3
+        # Half of the cases begin with three whose next pages are all that is left.
+        lengths = random.sample([63, 63, 127, 191], 3) if i % 2 else []
+        coming = [*zip(lengths, random.sample("aab", 3), (4, 5, 6), strict=False)]
+        n_pages = sum(n // 64 + 1 for n in lengths) + 2 if lengths else random.randint(3, 6)
         one = Scheduler(n_pages=n_pages, max_batch=3, chunk=chunk, speculate=speculate, max_wanted=6)
-        case: list[object] = [f"{n_pages} pages, chunk {chunk}, speculate {speculate}"]
-        told: list[object] = []
-        sequences: list[Any] = []
+        case = [f"{n_pages} pages, chunk {chunk}, speculate {speculate}"]
+        told, sequences = list[str](), list[Any]()
         for _ in range(random.randint(2, 14)):
             if random.random() < 0.4:
-                n, owner = random.choice([5, 61, 63, 64, 100, 127, 128, 170]), random.choice("aab")
-                prompt = [random.choice([7, 8])] * n if n < 128 else [7] * 64 + [*range(n - 64)]
+                n = random.choice([5, 61, 63, 64, 100, 127, 128, 170])
+                coming.append((n, random.choice("aab"), random.choice([7, 8])))
+            for n, owner, first in coming:
+                prompt = [first] * n if first < 7 or n < 128 else [7] * 64 + [*range(n - 64)]
                 sequences.append(Sequence(prompt, 30, frozenset(), Sampling(), owner=owner))
                 one.add(sequences[-1])
                 case.append(f"{owner} comes with {n} tokens, {prompt[:1]} first")
+            coming = []
             rows = random.choice([2, 20, 10**6])
             case.append(f"a step of {rows} rows")
             batch = outcome(one.schedule, (), rows)
@@ -219,14 +234,12 @@ def responses(random: Random) -> Cases:
     from responses import Builder, fold
 
     items: list[list[Any]] = [[Delta("final", "Hi")], [Delta("analysis", "Hm")], [Close()]]
-    items += [
-        [Call("f"), Arguments('{"x":'), Arguments("1}")],
-        [Call("f")],
-        [Call("g", True), Arguments("a")],
-    ]
+    calls = [Call("f"), Arguments('{"x":'), Arguments("1}")], [Call("g", True), Arguments("a")]
+    items += [*calls, [Call("f")], [Call("g", True)]]
     ends = [Finish("stop"), Finish("length", Usage(3, 2)), Finish("failed", None, "why"), Finish("cancelled")]
     for _ in range(N):
-        builder = Builder({"id": "resp_0", "created_at": 0}, counted_ids(), "{}: {}".format)
+        head = {"id": "resp_0", "created_at": 0}
+        builder, unused = (Builder(head, counted_ids(), "{}: {}".format) for _ in range(2))
         said, end = [one for run in drawn(random, items, 8) for one in run], random.choice(ends)
         events = builder.start()
         for one in said:
@@ -234,60 +247,74 @@ def responses(random: Random) -> Cases:
         events += outcome(builder.finish, end, 1)
         again = outcome(builder.feed, said[0]), outcome(builder.finish, end, 2)
         folded = [outcome(fold, events[:n]) for n in (1, 3, len(events))]
-        yield [*said, end], [events, again, folded]
+        early = outcome(unused.feed, said[0]), outcome(unused.finish, end, 1)
+        # The order of members means nothing.
+        yield [*said, end], json.loads(json.dumps([events, again, folded, early], sort_keys=True))
 
 
 def event_log(random: Random) -> Cases:
-    from event_log import EventLog
+    from event_log import FRAMES_A_READ, EventLog
 
-    async def run(actions: list[Any]) -> object:
-        log, seen = EventLog(), dict[int, list[bytes]]()
+    async def run(actions: list[Any], is_written: bool) -> object:
+        n_written = 0 if is_written else 10**6
 
-        async def follow(after: int, frames: list[bytes]) -> None:
+        async def write(number: int, entries: Collection[Any]) -> bool:
+            nonlocal n_written
+            for _ in range(5):
+                await asyncio.sleep(0)
+            n_written = number + len(entries)
+            return True
+
+        async def follow(after: int) -> list[bytes]:
+            frames = list[bytes]()
             async for some in log.read(after):
-                frames += some
+                is_early = after + 1 + len(frames) + len(some) > n_written
+                frames += [b"too many, or too early"] if is_early or len(some) > FRAMES_A_READ else some
+            return frames
 
-        readers = []
+        log, readers = EventLog(write if is_written else None), list[asyncio.Task[list[bytes]]]()
         for number, action in enumerate(actions):
             if isinstance(action, list):
                 log.extend({"type": f"response.{kind}", "n": number} for kind in action)
             else:
-                readers.append(asyncio.create_task(follow(action, seen.setdefault(number, []))))
-            for _ in range(9):
+                readers.append(asyncio.create_task(follow(action)))
+            for _ in range(random.choice([1, 9])):
                 await asyncio.sleep(0)
+        for _ in range(30):
+            await asyncio.sleep(0)
+        n_ready = len(vars(asyncio.get_running_loop())["_ready"])  # 0: a reader that waits takes no time
         log.close()
-        done, waiting = await asyncio.wait(readers, timeout=5) if readers else ((), ())
-        return [[*seen.items()], len(waiting), [task.exception() is None for task in done]]
+        await asyncio.wait(readers or [asyncio.create_task(asyncio.sleep(0))], timeout=5)
+        return [[outcome(reader.result) for reader in readers], n_ready]
 
-    for _ in range(N):
+    for i in range(N):
         words = [["a"], ["a", "b"], ["a"] * 70, [], -1, 0, 3]
         actions = drawn(random, words, 6)
-        yield actions, asyncio.run(run(actions))
+        yield [*actions, "written first" * (i % 2)], asyncio.run(run(actions, i % 2 > 0))
 
 
 def answers(random: Random) -> Cases:
     from gateway.answers import Answer, Asked
     from gateway.metering import Meter
 
-    def tools(**call: object) -> str:
-        return json.dumps({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
-
-    words = [tools(index=i, function={"name": f"f{i}", "arguments": ""}) for i in (0, 1)]
-    words += [tools(index=i, function={"arguments": part}) for i in (0, 1) for part in ('{"x":', "1}")]
-    words += ['{"choices": null, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}']
-    words += ['{"choices": []}', "[DONE]"]
-    words += [json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in ("Hi", "")]
-    ends = ("stop", "length", "STOP")
-    words += [json.dumps({"choices": [{"delta": {}, "finish_reason": one}]}) for one in ends]
+    parts = {"name": "f", "arguments": ""}, {"name": "g"}, {"arguments": '{"x":'}, {"arguments": "1}"}
+    calls = [index | {"function": part} for index in ({"index": 0}, {"index": 1}, {}) for part in parts]
+    words = [json.dumps({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}) for call in calls]
+    words += ['{"choices": null, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}', "[DONE]"]
+    words += ['{"choices": []}', '{"choices": [null]}']
+    texts = [{"index": i, "delta": {"content": text}} for i, text in ((1, "Hi"), (0, "Hi"), (0, ""))]
+    ends = ("stop", 0), ("length", 0), ("STOP", 1)
+    finished = [{"index": i, "delta": {}, "finish_reason": reason} for reason, i in ends]
+    words += [json.dumps({"choices": each}) for each in (texts[:2], *([one] for one in texts + finished))]
     words += ['{"error": {"message": "no", "code": 500}}', '{"object": "chat.completion.chunk"}']
     for i in range(N):
         said = drawn(random, words, 9)
-        asked = Asked(new_id=counted_ids(), shows_usage=i % 2 == 0)
+        asked = Asked(n=1 + i // 2 % 2, new_id=counted_ids(), shows_usage=i % 2 == 0)
         answer = Answer(Meter(), asked)
         whole = "".join(f"data: {one}\n\n" for one in said) if i % 4 else said[0]
-        chunks = [*cuts(random, whole.encode())]
+        chunks = [*cuts(random, whole.encode())] if i % 4 > 1 else [whole.encode()]
         fed = [outcome(answer.feed, chunk) for chunk in chunks]
-        yield [said, [*map(len, chunks)]], [[*chain(*fed)], outcome(answer.close)]
+        yield [asked.n, said, [*map(len, chunks)]], [[*chain(*fed)], outcome(answer.close)]
 
 
 def metering(random: Random) -> Cases:
@@ -370,10 +397,7 @@ if __name__ == "__main__":
     name = sys.argv[1]
     for case, found in ORACLES[name](Random(0)):
         print(json.dumps([repr(case), repr(found)]), flush=True)
-    if name in (
-        "pages",
-        "scheduler",
-    ):  # orders of events in a small scheduler; a case is one that breaks a law
+    if name in {"pages", "scheduler"}:  # orders of events in a small scheduler that break a law
         import explore
 
         for label, small in explore.CASES.items():

@@ -275,12 +275,15 @@ def test_a_prompt_that_cannot_fit_is_not_rendered(truncation: str) -> None:
 
 @pytest.mark.bug("K06")
 def test_a_prompt_that_does_not_fit_is_not_tokenized() -> None:
-    """Nor if its messages are short, and only what they carry besides is long."""
+    """Nor if its messages are short, and only what they carry besides is long. At the limit it may fit."""
     reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "7" * 2**20}]}
     messages = [{"role": "user", "content": "hi"}, reasoning, {"role": "assistant", "content": "Hello"}]
     refusal, n_rendered, n_tokenized = preparation(input=messages)
     assert re.search(r"the prompt has \d+ characters\.$", refusal)
     assert (n_rendered > 2**20, n_tokenized) == (True, 0)
+    n = CHARACTERS_PER_TOKEN * CONTEXT
+    n_more = preparation(input="7" * n)[1] - n  # of the template
+    assert preparation(input="7" * (n - n_more))[2] == n
 
 
 @pytest.mark.bug("K06")
