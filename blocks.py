@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import sse
 from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, Usage
+from completions import grown
 from responses import IllegalEvent
 
 Event = sse.Object  # as on the wire
@@ -68,26 +69,21 @@ GRAMMAR = {
 
 
 class BlockKind(NamedTuple):
-    """How the blocks of one kind start and grow."""
+    """How the blocks of one type start and grow."""
 
-    block: Event  # when it starts; a call's has an id and a name too
-    delta: str    # type of its deltas
-    member: str   # of a delta: more of the block's text
+    members: Event  # when it starts; a call's has an id and a name too
+    delta: str      # type of its deltas
+    member: str     # of a delta: more of the block's text
 
 
-THOUGHT = BlockKind({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking")
-TEXT    = BlockKind({"type": "text", "text": ""},                          "text_delta",     "text")
-CALL    = BlockKind({"type": "tool_use", "input": {}},                     "input_json_delta", "partial_json")
-
-#   channel        block
-KINDS = {
-    "analysis":    THOUGHT,
-    "commentary":  TEXT,
-    "final":       TEXT,
-    "refusal":     TEXT,
+#   type of a block, and the state while it is open
+BLOCKS = {
+    "thinking":    BlockKind({"thinking": "", "signature": ""}, "thinking_delta",   "thinking"),
+    "text":        BlockKind({"text": ""},                      "text_delta",       "text"),
+    "tool_use":    BlockKind({"input": {}},                     "input_json_delta", "partial_json"),
 }
 
-#   finish reason    stop_reason; Builder._end after "stop"
+#   finish reason    stop_reason; after any other it is Builder._end
 STOP_REASONS = {
     "length":         "max_tokens",
     "content_filter": "refusal",
@@ -109,71 +105,75 @@ class Builder:
         self._head = head
         self._new_id = new_id
         self._seal = seal
-        self._index = -1  # of the newest block
-        self._open: BlockKind | None = None
-        self._thought: list[str] = []  # of the open block
+        self._index = 0  # of the open block, or the next
+        self._texts: list[str] = []  # of the open block
         self._end = "end_turn"  # the stop_reason, unless a limit or a stop sequence ends the message
 
     def feed(self, _: int, said: Accepted | Output | Compaction | Finish) -> list[Event]:
         """Return the events of one thing that the client is shown; a message has one choice."""
         match said:
             case Accepted(n_tokens):
-                usage = usage_object(Usage(n_tokens, 0))
-                end = {"stop_reason": None, "stop_sequence": None, "usage": usage}
-                message = {"type": "message", "role": "assistant", **self._head, "content": [], **end}
+                message = {
+                    "type": "message",
+                    "role": "assistant",
+                    **self._head,
+                    "content": [],
+                    "stop_reason": None,
+                    "stop_sequence": None,
+                    "usage": usage_object(Usage(n_tokens, 0)),
+                }
                 return [self._event("message_start", message=message)]
             case Delta(channel, text):
                 if channel == "refusal":
                     self._end = "refusal"
-                started = [] if not text or self._open is KINDS[channel] else self._start(KINDS[channel], {})
+                type_ = "thinking" if channel == "analysis" else "text"
+                started = [] if not text or self.state == type_ else self._start(type_)
                 return [*started, *self._grow(text)]
             case Call(name, _, _, extra):
                 self._end = "tool_use"
-                return self._start(CALL, {"id": self._new_id("toolu"), "name": name, **extra})
+                return self._start("tool_use", id=self._new_id("toolu"), name=name, **extra)
             case Arguments(text):
                 return self._grow(text)
             case Finish("failed"):
                 error = {"type": "api_error", "message": said.message}
                 return [*self._stop(), self._event("error", error=error)]
             case Finish(reason, usage):
-                stopped = self._stop()
-                why = self._end if reason == "stop" else STOP_REASONS[reason]
+                why = STOP_REASONS.get(reason, self._end)
                 if said.stop_sequence:
                     why = "stop_sequence"
                 delta = {"stop_reason": why, "stop_sequence": said.stop_sequence or None}
-                ended = self._event("message_delta", delta=delta, usage=usage_object(usage or Usage(0, 0)))
-                return [*stopped, ended, self._event("message_stop")]
+                total = usage_object(usage or Usage(0, 0))
+                return [
+                    *self._stop(),
+                    self._event("message_delta", delta=delta, usage=total),
+                    self._event("message_stop"),
+                ]
             case Close():
                 return self._stop()
         return []
 
-    def _start(self, kind: BlockKind, call: Event) -> list[Event]:
-        stopped = self._stop()
-        self._index += 1
-        self._open = kind
-        return [*stopped, self._event("content_block_start", content_block=kind.block | call)]
+    def _start(self, type_: str, **call: Any) -> list[Event]:
+        block = {"type": type_, **BLOCKS[type_].members, **call}
+        return [*self._stop(), self._event("content_block_start", content_block=block)]
 
     def _grow(self, text: str) -> list[Event]:
-        kind = self._open
+        kind = BLOCKS.get(self.state)
         if not (text and kind):
             return []
-        if kind is THOUGHT:
-            self._thought.append(text)
+        self._texts.append(text)
         return [self._event("content_block_delta", delta={"type": kind.delta, kind.member: text})]
 
     def _stop(self) -> list[Event]:
         """Stop the open block, a thought with its signature."""
         events = []
-        if self._open is THOUGHT:
-            signature = {
-                "type": "signature_delta",
-                "signature": self._seal("thinking", "".join(self._thought)),
-            }
-            events.append(self._event("content_block_delta", delta=signature))
-            self._thought = []
-        if self._open:
+        text = "".join(self._texts)
+        self._texts = []
+        if self.state == "thinking":
+            signature = {"type": "signature_delta", "signature": self._seal("thinking", text)}
+            events = [self._event("content_block_delta", delta=signature)]
+        if self.state != "between":
             events.append(self._event("content_block_stop"))
-        self._open = None
+            self._index += 1
         return events
 
     def _event(self, type_: str, **members: Any) -> Event:
@@ -203,30 +203,23 @@ def usage_object(usage: Usage) -> Event:
 def fold(events: Iterable[Event]) -> Event:
     """Return the message that a stream amounts to; the error, if it ends in one."""
     message: Event = {}
-    said: dict[str, list[str]] = {}  # by the deltas of the open block
+    said: list[Event] = []  # the newest block: as it started, then its deltas
     for event in events:
         match event:
             case {"message": started}:
                 message = started | {"content": []}
             case {"content_block": block}:
-                message["content"].append(block)
-                said = {}
+                said = [block]
             case {"index": _, "delta": delta}:
-                for member in delta.keys() - {"type"}:
-                    said.setdefault(member, []).append(delta[member])
+                said.append(delta | {"type": said[0]["type"]})
             case {"type": "content_block_stop"}:
-                members = {name: "".join(texts) for name, texts in said.items()}
-                message["content"].append(message["content"].pop() | whole(members))
+                block = grown("", said)
+                written = block.pop("partial_json", "")
+                if sse.is_object(written):  # else a limit has cut it, and the input stays {}
+                    block["input"] = sse.loads(written, "replace")
+                message["content"].append(block)
             case {"delta": delta, "usage": usage}:
-                message |= {**delta, "usage": usage}
+                message |= delta | {"usage": usage}
             case {"type": "error"}:
                 return event
     return message
-
-
-def whole(members: dict[str, str]) -> Event:
-    """Return the members of a block that its deltas have said; an input that a limit has cut is {}."""
-    if "partial_json" not in members:
-        return members
-    written = members["partial_json"]
-    return {"input": sse.loads(written, "replace") if sse.is_object(written) else {}}

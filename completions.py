@@ -111,7 +111,10 @@ class Chunks:
 
 # --- chunks to a completion ---------------------------------------------------------------------------------
 
-TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "name", "arguments", "input")
+TEXTS = (
+    "content", "reasoning_content", "reasoning", "refusal", "name", "arguments", "input",
+    "text", "thinking", "signature", "partial_json",  # of a block (blocks.py)
+)  # fmt: skip
 NUMBERED = ("choices", "tool_calls")  # lists whose elements say by their `index` which of them grows
 
 
