@@ -26,7 +26,7 @@ from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from channels import Accepted, Call, Compaction, Delta, Finish, Output
+from channels import Accepted, Call, Compaction, Finish, Output
 from event_log import Entry, EventLog, encode_event, newest_of
 from request.items import OutputFilter
 from request.refusals import BadInput
@@ -132,8 +132,7 @@ class Job:
     log: EventLog = field(default_factory=EventLog)
     finish: Finish | None = UNFINISHED  # how it ends; None: it does not end, the next process runs it again
     if_cancelled: Finish | None = CANCELLED  # `finish`, if its task is cancelled
-    is_steered: bool = False  # it ends before its next delta, unless it has called a tool
-    has_called: bool = False
+    has_called: bool = False  # a tool: it is not steered before its end
     n_bytes: int = 0  # its share of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
@@ -168,8 +167,6 @@ class Job:
 
     def feed(self, said: Said) -> list[Event]:
         """Make the events of one output. Only remember a Finish: end() makes its events."""
-        if self.is_steered and isinstance(said, Delta) and not self.has_called:
-            self.stop(STEERED)
         if self.task.cancelling():  # the worker does not know it yet
             return []
         if isinstance(said, Finish):
@@ -201,8 +198,8 @@ class Job:
         return self.row.with_response(self.log.shown.status, self.log.shown.response_json, time.time())
 
     def stop(self, finish: Finish | None) -> None:
-        """Cancel the response unless it has ended; the first to stop it decides how it ends."""
-        if not (self.log.ended or self.task.cancelling()):
+        """Cancel the response unless its last event is made; the first to stop it decides how it ends."""
+        if not (self.builder.state == "end" or self.task.cancelling()):
             self.if_cancelled = finish
             self.task.cancel()
 

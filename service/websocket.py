@@ -25,8 +25,8 @@ Rules of this file:
    that fails makes its lane forget it.
 4. A client may send input while a response runs (response.steer). An accepted steer waits for a successor of
    that response, which takes it as input, or comes back to the client: it is never lost. The response ends
-   before its next delta, and its successor begins at once; a response that has called a tool goes on to its
-   end, and its successor is the turn that brings the results.
+   after the deltas that are in its log, and its successor begins at once; a response that has called a tool
+   goes on to its end, and its successor is the turn that brings the results.
 5. A client that leaves ends its turns. At a stop of the server running turns go on to their end; we refuse
    waiting turns, and read nothing more.
 6. The messages of all connections are taken one after another, by turns of the owners.
@@ -43,7 +43,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 import sse
 from background import Registry
-from jobs import Job
+from jobs import STEERED, Job
 from request import params
 from request.body import Parsing, parsed
 from request.ids import new_id
@@ -166,10 +166,11 @@ class Connection:
             steer["id"] = new_id("steer")
             await self._tell(lane, "accepted", [steer])
             self.steers.setdefault(parent_id, []).append(steer)
-            lane.job.is_steered = True
+            if not lane.job.has_called:
+                lane.job.stop(STEERED)
             return
-        error = BadInput("Send the input with response.create.", code=code)
-        await self._tell(lane, "failed", [steer], error=error_body(error)["error"])
+        refusal = BadInput("Send the input with response.create.", code=code)
+        await self._tell(lane, "failed", [steer], **error_body(refusal))
 
     async def _tell(self, lane: Lane, event: str, steers: list[Item], **members: Any) -> None:
         """Send what becomes of steers, with the next numbers of their lane."""
@@ -211,8 +212,8 @@ class Connection:
                         successor = job.row.request | {"previous_response_id": previous_id}
                         parsing = nullcontext(successor)
         except BadInput as refusal:
-            error = BadInput(refusal.message, code="successor_creation_failed")
-            await self._tell(lane, "failed", steers, error=error_body(error)["error"])
+            why_not = BadInput(refusal.message, code="successor_creation_failed")
+            await self._tell(lane, "failed", steers, **error_body(why_not))
             if not successor:
                 lane.last = None
                 await self._refuse(refusal, lane.name)
