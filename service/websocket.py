@@ -152,11 +152,12 @@ class Connection:
         """Accept input for the response that it names, or give it back: rule 4."""
         parent_id = steer.get("previous_response_id")
         lane = next((each for each in self.lanes.values() if each.response_id == parent_id), lane)
-        if lane.job:  # until its turn ends, its log keeps the event, or the connection the input
+        job = lane.job
+        if job:  # until its turn ends, its log keeps the event, or the connection the input
             lane.visit.add_bytes(n_bytes)
         if lane.response_id != parent_id:
             code = "response_not_found"
-        elif not lane.job:
+        elif not job:
             code = "response_already_completed"
         elif len(self.steers.get(parent_id, ())) == MAX_STEERS:
             code = "too_many_pending_steers"
@@ -166,8 +167,8 @@ class Connection:
             steer["id"] = new_id("steer")
             await self._tell(lane, "accepted", [steer])
             self.steers.setdefault(parent_id, []).append(steer)
-            if not lane.job.has_called:
-                lane.job.stop(STEERED)
+            if not job.has_called:
+                job.stop(STEERED)
             return
         refusal = BadInput("Send the input with response.create.", code=code)
         await self._tell(lane, "failed", [steer], **error_body(refusal))
