@@ -77,7 +77,7 @@ class ModelRunner(Protocol):
     degraded: dict[str, str]  # what it does slowly because something failed, and why
     max_seq_len: int
     n_pages: int
-    max_batch: int  # sequences a step
+    max_batch: int  # sequences a step (--max-batch)
     chunk: int  # tokens of a prefill chunk
     max_wanted: int  # rows of a step from which a token may be chosen
     n_ahead: int  # steps that are launched after the one that is read next; 0: each is read at once

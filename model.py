@@ -42,7 +42,9 @@ Numbers = NDArray[Any]  # of the dtype of a format
 
 PAGE = 64  # tokens of a KV cache page
 CHUNK = PAGE  # tokens of a prefill chunk
-Ticket = Any  # a step in flight, as launch() returns it and read() takes it; the ops decide what it is
+# A step in flight, as launch() returns it and read() takes it. On a GPU it is a HostMemory of
+# devices/step_memory.py, on a CPU the choices themselves, because launch() has computed them.
+Ticket = Any
 
 
 # --- what goes in -------------------------------------------------------------------------------------------

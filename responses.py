@@ -314,6 +314,7 @@ class Builder:
         kind = self._kinds[key]
         fields = {"id": self._new_id(kind.prefix), "type": kind.item, "status": "in_progress"}
         announced = {**fields, **call, **kind.members}
+        # The output_index of an item, fixed here: rule 3.
         index = len(self.output)
         item = _Item(kind, announced, index)
         added = {"output_index": index, "item": announced}

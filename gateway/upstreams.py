@@ -243,7 +243,10 @@ class Upstreams:
     # --- asking ---------------------------------------------------------------------------------------------
 
     async def open(self, body: Object, meter: Meter, asked: Asked) -> Reply:
-        """Ask an upstream that has the body's model for a completion; raises Refused if none answers."""
+        """Ask the upstreams that have the body's model for a completion, each once, the idlest first.
+
+        If one fails, ask the next, unless the request is at fault. Raises Refused if none answers.
+        """
         model = str(body["model"])
         candidates = [each for each in self._upstreams if model in each.models and not each.is_down]
         refusal = Refused(f"No upstream that has '{model}' can be reached.", code="server_is_overloaded")

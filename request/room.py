@@ -36,7 +36,7 @@ T = TypeVar("T")
 # wants back after each system call: with six threads at work, a turn of the event loop took 0.2 s.
 N_THREADS = 2
 
-MAX_BODY_BYTES = 2 * 2**20  # unless --max-body says otherwise: 500,000 tokens of text
+MAX_BODY_BYTES = 2 * 2**20  # as the default of --max-body: 500,000 tokens of text
 BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
 MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body

@@ -443,7 +443,7 @@ def http_config(app: ASGIApp, args: argparse.Namespace) -> uvicorn.Config:
         http=Protocol,
         ws=WebSocketProtocol,
         ws_max_size=MAX_LARGEST * args.max_body,
-        ws_ping_timeout=args.reader_timeout,
+        ws_ping_timeout=args.reader_timeout,  # uvicorn pings every 20 s
         ws_per_message_deflate=False,  # a few bytes could unpack to megabytes
         backlog=ACCEPTED_A_TURN,
         log_config=None,
