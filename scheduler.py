@@ -216,7 +216,7 @@ class Scheduler:
         is chosen, at most; rows that are left over are used for drafts.
         """
         self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # the youngest, admitted last, is at the end
         self.pool = PagePool(n_pages)
         self.counts = dict.fromkeys(["steps", "preemptions", "cached_tokens", "drafted", "accepted"], 0)
         self._chunk = chunk

@@ -73,7 +73,10 @@ def told(mutant: Mutant) -> tuple[str, str]:
         uses += [f"It is judged by {mutant.test}. It is used here:"]
         uses += ["    devices/cuda.py launches it, or what calls it"] * mutant.file.endswith(".cu")
         others = [ROOT / test, *ROOT.glob("*.py"), *ROOT.glob("gateway/*.py")]
-        importing = [path for path in others if is_imported.search(path.read_text(encoding="utf-8"))]
+        texts = {path: path.read_text(encoding="utf-8") for path in others}
+        if sum(f"def {name}(" in each for each in texts.values()) > 1:  # a call may be of another one
+            del others[1:]
+        importing = [path for path in others if is_imported.search(texts[path])]
         for path in dict.fromkeys((ROOT / mutant.file, *importing)):
             for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 if re.search(rf"^\s+(?!.*(def |float \*|-->)).*\b{name}\(", line):

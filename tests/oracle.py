@@ -74,7 +74,8 @@ def sse(random: Random) -> Cases:
         while len(fed) < len(chunks) and "EventTooLarge" not in fed:
             fed.append(outcome(parser.feed, chunks[len(fed)]))
         case = ["max_event_bytes", limit, "chunks", chunks]
-        yield case, [fed, "EventTooLarge" in fed or outcome(parser.close)]
+        ended = "is not called" if "EventTooLarge" in fed else outcome(parser.close)
+        yield case, {"feed()": fed, "close()": ended}
 
 
 def channels(random: Random) -> Cases:
@@ -83,8 +84,8 @@ def channels(random: Random) -> Cases:
 
     call = '<tool_call>\n{"name": "f", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
     words = ["Hi", " ", "\n", "<", "<think>", "</think>", "<tool", "<tool_call>"]
-    words += ["EN", "END", "E", call, call[:30], "{}", '"', "ST<tool"]
-    words += ["<|eot_id|>"]  # as with Llama it ends the turn, also inside a string of a call
+    # As with Llama the last one ends the turn, also inside a string of a call.
+    words += ["EN", "END", "E", call, call[:30], "{}", '"', "ST<tool", "<|eot_id|>"]
     hermes = DIALECTS["hermes"]
     transitions = {**hermes.transitions, ("any", "<|eot_id|>"): "end"}
     for i in range(2 * N):
@@ -98,7 +99,8 @@ def channels(random: Random) -> Cases:
         parser, is_cut = Parser(dialect, stop=["END", "NEND", "ST<t"], one_call=i % 3 == 0), i % 5 == 0
         fed = [outcome(parser.feed, piece) for piece in pieces]
         case = ["pieces", [piece.text for piece in pieces], "marker tokens", special]
-        yield [*case, "one call", i % 3 == 0, "cut", is_cut], [fed, outcome(parser.close, is_cut)]
+        found = {"feed()": fed, "close()": outcome(parser.close, is_cut)}
+        yield [*case, "one call", i % 3 == 0, "cut", is_cut], found
 
 
 def special_tokens(random: Random) -> Cases:
@@ -123,7 +125,8 @@ def tokenizer(random: Random) -> Cases:
         token_ids, decoder = drawn(random, words, 12), Decoder(known)
         entries = [(TokenLogprob(str(n), -1.0, b""),) if i % 2 else () for n in token_ids]
         fed = [outcome(decoder.feed, n, one) for n, one in zip(token_ids, entries, strict=True)]
-        yield [token_ids, "with logprobs" if i % 2 else ""], [fed, outcome(decoder.close)]
+        case = [token_ids, "with logprobs" if i % 2 else ""]
+        yield case, {"feed()": fed, "close()": outcome(decoder.close)}
 
 
 def model(random: Random) -> Cases:
@@ -314,19 +317,19 @@ def answers(random: Random) -> Cases:
         whole = "".join(f"data: {one}\n\n" for one in said) if i % 4 else said[0]
         chunks = [*cuts(random, whole.encode())] if i % 4 > 1 else [whole.encode()]
         fed = [outcome(answer.feed, chunk) for chunk in chunks]
-        yield [asked.n, said, [*map(len, chunks)]], [[*chain(*fed)], outcome(answer.close)]
+        found = {"feed()": [*chain(*fed)], "close()": outcome(answer.close)}
+        yield ["n", asked.n, said, "in chunks of", [*map(len, chunks)]], found
 
 
 def metering(random: Random) -> Cases:
     from channels import Usage
     from gateway.metering import Meter
 
+    names = ["prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"]
     for i in range(N):
-        meter, documents = Meter(), []
-        meter.price = [None, 0, 3][i % 3]
-        for _ in range(random.randint(0, 3)):
-            names = ["prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"]
-            documents.append({name: random.randrange(9) for name in random.sample(names, 2)})
+        pairs = [random.sample(names, 2) for _ in range(random.randint(0, 3))]
+        documents = [{name: random.choice([0, 0, 3, 8]) for name in pair} for pair in pairs]
+        meter = Meter([None, 0, 3][i % 3])
         case = json.dumps([meter.price, documents])
         read = [outcome(meter.read, one) for one in documents]
         if i % 2:
