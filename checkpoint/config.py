@@ -248,8 +248,8 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any]) -> Config:
     rope = parse_rope(fields, head_dim)
     n_turning = rope.n_turning(head_dim)
     is_even = 0 < n_turning <= head_dim and n_turning % 2 == head_dim % 2 == 0
-    sizes = [head_dim, n_turning]
-    require(is_even, "head_dim, and how many of it turn,", sizes, "even numbers above 0, for rotary pairs")
+    pairs = "even numbers above 0, for rotary pairs"
+    require(is_even, "head_dim, and how many of it turn,", [head_dim, n_turning], pairs)
     partial = rope.partial_rotary_factor
     require(partial == 1 or model_type == "phi3", "partial_rotary_factor", partial, f"1 in a {model_type}")
     max_seq_len = fields.max_position_embeddings
@@ -368,14 +368,15 @@ def parse_rope(fields: Fields, head_dim: int) -> Rope:
         rope = replace(rope, factor=given.get("factor", context / rope.original_max_position_embeddings))
     else:
         require(rope.rope_type == "default" or "factor" in given, "factor", None, "a number")
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    require(high > low, "high_freq_factor", high, "a number above low_freq_factor")
+    high = rope.high_freq_factor
+    require(high > rope.low_freq_factor, "high_freq_factor", high, "a number above low_freq_factor")
     return rope
 
 
 def read_json(path: Path, kind: Any = dict[str, Any]) -> Any:
     """Read a JSON object of the given kind from a file; raises UnsupportedModel if the file holds none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        # As transformers reads it: Infinity, which is no JSON, stands in files that it has written.
+        return msgspec.convert(json.loads(path.read_bytes()), kind)
     except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path} is not JSON that can be read: {error}") from None

@@ -116,7 +116,7 @@ def blocks_of_32(blocks: Blocks) -> Blocks:
     fours = data[:, :, -128:].reshape(rows, -1, 1, 32)  # two blocks of 32 in the halves of 32 bytes
     numbers = np.concatenate([fours & 15, fours >> 4], axis=2)
     halves = (numbers[..., :16] | numbers[..., 16:] << 4).reshape(rows, -1, 16)
-    return Blocks(f"{blocks.format[:2]}_1", in_bytes(scales, minima, *fifths, halves))
+    return Blocks(kept(blocks.format), in_bytes(scales, minima, *fifths, halves))
 
 
 def eight_bits(blocks: Blocks) -> Blocks:

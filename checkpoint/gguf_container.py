@@ -102,8 +102,8 @@ def parse(data: NDArray[np.uint8]) -> tuple[Metadata, Tensors]:
     for _ in range(n_entries):
         name = header.string()
         metadata[name] = header.value()
-    alignment = metadata.get("general.alignment")
-    if alignment not in (None, ALIGNMENT):
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if alignment != ALIGNMENT:
         raise ValueError(f"general.alignment is {str(alignment)[:80]!r}; supported: {ALIGNMENT}")
     places: dict[str, tuple[list[int], str, int]] = {}  # by name: sizes, format, offset in the data
     for _ in range(n_tensors):

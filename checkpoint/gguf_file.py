@@ -43,9 +43,9 @@ def entry(metadata: Metadata, name: str, kind: type | UnionType) -> Any:
     return value
 
 
-def choice(metadata: Metadata, name: str, supported: Collection[str]) -> str:
+def choice(metadata: Metadata, name: str, supported: Collection[str]) -> Any:
     """Return the value of an entry that is one of some texts; raises UnsupportedModel."""
-    value: str = entry(metadata, name, str)
+    value = entry(metadata, name, str)
     if value not in supported:
         raise UnsupportedModel(
             f"{name} is {value[:80]!r}; supported: {', '.join(supported)}. "
@@ -58,6 +58,8 @@ def choice(metadata: Metadata, name: str, supported: Collection[str]) -> str:
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "granite", "phi3")  # a model_type has the same name
 PAIRS_ADJACENT = ("llama", "granite")  # convert_hf_to_gguf.py, LlamaModel.permute
+# They end an answer, whatever the metadata names: special_eog_ids of llama.cpp's src/llama-vocab.cpp
+END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 
 # config.json                GGUF metadata, after the architecture
 CONFIG_FIELDS = {
@@ -101,10 +103,12 @@ OTHERS = (
 
 def config_json(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
     architecture = choice(metadata, "general.architecture", ARCHITECTURES)
-    ends: Any = {token_id(metadata, "eos"), token_id(metadata, "eot")} - {None}  # an answer ends at either
+    tokens = entry(metadata, "tokenizer.ggml.tokens", list)
+    named = map(tokens.index, END_TOKENS.intersection(tokens))
+    ends: Any = {token_id(metadata, "eos"), token_id(metadata, "eot"), *named} - {None}
     fields: dict[str, Any] = {
         "model_type": architecture,
-        "vocab_size": len(entry(metadata, "tokenizer.ggml.tokens", list)),
+        "vocab_size": len(tokens),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "rope_interleave": architecture in PAIRS_ADJACENT,
@@ -114,9 +118,6 @@ def config_json(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
     head_dim = parse_config(fields, {}).head_dim
     others = entries(metadata, {suffix: suffix for suffix in OTHERS})
     fields["partial_rotary_factor"] = others.pop("rope.dimension_count", head_dim) / head_dim
-    n_values = others.pop("attention.value_length", head_dim)
-    if n_values != head_dim:
-        raise UnsupportedModel(f"{architecture}.attention.value_length is {n_values}; supported: {head_dim}")
     if architecture == "phi3":
         fields["sliding_window"] = others.pop("attention.sliding_window", 0) or None
     rope = entries(metadata, {"factor": "rope.scaling.factor"})
@@ -127,9 +128,10 @@ def config_json(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
     if "long_factor" in rope:
         rope |= {"rope_type": "longrope", "attention_factor": others.pop("rope.scaling.attn_factor", 1.0)}
     fields["rope_scaling"] = rope
+    supported = {"attention.value_length": head_dim}
     for suffix, value in others.items():
-        if value not in (0, 1):
-            raise UnsupportedModel(f"{architecture}.{suffix} is {value}; supported: none")
+        if value not in (0, 1, supported.get(suffix)):
+            raise UnsupportedModel(f"{architecture}.{suffix} is {value}; only 0 or 1 is supported")
     return fields
 
 
@@ -149,7 +151,7 @@ def token_id(metadata: Metadata, name: str) -> int | None:
     if key not in metadata:
         return None
     number: int = entry(metadata, key, int)
-    n_tokens = len(entry(metadata, "tokenizer.ggml.tokens", list))
+    n_tokens = len(metadata["tokenizer.ggml.tokens"])
     if not 0 <= number < n_tokens:
         raise UnsupportedModel(f"{key} is {number}; there are {n_tokens} tokens")
     return number
@@ -157,7 +159,7 @@ def token_id(metadata: Metadata, name: str) -> int | None:
 
 # --- tokenizer.json -----------------------------------------------------------------------------------------
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # of gguf.TokenType
 
 GPT_2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT_2])
@@ -190,14 +192,12 @@ PRE_TOKENIZERS = {
     "qwen2": split(rf"{WORD}|\p{{N}}|{OTHER}"),
     "deepseek-r1-qwen": split(rf"{WORD}|\p{{N}}|{OTHER}"),
 }
-COMPOSES = ("qwen2", "deepseek-r1-qwen")  # their tokenizer.json normalizes to NFC
-IGNORE_MERGES = ("llama-bpe",)  # a word that is a token is that token
 
 
 def tokenizer_json(metadata: Metadata) -> str:
     choice(metadata, "tokenizer.ggml.model", ["gpt2"])  # byte-level BPE
     pre = choice(metadata, "tokenizer.ggml.pre", PRE_TOKENIZERS)
-    tokens = entry(metadata, "tokenizer.ggml.tokens", list)
+    tokens = metadata["tokenizer.ggml.tokens"]
     token_types = entry(metadata, "tokenizer.ggml.token_type", np.ndarray).tolist()
     if len(token_types) != len(tokens):
         raise UnsupportedModel(f"{len(tokens)} tokens and {len(token_types)} entries of token_type")
@@ -210,10 +210,11 @@ def tokenizer_json(metadata: Metadata) -> str:
             added.append(AddedToken(token, special=token_type == CONTROL, normalized=False))
     merges = [tuple(merge.split(" ")) for merge in entry(metadata, "tokenizer.ggml.merges", list)]
     try:
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in IGNORE_MERGES))
+        # Llama's: a word that is a token is that token
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     except Exception as error:  # the library raises nothing more precise
         raise UnsupportedModel(f"its tokenizer: {str(error).splitlines()[0]}") from None
-    if pre in COMPOSES:
+    if pre in ("qwen2", "deepseek-r1-qwen"):  # as in their tokenizer.json
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()

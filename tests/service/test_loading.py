@@ -114,9 +114,10 @@ def test_a_damaged_model_is_refused_in_a_line(
     check_refused(complaint, file.parent)
 
 
-@pytest.mark.bug("K07")
+@pytest.mark.bug("K07", "P30")
 async def test_options_and_the_end_of_the_tokenizer_reach_the_worker(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(TINY, tmp_path / "model"))
+    (directory / "config.json").write_bytes(config_with(time_step_limit=[0.0, float("inf")]))
     (directory / "generation_config.json").write_text('{"eos_token_id": 2039}')
     args = options.arguments().parse_args(["--device", "cpu", "--max-output-tokens", "3"])
     worker = loading.load(directory, args)
