@@ -32,6 +32,7 @@ from tokenizer import Decoder, Tokenizer
 Json = dict[str, Any]
 TABLE = table("structured_output")
 TRIP = TABLE["trip"]
+FOLDER = tempfile.TemporaryDirectory()  # removed when the process ends
 
 
 def closed(required: list[str], **properties: Json) -> Json:
@@ -62,7 +63,7 @@ def model_of(name: str, tokens: bool = True) -> Model:
     row = DIALECTS[name]
     if tokens:
         library.add_special_tokens([AddedToken(m, normalized=False) for m in sorted(row.markers)])
-    path = Path(tempfile.mkdtemp()) / "tokenizer.json"
+    path = Path(FOLDER.name, f"{name}-{tokens}.json")
     library.save(str(path))
     tokenizer = Tokenizer(path)
     dialect = families.find(row, tokenizer.added, "".join(row.markers), tools=True)
