@@ -49,25 +49,20 @@ def test_cpu(model: str, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> Non
 HI: list[str | int] = ["hi"]
 
 
+def small(row: servers.Row) -> servers.Row:
+    """Return a row with few clients, which ask for little."""
+    clients = [(min(wait_s, 0.1), HI[: len(turns)], min(new, 6)) for wait_s, turns, new in row.clients[:2]]
+    more = {**row.more, "seed": row.more.get("seed", 0) // 20}
+    used = row.servers[-1:] if "kB a stream" in row.figures else row.servers  # each round starts one
+    return row._replace(times=min(row.times, 2), clients=clients, more=more, servers=used)
+
+
 def measured(command: str, names: list[str]) -> set[str]:
     """Run the rows of a command at these servers, made small; return the names that its table has to have."""
     full = bench.TABLES[command]
     rows = [servers.Row(*row) for row in full["rows"]]
-    small = [
-        row._replace(
-            times=min(row.times, 2),
-            clients=[
-                (min(wait_s, 0.1), HI[: len(turns)], min(new, 6)) for wait_s, turns, new in row.clients[:2]
-            ],
-            more={**row.more, "seed": row.more.get("seed", 0) // 20},
-            servers=row.servers[-1:]
-            if "kB a stream" in row.figures
-            else row.servers,  # each round starts one
-        )
-        for row in rows
-    ]
     commands = {name: [path, words.replace("0000", "")] for name, (path, words) in full["servers"].items()}
-    settings = {"about": "", "rows": small, "servers": commands}
+    settings = {"about": "", "rows": [*map(small, rows)], "servers": commands}
     servers.run(argparse.Namespace(table=settings, servers=names, model=str(TINY), only="", repeat=1))
     return {f"{row.name}, {kind}" for row in rows for kind in row.figures}
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 import sse
 from blocks import Builder, fold
-from channels import Accepted, Arguments, Call, Delta, Finish, Output, Usage
+from channels import Accepted, Call, Delta, Finish, Output, Usage
 from event_log import encode_event
 from helpers import laws
 
@@ -80,18 +80,16 @@ def test_the_fold_is_what_a_client_accumulates(outputs: list[Output], finish: Fi
 
 
 @given(laws.outputs, ended)
-def test_a_message_does_not_depend_on_where_its_deltas_are_cut(outputs: list[Output], finish: Finish) -> None:
-    """Split invariance, in characters; in tokens the parser has it (test_channels.py)."""
-    cut: list[Output | Finish] = []
-    for said in outputs:
-        match said:
-            case Delta(channel, text) if text:
-                cut += [Delta(channel, character) for character in text]
-            case Arguments(text) if text:
-                cut += map(Arguments, text)
-            case _:
-                cut.append(said)
-    assert fold(events_of([*cut, finish])) == fold(events_of([*outputs, finish]))
+def test_nothing_is_lost_or_added(outputs: list[Output], finish: Finish) -> None:
+    """However the deltas were cut. All texts that follow each other are one block."""
+    texts = [*outputs]
+    for n, output in enumerate(outputs):
+        if isinstance(output, Delta) and output.channel != "analysis":
+            texts[n] = Delta("final", output.text)
+    content = fold(events_of([*outputs, finish]))["content"]
+    for block, (kind, said, *_) in zip(content, laws.items(texts), strict=True):
+        member = {"analysis": "thinking", "final": "text"}.get(kind, "name")
+        assert (block["type"], block[member]) == ("tool_use" if member == "name" else member, said)
 
 
 @pytest.mark.bug("S07")

@@ -22,7 +22,6 @@ from helpers.tables import table
 from middleware import digest, owner_of, turned_away
 from request import params
 from request.body import parsed
-from request.ids import new_id
 from request.room import Rooms, Visit
 from store import Retention, Row, Store
 from streaming import cancel
@@ -317,8 +316,3 @@ async def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -
 
     assert await small_after()
     assert not await small_after(previous_response_id="resp_1")
-
-
-def test_ids_cannot_be_guessed() -> None:
-    assert len({new_id("resp") for _ in range(1000)}) == 1000
-    assert len(new_id("resp")) == len("resp_") + 48  # 192 bits

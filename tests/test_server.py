@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import signal
+import socket
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,11 +44,8 @@ def sdk(server: Server) -> Iterator[openai.OpenAI]:
 
 # --- what is asked ------------------------------------------------------------------------------------------
 
-WEATHER = {
-    "name": "get_weather",
-    "description": "Get the weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
+TABLE = table("server")
+WEATHER = TABLE["weather"]
 TOKYO = "What is the weather in Tokyo?"
 THOUGHT, TEXT, CALL = "reasoning", "message", "function_call"
 STORY = "Tell me a story about a cat."
@@ -177,7 +175,6 @@ def test_models(server: Server) -> None:
 
 # --- refusals -----------------------------------------------------------------------------------------------
 
-TABLE = table("server")
 REFUSED = [(api, *row) for api, rows in TABLE["refused"].items() for row in rows]
 LONG_TEXT = "one two three four five six seven " * 400
 REFUSED.append(("responses", "", "context_length_exceeded", {"input": LONG_TEXT}))
@@ -490,12 +487,9 @@ def test_flags_of_streams(guarded: Server, server: Server) -> None:
 
 
 COUNTED = """
-import gc, runpy, sys
-sys.argv[0] = "server.py"
-try:
-    runpy.run_path("server.py", run_name="__main__")
-finally:
-    print("objects that are never looked at:", gc.get_freeze_count(), file=sys.stderr)
+import atexit, gc, runpy, sys
+atexit.register(lambda: print("never looked at:", gc.get_freeze_count(), file=sys.stderr))
+runpy.run_module("tests.helpers.faulty_server", run_name="__main__", alter_sys=True)
 """
 
 
@@ -508,7 +502,7 @@ def test_what_the_start_has_made_is_no_garbage() -> None:
         server.interrupt()
         assert server.exit_status() == 0
         n_objects = int(server.log().rpartition(":")[2])
-    assert n_objects > 100_000
+    assert n_objects > 40_000
 
 
 # --- clients that leave -------------------------------------------------------------------------------------
@@ -533,10 +527,11 @@ def is_left(server: Server) -> Iterator[int]:
 
 
 @pytest.mark.bug("I01", "I02")
-@pytest.mark.parametrize("n_frames", [0, 1, 12])
+@pytest.mark.parametrize(("n_frames", "ends_its_side"), [(0, False), (12, False), (0, True), (1, True)])
 @pytest.mark.parametrize("path", [RESPONSES, CHAT])
-def test_client_leaves(server: Server, path: str, n_frames: int) -> None:
-    """After frames of a stream, or amid a plain answer, of which nothing is sent before its end.
+def test_client_leaves(server: Server, path: str, n_frames: int, ends_its_side: bool) -> None:
+    """After frames of a stream, or amid a plain answer, of which nothing is sent before its end. Who ends
+    only its own side has left, too.
 
     Bug: the engine is not told, and goes on to the length limit for each client that left.
     Invariant: the sequence is gone within a step. https://github.com/ggml-org/llama.cpp/issues/24496
@@ -546,6 +541,9 @@ def test_client_leaves(server: Server, path: str, n_frames: int) -> None:
         if n_frames:
             assert len(list(itertools.islice(http_frames(connection), n_frames))) == n_frames
         until(lambda: server.health()["steps"] > n_steps, "the answer is being made")
+        if ends_its_side:
+            connection.shutdown(socket.SHUT_WR)
+            until(lambda: server.health()["running"] == 0, "it is made no more")
 
 
 # --- an engine that fails -----------------------------------------------------------------------------------

@@ -135,10 +135,6 @@ def test_max_event_bytes(text: str, n_events: int, raised: str) -> None:
         assert (len(events), error and error.__name__) == (n_events, raised or None), (i, j)
 
 
-def test_an_event_is_returned_at_its_last_cr() -> None:
-    assert Parser().feed(b"data:a\r\r") == [Event("message", "a", "")]
-
-
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_dumps_writes_nothing_but_json(number: float) -> None:
     """RFC 8259, 6: "Numeric values that cannot be represented in the grammar [...] are not permitted"."""

@@ -26,6 +26,7 @@ from gateway.relay import frames_of, whole
 from helpers import laws
 from helpers.scripted import events_of
 from helpers.serving import Json
+from helpers.tables import table
 from helpers.upstream import DONE, STREAM, delta, event, finish
 from request.tool_calls import Restorer
 from test_replays import FOLDER, load
@@ -230,30 +231,21 @@ def logprobs(said: Json, *entries: Json) -> bytes:
     return event({"choices": [{"delta": said, "logprobs": {"content": logprobs}}]})
 
 
-# fmt: off
-ENTRIES = [
-    # entry of the logprobs                                   what is made of it
-    ({"bytes": 300_000_000},                                  TokenLogprob("a", -0.5, b"a")),
-    ({"bytes": [300]},                                        TokenLogprob("a", -0.5, b"a")),
-    ({"bytes": None},                                         TokenLogprob("a", -0.5, b"a")),
-    ({"bytes": [195]},                                        TokenLogprob("a", -0.5, b"\xc3")),
-    ({"logprob": None},                                       TokenLogprob("a", -9999.0, b"a")),
-    ({"logprob": 10**400},                                    TokenLogprob("a", -9999.0, b"a")),
-    ({"token": None},                                         TokenLogprob("null", -0.5, b"null")),
-    # llama.cpp sends twenty alternatives, if their number is left out; here one was asked for
-    ({"top_logprobs": [{"token": "b", "bytes": 3e8}, 7, {}]}, TokenLogprob("a", -0.5, b"a",
-                                                                  (TokenLogprob("b", -9999.0, b"b"),))),
-]
-# fmt: on
+ENTRIES = [*table("relay")["entries"], ['{"logprob": 1%s}' % ("0" * 400), "a", -9999.0, "a", []]]
 
 
-@pytest.mark.parametrize(("entry", "expected"), ENTRIES)
-def test_logprobs_are_taken_where_they_are_some(entry: Json, expected: TokenLogprob) -> None:
+@pytest.mark.parametrize(("entry", "token", "logprob", "spelled", "top"), ENTRIES)
+def test_logprobs_are_taken_where_they_are_some(
+    entry: str, token: str, logprob: float, spelled: str, top: list[str]
+) -> None:
     """Bug: `"bytes": 300000000` made 10 GB of zeros of an event of 150 bytes, which took 105 s."""
     reader = Reader(Meter(), Asked())
-    (said,) = Outputs(reader, n_top_logprobs=1).read(reader.feed(logprobs({"content": "a"}, entry)))
+    chunks = reader.feed(logprobs({"content": "a"}, json.loads(entry)))
+    (said,) = Outputs(reader, n_top_logprobs=1).read(chunks)
     assert isinstance(said, Delta)
     assert len(said.logprobs[0].bytes) < 10  # on its own: pytest would show them all
+    others = tuple(TokenLogprob(other, -9999.0, other.encode()) for other in top)
+    expected = TokenLogprob(token, logprob, spelled.encode("latin-1"), others)
     assert said == Delta("final", "a", (expected,))
 
 

@@ -64,6 +64,7 @@ def test_pages_add_up_to_the_list(n_items: int, limit: int, order: str) -> None:
 @given(st.sampled_from(sorted(PREFIXES.values())))
 def test_an_item_says_which_response_it_is_of(prefix: str) -> None:
     response_id = new_id("resp")
+    assert len(response_id) == len("resp_") + 48  # 192 bits, which cannot be guessed
     draw = item_ids(response_id)
     drawn = [draw(prefix) for _ in range(3)]
     assert len({*drawn}) == 3

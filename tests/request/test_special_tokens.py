@@ -144,15 +144,6 @@ def test_a_token_is_not_put_together_from_pieces(said: str, source: str) -> None
     assert special_tokens(prepared(template, OURS, body), OURS) == []
 
 
-def test_roles_may_be_part_of_a_token() -> None:
-    """As in `<|user|>`: they are words of a table of ours."""
-    names = "{'user': 'start', 'system': 'end'}"
-    source = "{% for m in messages %}<|im_{{ " + names + "[m.role] }}|>{{ m.content }}{% endfor %}"
-    body = {"messages": [{"role": "system", "content": "s"}, user("u")]}
-    prompt = prepared(ChatTemplate(source, {}), OURS, body)
-    assert special_tokens(prompt, OURS) == ["<|im_end|>", "<|im_start|>"]
-
-
 # --- traces and cuts ----------------------------------------------------------------------------------------
 
 TOKENS = ["<a>", "<ab>", "<a", "ab<", "<a><b>", "b>a<", "aa", "  ", "\n"]

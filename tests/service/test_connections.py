@@ -19,16 +19,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.server import ServerState
 
-from helpers.asked import HI, NO_END, RESPONSES
-from helpers.faulty_server import SLOW
+from helpers.asked import HI, RESPONSES
 from helpers.limits import PATIENCE_S
-from helpers.serving import Json, Server, http_bytes, http_frames, serve, until
+from helpers.serving import Json, Server, http_bytes, http_frames, serve
 from helpers.tables import table
 from helpers.wire import Wire
 from service import connections, options
 from streaming import cancel
 
-ENDLESS: Json = HI | NO_END | {"seed": SLOW}
 CHUNKED = b"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -232,17 +230,8 @@ def test_a_name_is_looked_up_beside_threads_that_are_all_busy() -> None:
 # --- clients that leave, a stop, too many connections -------------------------------------------------------
 
 
-@pytest.mark.bug("I02")
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_ends_its_side_has_left(server: Server, stream: bool) -> None:
-    with server.connect(http_bytes(RESPONSES, ENDLESS | {"stream": stream})) as client:
-        until(lambda: server.health()["running"] == 1, "it runs")
-        client.shutdown(socket.SHUT_WR)
-        until(lambda: server.health()["running"] == 0, "it does not")
-
-
 LIMIT_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
-RUN_SERVER = "import runpy; runpy.run_path('server.py', run_name='__main__')"
+RUN_SERVER = "import runpy; runpy.run_module('tests.helpers.faulty_server', run_name='__main__')"
 
 
 @pytest.mark.bug("I06")

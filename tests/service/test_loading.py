@@ -13,6 +13,7 @@ import pytest
 from checkpoint.config import Config, Experts, read_config
 from devices.cuda import CudaOps
 from helpers.serving import TINY
+from helpers.tables import table
 from model import PAGE, NumpyOps
 from service import loading, options
 
@@ -60,39 +61,6 @@ def test_memory_by_default() -> None:
 # --- directories that are damaged, or made to harm ----------------------------------------------------------
 
 
-def config_with(**fields: Any) -> bytes:
-    return json.dumps(json.loads((TINY / "config.json").read_text()) | fields).encode()
-
-
-F8 = b'X\0\0\0\0\0\0\0{"x": {"dtype": "F8_E4M3", "shape": [16], "data_offsets": [0, 16]}}'.ljust(112)
-INDEX = "model.safetensors.index.json"
-# fmt: off
-DAMAGES: list[tuple[str, bytes | int | None, str]] = [
-    # file                     its content, or how much is left of it          the error says
-    ("config.json",            40,                                             "config.json"),
-    ("config.json",            None,                                           "holds no model: expected"),
-    ("config.json",            b'{"a":' * 10**5,                               "config.json is not JSON"),
-    ("config.json",            config_with(hidden_size=256),                   "embed_tokens"),
-    ("config.json",            config_with(max_position_embeddings=2 * 10**7), "len 20000000: expected"),
-    ("model.safetensors",      1_000_000,                                      "safetensors file"),
-    ("model.safetensors",      None,                                           "model.safetensors"),
-    ("model.safetensors",      b"<html>not found</html>",                      "header too large"),
-    ("model.safetensors",      F8,                                             "F8_E4M3; supported: F32"),
-    ("model.safetensors",      F8.replace(b"[16]", b"[17]"),                  "invalid shape"),
-    (INDEX,                    b'{"weight_map": {"x": ["a"]}}',                "`$.weight_map"),
-    (INDEX,                    b'{"weight_map": {"x": "y.safetensors"}}',      "No such file"),
-    (INDEX,                    b"[]",                                          "got `array`"),
-    ("tokenizer.json",         b"{}",                                          "tokenizer.json"),
-    ("tokenizer.json",         None,                                           "tokenizer.json"),
-    ("chat_template.jinja",    b"\xff",                                        "chat_template.jinja"),
-    ("chat_template.jinja",    b"{{" + b"(" * 9999,                            "RecursionError"),
-    ("tokenizer_config.json",  b"[1]",                                         "tokenizer_config.json"),
-    ("tokenizer_config.json",  b"[" * 99_999,                                  "RecursionError"),
-    ("generation_config.json", b"[]",                                          "generation_config.json"),
-]
-# fmt: on
-
-
 def check_refused(complaint: str, directory: Path, *flags: str) -> None:
     """What is raised is told in a line at the start, as of any wrong option."""
     args = options.arguments().parse_args(["--model", str(directory), "--device", "cpu", *flags])
@@ -101,23 +69,31 @@ def check_refused(complaint: str, directory: Path, *flags: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "content", "complaint"), DAMAGES)
+@pytest.mark.parametrize(("name", "content", "complaint"), table("checkpoints")["damages"])
 def test_a_damaged_model_is_refused_in_a_line(
-    tmp_path: Path, name: str, content: bytes | int | None, complaint: str
+    tmp_path: Path, name: str, content: Any, complaint: str
 ) -> None:
     """Bug: the start hung, took 5 GB, or ended with a traceback."""
-    file = shutil.copytree(TINY, tmp_path / "model") / name
-    if content is None:
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
+    file = Path(shutil.copytree(TINY, tmp_path / "model")) / name
+    match content:
+        case "gone":
+            file.unlink()
+        case dict():
+            file.write_text(json.dumps(json.loads(file.read_text()) | content))
+        case [text, n_times]:
+            file.write_text(text * n_times)
+        case str():
+            file.write_text(content, "latin-1")
+        case _:
+            file.write_bytes(file.read_bytes()[:content])
     check_refused(complaint, file.parent)
 
 
 @pytest.mark.bug("K07", "P30")
 async def test_options_and_the_end_of_the_tokenizer_reach_the_worker(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(TINY, tmp_path / "model"))
-    (directory / "config.json").write_bytes(config_with(time_step_limit=[0.0, float("inf")]))
+    odd = json.loads((TINY / "config.json").read_text()) | {"time_step_limit": [0.0, float("inf")]}
+    (directory / "config.json").write_text(json.dumps(odd))
     (directory / "generation_config.json").write_text('{"eos_token_id": 2039}')
     args = options.arguments().parse_args(["--device", "cpu", "--max-output-tokens", "3"])
     worker = loading.load(directory, args)
