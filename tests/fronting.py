@@ -1,19 +1,22 @@
-"""Compares the answers of a server, asked directly and through ours, with the official SDK.
+"""Compares the answers of a server, asked directly and through ours, with the official SDKs.
 
-    python tests/fronting.py http://host:port/v1 --model NAME        [--api-key KEY]
+    python tests/fronting.py http://host:port/v1 --model NAME        [--api-key KEY] [--messages]
 
 It starts `server.py --upstream URL` and prints a line for each case of tables/fronting.toml: the answer of
-the server, asked directly, through ours over chat completions, and through ours over the Responses API. All
-is asked at temperature 0; if the server is not deterministic, two direct answers differ. Exit status 1 if an
-answer of ours differs.
+the server, asked directly, through ours over chat completions, and through ours over the Responses API; with
+--messages that of its own /v1/messages and of ours (results/messages.md). All is asked at temperature 0; if
+the server is not deterministic, two direct answers differ. Exit status 1 if an answer of ours differs.
 """
 
 import argparse
 import json
 import sys
+from functools import partial
 from typing import Any
 
+import anthropic
 import openai
+from anthropic import Anthropic
 from openai import OpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
@@ -23,6 +26,16 @@ from helpers.tables import table
 Answer = Any  # what JSON can say, compared as it is
 Case = dict[str, str]
 CASES: dict[str, Case] = table("fronting")
+BLOCK = ("type", "text", "thinking", "name", "input")  # what is compared of a content block
+FAILURES = (
+    openai.OpenAIError,
+    anthropic.AnthropicError,
+    AssertionError,
+    KeyError,
+    AttributeError,
+    ValueError,
+    TypeError,
+)
 
 
 def loaded(text: str) -> Any:
@@ -77,13 +90,28 @@ def over_responses(client: OpenAI, model: str, case: Case) -> Answer:
     return compared(case, response.output_text, end, calls, logprobs)
 
 
-def answer(ask: Any, client: OpenAI, model: str, case: Case) -> Answer:
+def over_messages(client: Anthropic, model: str, case: Case) -> Answer:
+    body = json.loads(case["messages"]) | {"model": model}
+    if case.get("shows") == "count":
+        return client.messages.count_tokens(**body).input_tokens
+    body = {"max_tokens": 60, "extra_body": {"temperature": 0}} | body
+    if body.pop("stream", False):
+        with client.messages.stream(**body) as stream:
+            message = stream.get_final_message()
+    else:
+        message = client.messages.create(**body)
+    blocks = [[getattr(block, name) for name in BLOCK if hasattr(block, name)] for block in message.content]
+    n_in = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+    return [*blocks, message.stop_reason, message.stop_sequence, n_in, message.usage.output_tokens]
+
+
+def answer(ask: Any, client: OpenAI | Anthropic, model: str, case: Case) -> Answer:
     """Return what was answered, or how that failed."""
     try:
         return ask(client, model, case)
-    except openai.APIStatusError as error:
+    except (openai.APIStatusError, anthropic.APIStatusError) as error:
         return f"{error.status_code} {error.message}"
-    except (openai.OpenAIError, AssertionError, KeyError, AttributeError, ValueError, TypeError) as error:
+    except FAILURES as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -97,18 +125,27 @@ def main() -> int:
     parser.add_argument("url", help="base URL of the server, with its /v1")
     parser.add_argument("--model", required=True, metavar="NAME")
     parser.add_argument("--api-key", default="none", metavar="KEY", help="of the server")
+    parser.add_argument("--messages", action="store_true", help="ask over /v1/messages")
     options = parser.parse_args()
-    direct = OpenAI(base_url=options.url, api_key=options.api_key, max_retries=0, timeout=120)
+    apis: dict[str, Any] = {"chat": over_chat, "responses": over_responses}
+    client: Any = partial(OpenAI, max_retries=0, timeout=120)
+    path = "/v1"
+    if options.messages:
+        apis, path = {"messages": over_messages}, ""
+        client = partial(Anthropic, max_retries=0, timeout=120)
+    first = next(iter(apis))
+    direct = client(base_url=options.url.removesuffix("/v1") + path, api_key=options.api_key)
     upstream = ["--upstream", options.url, "--upstream-api-key", options.api_key]
     n_different = 0
-    print("| case | | direct | chat, through ours | Responses, through ours |\n|---|---|---|---|---|")
+    heads = ["case", "", f"{first}, direct", *(f"{api}, through ours" for api in apis)]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     with serve(*upstream, model=None) as ours:
-        front = OpenAI(base_url=f"{ours.url}/v1", api_key="none", max_retries=0, timeout=120)
+        front = client(base_url=ours.url + path, api_key="none")
         for name, case in CASES.items():
-            expected, again = (answer(over_chat, direct, options.model, case) for _ in range(2))
-            found = [answer(over_chat, front, options.model, case)]
-            if "responses" in case:
-                found.append(answer(over_responses, front, options.model, case))
+            if first not in case:
+                continue
+            expected, again = (answer(apis[first], direct, options.model, case) for _ in range(2))
+            found = [answer(ask, front, options.model, case) for api, ask in apis.items() if api in case]
             verdict = "same"
             if any(each != expected for each in found):
                 verdict = "differs, as two direct answers do" if again != expected else "DIFFERS"
