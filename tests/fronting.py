@@ -3,9 +3,9 @@
     python tests/fronting.py http://host:port/v1 --model NAME        [--api-key KEY] [--messages]
 
 It starts `server.py --upstream URL` and prints a line for each case of tables/fronting.toml: the answer of
-the server, asked directly, through ours over chat completions, and through ours over the Responses API; with
---messages that of its own /v1/messages and of ours (results/messages.md). All is asked at temperature 0; if
-the server is not deterministic, two direct answers differ. Exit status 1 if an answer of ours differs.
+the server over chat completions, and ours over chat completions and Responses; with --messages its answer and
+ours over /v1/messages. All is asked at temperature 0; if two direct answers differ, the server is not
+deterministic. Exit status 1 if an answer of ours differs.
 """
 
 import argparse
@@ -25,17 +25,9 @@ from helpers.tables import table
 
 Answer = Any  # what JSON can say, compared as it is
 Case = dict[str, str]
-CASES: dict[str, Case] = table("fronting")
+CASES: dict[str, dict[str, Case]] = table("fronting")
+SDK_ERRORS = (openai.OpenAIError, anthropic.AnthropicError)
 BLOCK = ("type", "text", "thinking", "name", "input")  # what is compared of a content block
-FAILURES = (
-    openai.OpenAIError,
-    anthropic.AnthropicError,
-    AssertionError,
-    KeyError,
-    AttributeError,
-    ValueError,
-    TypeError,
-)
 
 
 def loaded(text: str) -> Any:
@@ -109,9 +101,11 @@ def answer(ask: Any, client: OpenAI | Anthropic, model: str, case: Case) -> Answ
     """Return what was answered, or how that failed."""
     try:
         return ask(client, model, case)
-    except (openai.APIStatusError, anthropic.APIStatusError) as error:
+    except anthropic.APIStatusError as error:  # its message has the id of the request
+        return f"{error.status_code} {error.type}"
+    except openai.APIStatusError as error:
         return f"{error.status_code} {error.message}"
-    except FAILURES as error:
+    except (*SDK_ERRORS, AssertionError, KeyError, AttributeError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -127,23 +121,17 @@ def main() -> int:
     parser.add_argument("--api-key", default="none", metavar="KEY", help="of the server")
     parser.add_argument("--messages", action="store_true", help="ask over /v1/messages")
     options = parser.parse_args()
-    apis: dict[str, Any] = {"chat": over_chat, "responses": over_responses}
-    client: Any = partial(OpenAI, max_retries=0, timeout=120)
-    path = "/v1"
-    if options.messages:
-        apis, path = {"messages": over_messages}, ""
-        client = partial(Anthropic, max_retries=0, timeout=120)
-    first = next(iter(apis))
+    chat: Any = ("chat", "/v1", OpenAI, {"chat": over_chat, "responses": over_responses})
+    messages: Any = ("messages", "", Anthropic, {"messages": over_messages})
+    first, path, sdk, apis = messages if options.messages else chat
+    client = partial(sdk, max_retries=0, timeout=120)
     direct = client(base_url=options.url.removesuffix("/v1") + path, api_key=options.api_key)
-    upstream = ["--upstream", options.url, "--upstream-api-key", options.api_key]
     n_different = 0
     heads = ["case", "", f"{first}, direct", *(f"{api}, through ours" for api in apis)]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    with serve(*upstream, model=None) as ours:
+    with serve("--upstream", options.url, "--upstream-api-key", options.api_key, model=None) as ours:
         front = client(base_url=ours.url + path, api_key="none")
-        for name, case in CASES.items():
-            if first not in case:
-                continue
+        for name, case in CASES[first].items():
             expected, again = (answer(apis[first], direct, options.model, case) for _ in range(2))
             found = [answer(ask, front, options.model, case) for api, ask in apis.items() if api in case]
             verdict = "same"
