@@ -93,9 +93,9 @@ def main() -> None:
         sys.exit(subprocess.run(words, env=os.environ | {"ALONE": "1"}).returncode)
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
-    title = "# A session of Claude Code over /v1/messages\n"
-    made = "Made by `python tests/claude_code.py DIR --write`.\n"
-    text = "\n".join([title, made, *session(args.folder), ""])
+    text = "# A session of Claude Code over /v1/messages\n\n"
+    text += "Made by `python tests/claude_code.py DIR --write`.\n\n"
+    text += "\n".join(session(args.folder)) + "\n"
     if args.write:
         PAGE.write_text(text, encoding="utf-8")
     print(text)

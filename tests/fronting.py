@@ -11,6 +11,7 @@ deterministic. Exit status 1 if an answer of ours differs.
 import argparse
 import json
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,17 +26,15 @@ from helpers.tables import table
 
 Answer = Any  # what JSON can say, compared as it is
 Case = dict[str, str]
-CASES: dict[str, dict[str, Case]] = table("fronting")
 SDK_ERRORS = (openai.OpenAIError, anthropic.AnthropicError)
 BLOCK = ("type", "text", "thinking", "name", "input")  # what is compared of a content block
 
 
 def loaded(text: str) -> Any:
     """Return the value of a JSON text, and any other text as it is."""
-    try:
+    with suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text
 
 
 def compared(case: Case, text: str, end: list[Any], calls: list[Any], logprobs: list[Any]) -> Answer:
@@ -83,10 +82,8 @@ def over_responses(client: OpenAI, model: str, case: Case) -> Answer:
 
 
 def over_messages(client: Anthropic, model: str, case: Case) -> Answer:
-    body = json.loads(case["messages"]) | {"model": model}
-    if case.get("shows") == "count":
-        return client.messages.count_tokens(**body).input_tokens
-    body = {"max_tokens": 60, "extra_body": {"temperature": 0}} | body
+    body = {"max_tokens": 60} | json.loads(case["messages"])
+    body |= {"model": model, "extra_body": {"temperature": 0}}
     if body.pop("stream", False):
         with client.messages.stream(**body) as stream:
             message = stream.get_final_message()
@@ -101,10 +98,8 @@ def answer(ask: Any, client: OpenAI | Anthropic, model: str, case: Case) -> Answ
     """Return what was answered, or how that failed."""
     try:
         return ask(client, model, case)
-    except anthropic.APIStatusError as error:  # its message has the id of the request
+    except (openai.APIStatusError, anthropic.APIStatusError) as error:  # some messages have the request's id
         return f"{error.status_code} {error.type}"
-    except openai.APIStatusError as error:
-        return f"{error.status_code} {error.message}"
     except (*SDK_ERRORS, AssertionError, KeyError, AttributeError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -127,16 +122,14 @@ def main() -> int:
     client = partial(sdk, max_retries=0, timeout=120)
     direct = client(base_url=options.url.removesuffix("/v1") + path, api_key=options.api_key)
     n_different = 0
-    heads = ["case", "", f"{first}, direct", *(f"{api}, through ours" for api in apis)]
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    print(f"| case | | direct | {', ours | '.join(apis)}, ours |\n{'|---' * (3 + len(apis))}|")
     with serve("--upstream", options.url, "--upstream-api-key", options.api_key, model=None) as ours:
         front = client(base_url=ours.url + path, api_key="none")
-        for name, case in CASES[first].items():
+        for name, case in table("fronting")[first].items():
             expected, again = (answer(apis[first], direct, options.model, case) for _ in range(2))
             found = [answer(ask, front, options.model, case) for api, ask in apis.items() if api in case]
-            verdict = "same"
-            if any(each != expected for each in found):
-                verdict = "differs, as two direct answers do" if again != expected else "DIFFERS"
+            differs = "DIFFERS" if again == expected else "differs, as two direct answers do"
+            verdict = "same" if all(each == expected for each in found) else differs
             n_different += verdict == "DIFFERS"
             cells = ["the same" if each == expected else shown(each) for each in found]
             print(f"| {name} | {verdict} | {shown(expected)} | {' | '.join(cells)} |", flush=True)

@@ -113,8 +113,6 @@ def test_events_have_names_and_no_numbers(server: Server) -> None:
     usage = json.loads(events[0].data)["message"]["usage"]
     assert usage["input_tokens"] > 0
     assert None not in usage.values()
-    refused = server.post("/v1/messages", TWO)  # without a key
-    assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
 
 
 @pytest.mark.bug("S09", "S10", "S12", "S18", "S27")
