@@ -7,6 +7,7 @@ instead of dozens of skips.
 import asyncio
 import contextlib
 import ctypes
+import gc
 import inspect
 import os
 import subprocess
@@ -121,6 +122,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile the kernels of the CPU before the tests of servers that need them: it would be their time."""
+    gc.freeze()  # what was collected is half a gigabyte that lives on: garbage is looked for elsewhere
     starts_servers = any(hasattr(getattr(item, "module", None), "SERVER") for item in session.items)
     if starts_servers and not session.config.option.collectonly:
         compile_kernels()
@@ -141,10 +143,7 @@ for name in (None, "int8", "int4") if hasattr(ops, "pack_as") else (None,):
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for one thread, once: the servers of other workers wait meanwhile.
-
-    If there is no folder to keep them in, each server compiles them for itself.
-    """
+    """Compile the kernels for one thread, once; others wait. Without a folder for them each server does."""
     from filelock import FileLock  # here: tests/gpu runs where the server's packages are not installed
 
     from devices.kernels import cache_file

@@ -45,6 +45,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have one order
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
+
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 import background
@@ -992,8 +995,6 @@ def planted() -> Iterator[Mutant]:
 
 
 def main() -> int:
-    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have one order
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("words", nargs="*", help="with --mutants: only those with one of these in them")
     parser.add_argument("--seed", type=int)

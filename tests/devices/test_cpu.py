@@ -317,7 +317,7 @@ def steps(ops: NumpyOps, weights: Weights, sizes: list[int]) -> Array:
     return found
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", sweep(SOME, ["llama-3", "qwen3-layer-types", "mixtral-window", "gpt-oss"]))
 def test_a_row_has_the_same_bits_in_a_chunk_as_by_itself(name: str) -> None:
     """Over several pages, more keys than are attended to at once, windows, groups and norms of heads.
 
