@@ -21,8 +21,8 @@ Rules of this file:
    waits, we keep the text of its message and parse it again later: a JSON value may take fifty times as much.
 2. We report an error in a message by a message, with the status that HTTP would have, and the connection
    lives on.
-3. The last response of each lane can be continued without a store, if there is room to remember it. A turn
-   that fails makes its lane forget it.
+3. The last response of each lane can be continued without a store, if there is room to remember it. Its
+   lane forgets it if a turn fails in its run, or is refused and would have continued it.
 4. A client may send input while a response runs (response.steer). An accepted steer waits for a successor of
    that response, which takes it as input, or comes back to the client: it is never lost. The response ends
    after the deltas that are in its log, and its successor begins at once; a response that has called a tool
@@ -100,8 +100,9 @@ class Connection:
 
     async def run(self) -> None:
         """Serve the connection until the client leaves, or the server stops."""
-        offered = self.websocket.scope["subprotocols"]
-        await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        await self.websocket.accept(
+            SUBPROTOCOL if SUBPROTOCOL in self.websocket.scope["subprotocols"] else None
+        )
         self.lanes = dict[str, Lane]()  # by name
         self.steers = dict[str, list[Item]]()  # by the response that they steer: rule 4
         try:
@@ -131,8 +132,10 @@ class Connection:
         """Do what a message asks for; raises BadInput."""
         max_bytes = self.visit.rooms.max_body_bytes
         if len(json_text) > max_bytes:
-            expected = f"Expected at most {max_bytes} bytes, see --max-body; got {len(json_text)}."
-            raise BadInput(expected, code="websocket_message_too_large")
+            raise BadInput(
+                f"Expected at most {max_bytes} bytes, see --max-body; got {len(json_text)}.",
+                code="websocket_message_too_large",
+            )
         async with parsed(json_text, self.visit) as message:
             type_ = mapping(message, "message").pop("type", None)
             name = lane_name(message.get("stream_id") or "", "stream_id")
@@ -141,8 +144,7 @@ class Connection:
                 raise BadInput(expected, param="stream_id", code="websocket_stream_limit_reached")
             lane = self.lanes.setdefault(name, Lane(name, self.visit))
         if type_ == "response.create":
-            parent_id = str(message.get("previous_response_id"))
-            self.tasks.create_task(self._take_turn(lane, json_text, parent_id))
+            self.tasks.create_task(self._take_turn(lane, json_text, str(message.get("previous_response_id"))))
         elif type_ == "response.steer":
             await self._steer(lane, message, len(json_text))
         elif type_ != "response.processed":  # this one says that Codex has read an answer
@@ -207,8 +209,13 @@ class Connection:
                         await self._send_events(lane, job)
                         previous_id = job.row.id
                         if lane.last and (stubs := stubs_of(job.builder.output)):
-                            why = {"reason": "waiting_for_required_input", "required_input": stubs}
-                            await self._tell(lane, "pending", self.steers.get(previous_id, []), **why)
+                            await self._tell(
+                                lane,
+                                "pending",
+                                self.steers.get(previous_id, []),
+                                reason="waiting_for_required_input",
+                                required_input=stubs,
+                            )
                             return
                         successor = job.row.request | {"previous_response_id": previous_id}
                         parsing = nullcontext(successor)
@@ -216,7 +223,8 @@ class Connection:
             why_not = BadInput(refusal.message, code="successor_creation_failed")
             await self._tell(lane, "failed", steers, **error_body(why_not))
             if not successor:
-                lane.last = None
+                if lane.last and lane.last.id == previous_id:
+                    lane.last = None
                 await self._refuse(refusal, lane.name)
 
     async def _send_events(self, lane: Lane, job: Job) -> None:
