@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 import explore
 import sse
+from benches.decoding import SHAPES
 from channels import Arguments, Call, Delta, Finish, Parser, Piece
-from checkpoint.config import read_config
+from checkpoint.config import parse_config, read_config
+from checkpoint.weights import n_params
 from dialects.families import DIALECTS
 from event_log import EventLog
 from gateway.answers import Answer, Asked
@@ -107,6 +109,11 @@ def forward_pass() -> Lines:
     yield f"    {c.n_layers} layers        {n_products:8,}   and {n_head:,} more for the logits of a row"
     n_numbers = 2 * c.n_kv_heads * c.head_dim * c.n_layers
     yield f"    to keep     {n_numbers:8,} numbers in the KV cache, {PAGE * n_numbers * 4:,} bytes a page"
+    large = parse_config(SHAPES["qwen3-8b"], {})
+    yield "\n                   weights, GB   KV cache, KB a token   tokens a GB"
+    for name, of, n_bytes in (("this model", c, 4), ("Qwen3-8B", large, 2)):  # of a number in the cache
+        a_token = n_bytes * 2 * of.n_kv_heads * of.head_dim * of.n_layers
+        yield f"    {name:12} {2 * n_params(of) / 1e9:13.3f} {a_token / 1e3:22.1f} {1e9 / a_token:13,.0f}"
 
 
 def pages() -> Lines:
