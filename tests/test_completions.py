@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sse
-from channels import Accepted, Call, Delta, Finish, Output
+from channels import Accepted, Call, Delta, Finish, Output, Usage
 from completions import Chunk, Chunks, fold
 from helpers import laws
 from helpers.laws import outputs, usages
@@ -59,10 +59,13 @@ def test_shape(choices: list[Choice], include_usage: bool) -> None:
 def test_the_whole_is_what_was_said(choices: list[Choice]) -> None:
     """By kind: a completion does not keep the order of text and calls. A call ends it, but for a length."""
     body = fold(chunks_of(choices))
-    used = [finish.usage for *_, finish in choices if isinstance(finish, Finish) and finish.usage]
-    assert body["usage"]["completion_tokens"] == sum(usage.output_tokens for usage in used)
-    details = body["usage"]["completion_tokens_details"]
-    assert details["reasoning_tokens"] == sum(usage.reasoning_tokens for usage in used)
+    said = [finish.usage or Usage(0, 0) for *_, finish in choices if isinstance(finish, Finish)]
+    usage = body["usage"]  # one prompt is counted once
+    assert usage["prompt_tokens"] == max(each.input_tokens for each in said)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == min(each.cached_tokens for each in said)
+    assert usage["completion_tokens"] == sum(each.output_tokens for each in said)
+    details = usage["completion_tokens_details"]
+    assert details["reasoning_tokens"] == sum(each.reasoning_tokens for each in said)
     for found, choice in zip(body["choices"], choices, strict=True):
         outputs = [output for output in choice if not isinstance(output, Finish)]
         message = found["message"]
