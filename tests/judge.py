@@ -39,8 +39,15 @@ MAX_CPU_S = 60  # of a process: what takes longer does not end
 # Of each chapter one exercise whose test is a quick one; no two of a module.
 FEW = ["1.1", "2.1", "3.1", "4.6", "5.1", "6.6", "7.1", "8.1", "9.3", "10.6", "11.4"]
 # Runs of pytest in one process, for its start takes as long as some laws; in the laws, few cuts of a replay.
-RUNS = "import os, pytest, sys; cut = lambda run: {'REPLAYS_CUT_EVERY': '9'} if 'not sweep' in run else {}\n"
-RUNS += "any(os.environ.update(cut(run)) or pytest.main(run.splitlines()) for run in sys.argv[1:])"
+# A run of single tests is ended by SIGPROF after 20 s of processor time for each.
+RUNS = """import os, pytest, signal, sys
+for run in sys.argv[1:]:
+    is_of_laws = "not sweep" in run
+    os.environ.update({"REPLAYS_CUT_EVERY": "9"} if is_of_laws else {})
+    signal.setitimer(signal.ITIMER_PROF, 0 if is_of_laws else 20 * max(1, run.count("::")))
+    if pytest.main(run.splitlines()):
+        break
+"""
 MAX_LINES, MAX_WIDTH = 10, 160  # of what a test says
 NOT_PASSED = "failure", "error", "skipped"
 SAID = re.compile(r">|E |.*: error:")  # lines of pytest, and of a compiler
@@ -93,9 +100,13 @@ def repaired(work: Path, folder: Path) -> Path:
 
 
 def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    cpu_s = MAX_CPU_S // 3 if command[0] == "tests/oracle.py" else MAX_CPU_S
+    cpu_s = MAX_CPU_S // 4 if command[0] == "tests/oracle.py" else MAX_CPU_S
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    few = {"EXAMPLES": "20", "PYTHONDONTWRITEBYTECODE": ""}  # without bytecode pytest takes a second to start
+    few = {
+        "EXAMPLES": "20",
+        "NO_SHRINK": "",
+        "PYTHONDONTWRITEBYTECODE": "",
+    }  # with bytecode pytest starts sooner
     few["HYPOTHESIS_STORAGE_DIRECTORY"] = str(ROOT / ".hypothesis")  # a table of all characters: five seconds
     options: Any = {"cwd": folder, "capture_output": True, "text": True, "preexec_fn": limit}
     return subprocess.run([sys.executable, *command], env=os.environ | few | more, **options)
