@@ -106,7 +106,7 @@ class Builder:
         self._new_id = new_id
         self._seal = seal
         self._index = 0  # of the open block, or the next
-        self._texts: list[str] = []  # of the open block
+        self._thought: list[str] = []  # of the open block
         self._end = "end_turn"  # the stop_reason, unless a limit or a stop sequence ends the message
 
     def feed(self, _: int, said: Accepted | Output | Compaction | Finish) -> list[Event]:
@@ -160,17 +160,18 @@ class Builder:
         kind = BLOCKS.get(self.state)
         if not (text and kind):
             return []
-        self._texts.append(text)
+        if self.state == "thinking":
+            self._thought.append(text)
         return [self._event("content_block_delta", delta={"type": kind.delta, kind.member: text})]
 
     def _stop(self) -> list[Event]:
         """Stop the open block, a thought with its signature."""
         events = []
-        text = "".join(self._texts)
-        self._texts = []
         if self.state == "thinking":
-            signature = {"type": "signature_delta", "signature": self._seal("thinking", text)}
+            sealed = self._seal("thinking", "".join(self._thought))
+            signature = {"type": "signature_delta", "signature": sealed}
             events = [self._event("content_block_delta", delta=signature)]
+            self._thought = []
         if self.state != "between":
             events.append(self._event("content_block_stop"))
             self._index += 1

@@ -128,21 +128,22 @@ def config_json(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
     if "long_factor" in rope:
         rope |= {"rope_type": "longrope", "attention_factor": others.pop("rope.scaling.attn_factor", 1.0)}
     fields["rope_scaling"] = rope
-    supported = {"attention.value_length": head_dim}
+    supported = {"attention.value_length": [head_dim]}
     for suffix, value in others.items():
-        if value not in (0, 1, supported.get(suffix)):
-            raise UnsupportedModel(f"{architecture}.{suffix} is {value}; only 0 or 1 is supported")
+        expected = supported.get(suffix, [0, 1])
+        if value not in expected:
+            raise UnsupportedModel(f"{architecture}.{suffix} is {value}; supported: {expected}")
     return fields
 
 
 def entries(metadata: Metadata, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the numbers that are there of the architecture's entries, by the names that we give them."""
-    numbers: dict[str, Any] = {}
-    for name, suffix in names.items():
-        key = f"{metadata['general.architecture']}.{suffix}"
-        if key in metadata:
-            numbers[name] = entry(metadata, key, int | float)
-    return numbers
+    architecture = metadata["general.architecture"]
+    return {
+        name: entry(metadata, f"{architecture}.{suffix}", int | float)
+        for name, suffix in names.items()
+        if f"{architecture}.{suffix}" in metadata
+    }
 
 
 def token_id(metadata: Metadata, name: str) -> int | None:

@@ -301,8 +301,9 @@ def read_weights(
     `pack_outer` is for the embedding and the head, None: the same as for the others.
     """
     tensors = map_tensors(directory)
+    embed: Any = tensors.get(EMBED)
     head: Any = tensors.get("lm_head.weight")
-    if config.tied and head is not None and not np.array_equal(head, tensors.get(EMBED)):  # type: ignore[arg-type]
+    if config.tied and head is not None and not np.array_equal(head, embed):
         config = replace(config, tied=False)  # as in transformers 5: the tensor wins over config.json
     check_tensors(tensors, config)
     outer = fuse(tensors, outer_parts(config), config, pack_outer or pack)

@@ -41,6 +41,7 @@ from completions import Chunk
 from gateway.answers import Answer, Asked, document, objects
 from gateway.metering import Meter
 from gateway.refused import Refused, read_refused, refused_by, without_what_is_refused
+from request.body import GZIP
 from sse import Object
 
 log = logging.getLogger("upstreams")
@@ -173,7 +174,7 @@ class Reply:
 async def pieces(response: httpx.Response) -> AsyncGenerator[bytes]:
     """Yield a body in pieces, unpacked: one read may have thousands of frames."""
     is_gzip = "gzip" in response.headers.get("content-encoding", "")
-    unpack = zlib.decompressobj(31).decompress if is_gzip else bytes  # 31: as GZIP of request/body.py
+    unpack = zlib.decompressobj(GZIP).decompress if is_gzip else bytes
     async with aclosing(response.aiter_raw()) as reads:
         async for data in reads:
             for start in range(0, len(data), BYTES_A_TURN):

@@ -146,7 +146,10 @@ for name in (None, "int8", "int4") if hasattr(ops, "pack_as") else (None,):
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for one thread, once; others wait. Without a folder for them each server does."""
+    """Compile the kernels for one thread, once: the servers of other workers wait meanwhile.
+
+    If there is no folder to keep them in, each server compiles them for itself.
+    """
     from filelock import FileLock  # here: tests/gpu runs where the server's packages are not installed
 
     from devices.kernels import cache_file

@@ -28,6 +28,7 @@ from benches.decoding import SHAPES
 from channels import Arguments, Call, Delta, Finish, Parser, Piece
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params
+from devices.cuda import CudaOps
 from dialects.families import DIALECTS
 from event_log import EventLog
 from gateway.answers import Answer, Asked
@@ -35,7 +36,7 @@ from gateway.metering import Meter
 from gateway.outputs import Outputs
 from helpers.device_ops import MODELS
 from helpers.emulator import Emulator
-from model import PAGE, Batch, Span
+from model import PAGE, Batch, NumpyOps, Span
 from pages import PagePool, prefix_hash, root_hash
 from responses import Builder, fold, label
 from sampling import Choice, Context, Sampling, apply_penalties, apply_temperature, apply_top_p, draw
@@ -111,8 +112,8 @@ def forward_pass() -> Lines:
     yield f"    to keep     {n_numbers:8,} numbers in the KV cache, {PAGE * n_numbers * 4:,} bytes a page"
     large = parse_config(SHAPES["qwen3-8b"], {})
     yield "\n                   weights, GB   KV cache, KB a token   tokens a GB"
-    for name, of, n_bytes in (("this model", c, 4), ("Qwen3-8B", large, 2)):  # of a number in the cache
-        a_token = n_bytes * 2 * of.n_kv_heads * of.head_dim * of.n_layers
+    for name, of, ops in (("this model", c, NumpyOps), ("Qwen3-8B", large, CudaOps)):
+        a_token = ops.page_bytes(of) / PAGE
         yield f"    {name:12} {2 * n_params(of) / 1e9:13.3f} {a_token / 1e3:22.1f} {1e9 / a_token:13,.0f}"
 
 

@@ -98,7 +98,9 @@ def answer(ask: Any, client: OpenAI | Anthropic, model: str, case: Case) -> Answ
     """Return what was answered, or how that failed."""
     try:
         return ask(client, model, case)
-    except (openai.APIStatusError, anthropic.APIStatusError) as error:  # some messages have the request's id
+    except openai.APIStatusError as error:
+        return f"{error.status_code} {error.message}"
+    except anthropic.APIStatusError as error:  # some messages have the request's id
         return f"{error.status_code} {error.type}"
     except (*SDK_ERRORS, AssertionError, KeyError, AttributeError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"

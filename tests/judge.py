@@ -102,11 +102,8 @@ def repaired(work: Path, folder: Path) -> Path:
 def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     cpu_s = MAX_CPU_S // 4 if command[0] == "tests/oracle.py" else MAX_CPU_S
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    few = {
-        "EXAMPLES": "20",
-        "NO_SHRINK": "",
-        "PYTHONDONTWRITEBYTECODE": "",
-    }  # with bytecode pytest starts sooner
+    # With bytecode pytest starts a second sooner.
+    few = {"EXAMPLES": "20", "NO_SHRINK": "", "PYTHONDONTWRITEBYTECODE": ""}
     few["HYPOTHESIS_STORAGE_DIRECTORY"] = str(ROOT / ".hypothesis")  # a table of all characters: five seconds
     options: Any = {"cwd": folder, "capture_output": True, "text": True, "preexec_fn": limit}
     return subprocess.run([sys.executable, *command], env=os.environ | few | more, **options)

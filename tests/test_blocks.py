@@ -79,9 +79,11 @@ def test_nothing_is_lost_or_added(outputs: list[Output], finish: Finish) -> None
         if isinstance(output, Delta) and output.channel != "analysis":
             texts[n] = Delta("final", output.text)
     content = fold(events_of([*outputs, finish]))["content"]
-    for block, (kind, said, *_) in zip(content, laws.items(texts), strict=True):
+    for block, (kind, said, *arguments) in zip(content, laws.items(texts), strict=True):
         member = {"analysis": "thinking", "final": "text"}.get(kind, "name")
         assert (block["type"], block[member]) == ("tool_use" if member == "name" else member, said)
+        for written in arguments:
+            assert block["input"] == (sse.loads(written, "replace") if sse.is_object(written) else {})
 
 
 @pytest.mark.bug("S07")

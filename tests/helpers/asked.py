@@ -25,9 +25,10 @@ def created(server: Server, body: Json) -> Json:
 
 
 def error(reply: Reply, status: int) -> Json:
-    """Return the error object of a refusal with this status."""
+    """Return the error object of a refusal with this status: its body has nothing else."""
     assert reply.status == status, reply.body
-    return dict(reply.json["error"])
+    (found,) = reply.json.values()
+    return dict(found)
 
 
 def events_in(stream: bytes) -> list[Json]:

@@ -65,6 +65,7 @@ def test_pages_add_up_to_the_list(n_items: int, limit: int, order: str) -> None:
 def test_an_item_says_which_response_it_is_of(prefix: str) -> None:
     response_id = new_id("resp")
     assert len(response_id) == len("resp_") + 48  # 192 bits, which cannot be guessed
+    assert len({new_id("resp") for _ in range(1000)}) == 1000
     draw = item_ids(response_id)
     drawn = [draw(prefix) for _ in range(3)]
     assert len({*drawn}) == 3
