@@ -306,15 +306,13 @@ def test_a_template_that_teaches_other_calls_is_named_at_the_start(caplog: pytes
     assert "no dialect here reads" in caplog.text
 
 
-# fmt: off
 FOUND = [
     # vocabulary           template             tools    markers,   and those that are tokens
     ([*MARKERS, END],      TEMPLATE.source,     True,    MARKERS,   MARKERS),
     ([*MARKERS, END],      TEMPLATE.source,     False,   MARKERS[:2], MARKERS[:2]),
     ([],                   "no reasoning",      False,   [],        []),
     ([],                   "<think></think>",   True,    MARKERS,   []),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("added", "template", "tools", "markers", "tokens"), FOUND)

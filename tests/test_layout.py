@@ -106,7 +106,6 @@ def test_files_can_be_read() -> None:
 
 
 # Tokens of a folder, without comments and docstrings. A cap is raised only with its reason in the commit.
-# fmt: off
 CAPS = {
     "":           33_741,  # the root, bench.py and __main__.py too; what runs degraded is said
     "audit":      21_000,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
@@ -117,8 +116,7 @@ CAPS = {
     "gateway":     9_327,  # with an upstream's Warning and extra_content
     "request":    15_605,  # bodies of three APIs
     "service":     8_500,  # with steering over the WebSocket
-}
-# fmt: on
+}  # fmt: skip
 MAX_MODULE = 610  # lines of a module of the root, theory and folds included
 MAX_TESTS = 22_027
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef

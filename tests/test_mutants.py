@@ -42,7 +42,6 @@ def test_every_documented_bug_has_a_mutant() -> None:
 
 
 (BARE_CR,) = (mutant for mutant in MUTANTS if "[sse-bare-cr]" in mutant.test)
-# fmt: off
 #  instead of what the mutant does: CR alone ends no line      verdict
 CHANGES = [
     (BARE_CR.new,                                              mutants.KILLED),
@@ -50,8 +49,7 @@ CHANGES = [
     (r'LINE_END = re.compile(rb"\r\n|\n|\r|l")',               mutants.ANOTHER_BUG),  # `was` tells of CR
     ('LINE_END = re.compile(rb"[")',                           "NOT RUN"),
     (BARE_CR.old,                                              "CANNOT BE MADE"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.sweep

@@ -54,12 +54,10 @@ def by_the_spec(stream: bytes) -> list[Event]:
 # --- Laws ---------------------------------------------------------------------------------------------------
 
 # Streams made of all that the rules speak of, so that every few bytes matter.
-# fmt: off
 FRAGMENTS = [
     b"data", b"event", b"id", b"retry", b"x", b":", b" ", b"\r", b"\n", b"\r\n", b"\n\n", b"data:a\n",
     b"id:1\r", b"\0", "\ufeff".encode(), "é".encode(), "\u2028".encode(), b"\xef", b"\xe2\x80", b"\xff",
-]
-# fmt: on
+]  # fmt: skip
 streams = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map(b"".join)
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # all of Unicode but surrogates
 

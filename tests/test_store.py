@@ -241,10 +241,8 @@ def test_a_store_of_version_3_is_taken_over(tmp_path: Path) -> None:
         assert (db.frames("resp_1"), db.get("resp_2"), db.frames("resp_2")) == ([b"0123", b"4"], None, [])
 
 
-# fmt: off
 FOREIGN = ["a text", "CREATE TABLE theirs (a)", "PRAGMA user_version = 5", "PRAGMA application_id = 7",
-           VERSION_3]
-# fmt: on
+           VERSION_3]  # fmt: skip
 
 
 @pytest.mark.parametrize("content", FOREIGN)

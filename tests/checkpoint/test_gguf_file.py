@@ -119,7 +119,6 @@ def test_headers_that_lie(tmp_path: Path) -> None:
     end = data.index(b"token_embd.weight") + len(b"token_embd.weight")  # u32 n_dims, two u64, u32 format, u64
     norm = data.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight")  # one u64
     n_tokens = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8
-    # fmt: off
     #  what is changed                              words of the refusal
     cases = [
         (changed(data, 0, b"GGML"),                 "it begins with b'GGML', version 3; supported: b'GGUF'"),
@@ -139,8 +138,7 @@ def test_headers_that_lie(tmp_path: Path) -> None:
         (changed(data, end + 24, b"\x20"),          "'token_embd.weight' does not lie at bytes"),
         (data[:-9],                                 f"it is cut at byte {len(data) - 9}: tensor 'output"),
         (data.replace(b"blk.0.attn_q.w", b"blk.0.attn_v.w"), "or occurs twice"),
-    ]
-    # fmt: on
+    ]  # fmt: skip
     for number, (changed_data, words) in enumerate(cases):
         file = tmp_path / f"case-{number}.gguf"
         file.write_bytes(changed_data)

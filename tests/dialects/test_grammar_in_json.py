@@ -73,15 +73,13 @@ def test_refused(syntax: str) -> None:
             print(grammar_in_json.grammar(syntax, definition), "is taken for", definition)
 
 
-# fmt: off
 CLASSES_OF_ONE = "".join(f"[{chr(0x4E00 + i)}]" for i in range(20_000))
 BOUNDS = [
     # syntax, fits,                  does not,               as the message says
     ("lark",  "start: " + "a " * 1999, "start: " + "a " * 2000, "at most 2000 names"),
     ("regex", "." * 20_000,            "." * 65_000,            "at most 262144 characters inside JSON"),
     ("regex", CLASSES_OF_ONE[:3000],   CLASSES_OF_ONE,          "at most 2000 different classes"),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("syntax", "good", "bad", "message"), BOUNDS, ids=[row[3] for row in BOUNDS])

@@ -249,15 +249,13 @@ def test_logprobs_are_taken_where_they_are_some(
     assert said == Delta("final", "a", (expected,))
 
 
-# fmt: off
 ENDLESS: dict[str, Callable[[int], bytes]] = {
     "a name":    lambda n: call(0, str(n + 100) * 1000),
     "calls":     lambda n: call(n, "f", id=str(n)),
     "indices":   lambda n: call(-n),
     "arguments": lambda n: call(0, "f", "[]," * 1000),
     "an id":     lambda n: call(0, "f", id="x" * 500_000 + str(n)),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("one_call", [False, True])

@@ -336,7 +336,6 @@ EMPTY = delta(role="assistant", content="") + delta() + event({"choices": []})
 # what becomes of an answer: streamed, plain, as a response; the answer; what the front has patience for
 WHOLE, BROKEN, REFUSED = ["whole", "whole", "stop"], ["error", "502", "failed"], ["502"] * 3
 LATE = ["504"] * 3
-# fmt: off
 CHAOS: dict[str, tuple[Any, ...]] = {
     "more after [DONE]":  (WHOLE,   says(head() + STREAM + DONE + b"\x00\xff" * 9)),
     "wrong chunk size":   (WHOLE,   says(CHUNKED_HEAD + b"fff\r\n" + STREAM[:-9])),
@@ -362,8 +361,7 @@ CHAOS: dict[str, tuple[Any, ...]] = {
     "500":                (REFUSED, says(json_answer({"error": NO}, "500 Internal Server Error"))),
     "429":                (["429"] * 3, says(json_answer({}, "429 Too Many Requests"))),
     "400":                (["400"] * 3, says(json_answer({"error": NO}, "400 Bad Request"))),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.bug("B18", "P08")
@@ -406,15 +404,13 @@ async def outcomes(worker: RemoteWorker) -> list[str]:
 
 BOOM = event({"error": {"message": "boom", "type": "server_error", "code": "x"}})
 TOO_MANY = head("application/json", "429 Too Many", "Retry-After: 7", "Content-Length: 500") + b'{"error": {'
-# fmt: off
 LEFT: dict[str, tuple[Answer, list[Any]]] = {
     # sent, and then nothing more, or comments                          what is told of it
     "an error":  (for_ever(head() + SAYS_HI + BOOM),                    ["boom", False]),
     "the end":   (for_ever(head() + SAYS_HI + finish()),                ["", False]),
     "usage":     (says(head() + SAYS_HI + finish() + USED),    ["", True]),
     "a refusal": (says(TOO_MANY),                                       [429, "7"]),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.bug("M01", "M02", "M03")

@@ -318,7 +318,6 @@ SMALL_STORE = ("--store-max-bytes", "20000000")
 ANY, ROOM = (0, 200, 400, 413, 429, 503), (200, 429, 503)
 RELAYED, OK, NO, EITHER, NO_KEY = (200, 502), (200,), (400, 413), (200, 400, 413), (400, 401, 413, 414, 431)
 
-# fmt: off
 ATTACKS = [
     Attack("calm", "nothing; what this machine does by itself", OK, lambda c: time.sleep(FLOOD_S)),
     # work that runs away
@@ -391,8 +390,7 @@ ATTACKS = [
     Attack("ws-old-handshakes", "version 12", (426,), lambda c: c.each([OLD_WS] * 50)),
     Attack("ws-deaf-readers", "16 answers for each of 200", OK, lambda c: c.hold(200, LONG_LANES, 10, WS)),
     Attack("ws-resets", "pings, then a reset; no traceback", OK, ws_resets),
-]
-# fmt: on
+]  # fmt: skip
 
 
 def run(name: str, url: str, upstream_port: int, again: bool) -> NoReturn:

@@ -37,7 +37,6 @@ def test_bodies_hold_so_many_values(server: Server) -> None:
     assert error(server.post(RESPONSES, strings), 413)["code"] == "body_too_large"
 
 
-# fmt: off
 #   text                          values, at most; how deep they nest
 COUNTS = [
     (b"1",                        1, 0),
@@ -46,8 +45,7 @@ COUNTS = [
     (b'{"a,b": ",,[{"}',          2, 1),
     (rb'["\",", 1]',              3, 1),
     (rb'["\\", [[1]]]',           5, 3),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "n_values", "nesting"), COUNTS)

@@ -215,15 +215,13 @@ NOTHING = Delta("final", "")  # as a relay says logprobs that have no text
 MADE, FAILED = Compaction("They met."), Finish("failed", None, "The engine has stopped.")
 STOP, CUT = Finish("stop", Usage(7, 3)), Finish("length", Usage(7, 3))
 NO_SUMMARY = Finish("failed", Usage(7, 3), "The model wrote no summary.")
-# fmt: off
 SUMMARIES: list[tuple[list[Output | Finish], list[Compaction | Finish]]] = [
     # what the model says              what is made of it
     ([HM, THEY, Call("f"), MET, STOP], [MADE, STOP]),
     ([THEY, MET, CUT],                 [MADE, STOP]),
     ([HM, NOTHING, STOP],              [NO_SUMMARY]),
     ([THEY, FAILED],                   [FAILED]),
-]
-# fmt: on
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("said", "expected"), SUMMARIES)

@@ -28,10 +28,9 @@ NO_IDS = ("a", "-1", "1.0", "", "\N{SUPERSCRIPT TWO}", "9" * 5000)
 FUNCTION = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
 HOSTED = {"type": "web_search"}
 
-# fmt: off
 ODD: list[Any] = [
     True, False, -1, 7, 0.5, NAN, 10**30, "", "x" * 2000, [], [5], ["x"], [[]], {}, {"x": 5}, {"x": {}},
-]
+]  # fmt: skip
 CODES = (TYPE, VALUE, UNSUPPORTED, MISSING)
 
 #   API           param of the error  code   what is wrong; tables/params.toml has what is data alone
@@ -41,8 +40,7 @@ BAD: list[tuple[str, str, str, Json]] = [
     ("chat",      "logit_bias",       VALUE, {"logit_bias": {str(token_id): 0 for token_id in range(301)}}),
     *(("chat",    "logit_bias",       VALUE, {"logit_bias": {id_: 1}}) for id_ in NO_IDS),
     ("responses", "tools",            VALUE, {"tools": [FUNCTION] * 129}),
-]
-# fmt: on
+]  # fmt: skip
 
 
 def read(api: str, change: Json, defaults: Json | None = None) -> Request:

@@ -16,7 +16,6 @@ TEXTS = {"--model", "--revision", "--served-model-name", "--host", "--store", "-
          "--secret-file", "--upstream-api-key-file"}  # fmt: skip
 NUMBERS = TYPES.keys() - TEXTS
 
-# fmt: off
 WRONG = [
     *((name, value) for name in sorted(TYPES) for value in ("", " ")),
     *((name, value) for name in sorted(NUMBERS)
@@ -26,9 +25,8 @@ WRONG = [
                                           "http://x?y", "http://x:65536", "http://x:123456", "http://[::1")),
     *(("--allowed-host", value) for value in ("x.org:80", "http://x.org", "*.x.org", "x..org")),
     ("--speculate", "17"), ("--port", "65536"), ("--upstream-timeout", "idle=0"),
-]
+]  # fmt: skip
 SIZES = {"1": 1, "64K": 2**16, "3m": 3 * 2**20, "1.5G": 3 * 2**29, "2GiB": 2**31, "2GB": 2**31}
-# fmt: on
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{name}={value[:9]!r}" for name, value in WRONG])

@@ -44,13 +44,11 @@ LAUNCHING = threading.Lock()
 STACKS = (ctypes.c_char * (1024 * (64 << 10)))()  # of a block's threads, for each launch the same
 FLAGS = ["-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-I."]  # for g++ in HERE
 
-# fmt: off
 SCALARS: dict[str, Any] = {"int": ctypes.c_int32, "float": ctypes.c_float}
 # the types of an array, seen from Python
 ITEMS = {"float": "f4", "int": "i4", "unsigned": "u4", "u64": "u8", "float2": "c8", "bf16": "u2",
-         "weight": "u2", "table": "i4", "packed": "u1"}
+         "weight": "u2", "table": "i4", "packed": "u1"}  # fmt: skip
 CONSTANT = "weight", "table", "packed"
-# fmt: on
 
 
 def build(code: str, options: Sequence[str], check: bool) -> Path:
