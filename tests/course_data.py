@@ -36,13 +36,14 @@ from gateway.metering import Meter
 from gateway.outputs import Outputs
 from helpers.device_ops import MODELS
 from helpers.emulator import Emulator
+from helpers.scripted import counted_ids
 from model import PAGE, Batch, NumpyOps, Span
 from pages import PagePool, prefix_hash, root_hash
 from responses import Builder, fold, label
 from sampling import Choice, Context, Sampling, apply_penalties, apply_temperature, apply_top_p, draw
 from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
 from tokenizer import Decoder, Tokenizer
-from walkthrough import ROOT, TINY, counted_ids, in_page, shown
+from walkthrough import ROOT, TINY, in_page, shown
 
 sys.argv, ARGUMENTS = ["micro.py", str(TINY)], sys.argv  # micro.py reads its arguments when it is imported
 from course import micro  # noqa: E402

@@ -32,19 +32,20 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import copy
-from itertools import count, pairwise
+from itertools import count, pairwise, starmap
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
+from helpers.tables import table
 from mutants import ROOT, Mutant, mutants, mutated
 from sampling import Choice, Sampling
 
 PAGE = 2  # tokens of a page, in place of 64
 STOP, OTHER = 9, 7  # tokens: one ends an answer, the other follows a text that no script has
-PLANTED = ROOT / "tests" / "explored.toml"
+PLANTED = tomllib.loads((ROOT / "tests" / "explored.toml").read_text(encoding="utf-8"))
 GREEDY = Sampling(temperature=0)
 
 Text = tuple[Any, ...]  # its owner, whose keys and values they are, then its tokens
@@ -74,33 +75,13 @@ class Case(NamedTuple):
     chunk: int = PAGE
 
 
-A_SHORT, A_LONG = Asked("a", [1, 2, 3], [4, 5]), Asked("a", [1, 2, 3], [4, 5, 6])
-B_LONG, DRAFTS = Asked("b", [7], [4, 5, 6]), Asked("a", [1, 2, 1, 2], [1, 2, 6, 1])  # after 1, 2 came 1, 2
-LONG = Asked("a", [1, 2, 3, 4, 5], [1])
-CASES = {
-    "shared": Case([A_SHORT, Asked("a", [1, 2, 4, 5], [4, 9]), A_SHORT._replace(owner="b")], 4),
-    "tight": Case([A_LONG, A_LONG, B_LONG], 4, can_fail=True),
-    "churn": Case([A_SHORT, Asked("a", [1, 2, 3, 4], [5, 6]), Asked("a", [5, 6, 7], [1])], 4, 3),
-    "tails": Case([A_SHORT, LONG, Asked("a", [8, 8, 3, 4, 5], [1])], 6, chunk=1),
-    "owners": Case([Asked("a", [1], [4, 5])] * 3 + [Asked("b", [1], [4])], 6),
-    "three": Case([Asked(owner, [1], [4]) for owner in "aabc"], 6),
-    "turns": Case([LONG._replace(answer=[6, 7])] * 2 + [Asked("b", [6, 6, 6, 6], [1])], 6, 3),
-    "drafts": Case([DRAFTS, Asked("b", [1, 2, 1], [2, 1, 9])], 6, speculate=2),
-    "alone": Case([Asked("a", [1, 2, 3, 4, 5, 6], [1]), A_SHORT], 3, can_fail=True),
-    "masks": Case([A_SHORT._replace(masked=True), A_SHORT, Asked("b", [3], [9], masked=True)], 5),
-}
-LARGE = {  # for the long run
-    "four": Case([A_LONG, A_LONG, B_LONG, B_LONG._replace(owner="c")], 5, 3, can_fail=True),
-    "crowd": Case([A_SHORT, A_SHORT, A_SHORT, B_LONG, A_LONG._replace(owner="c")], 6, 3),
-    "crush": Case([A_LONG, A_LONG, A_LONG, A_LONG._replace(owner="b")], 4, 3, can_fail=True),
-    "guesses": Case([DRAFTS, DRAFTS, DRAFTS._replace(owner="b")], 6, 3, can_fail=True, speculate=2),
-    "grammars": Case(
-        [A_LONG._replace(masked=True), A_LONG, B_LONG._replace(masked=True)], 4, 3, can_fail=True
-    ),
-    "chunks": Case(
-        [Asked("a", [1, 2, 8, 8, 8], [4, 5]), A_LONG, Asked("b", [7, 7, 7], [4, 9])], 6, 3, can_fail=True
-    ),
-}
+def cases(name: str) -> dict[str, Case]:
+    """Return those of a part of tables/explore.toml, by their labels."""
+    rows = table("explore")[name].items()
+    return {label: Case(**row | {"requests": [*starmap(Asked, row["requests"])]}) for label, row in rows}
+
+
+CASES, LARGE = cases("cases"), cases("large")
 
 
 def law(holds: object, says: str) -> None:
@@ -431,8 +412,7 @@ def explored(n_large: int = 0) -> Iterator[Explored]:
 
 def bugs() -> list[Mutant]:
     """Return the mutants of scheduler and pages in mutants.toml, then those of explored.toml."""
-    rows = tomllib.loads(PLANTED.read_text(encoding="utf-8"))
-    planted = [Mutant(row["module"], row["undoes"], row["old"], row["new"], "") for row in rows["bug"]]
+    planted = [Mutant(**row, test="") for row in PLANTED["bug"]]
     return [mutant for mutant in mutants() if mutant.module in ("scheduler", "pages")] + planted
 
 

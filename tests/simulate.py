@@ -41,6 +41,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,20 +57,9 @@ from checkpoint.config import read_config
 from gateway.remote import RemoteWorker
 from gateway.upstreams import CLOSING, Timeouts
 from helpers import world as worlds
-from helpers.world import (
-    CHANCE,
-    FAR,
-    Broken,
-    HashRunner,
-    Killed,
-    Loop,
-    SimEngine,
-    SimStore,
-    World,
-    far_answer,
-)
+from helpers.world import CHANCE, FAR, Broken, HashRunner, Killed, Loop, SimEngine, SimStore, World
 from middleware import digest, make_app
-from mutants import ROOT, Mutant, copied, mutants
+from mutants import ROOT, Mutant, copied, mutants, mutated
 from request.template import ChatTemplate
 from responses import fold
 from store import IN_MEMORY, TERMINAL, Retention
@@ -103,52 +93,43 @@ background.EVICTION_INTERVAL_S = 10
 # --- the process --------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Process:
-    """One process of the server, as clients and laws reach it."""
+    """One process of the server, as clients and laws reach it; to server.serve() it is uvicorn's server."""
 
-    api: Any
-    rooms: Any
-    app: Any
-    registry: background.Registry
+    is_persistent: bool  # its store outlives it
+    is_stopping: bool = False
+    is_up: asyncio.Event = field(default_factory=asyncio.Event)
+    stops: asyncio.Event = field(default_factory=asyncio.Event)
+    connections: dict["Connection", None] = field(default_factory=dict)  # in the order in which they came
+    app: Any = None
+    registry: Any = None
+    rooms: Any = None
 
-    def __init__(self, is_persistent: bool) -> None:
-        self.is_persistent = is_persistent  # its store outlives it
-        self.is_up = asyncio.Event()
-        self.is_stopping = False
-        self.connections: dict[Connection, None] = {}  # in the order in which they came
+    should_exit = property(lambda self: self.stops.is_set(), lambda self, _: self.stops.set())
+
+    async def serve(self, sockets: object) -> None:
+        self.is_up.set()
+        await self.stops.wait()
+        self.is_up.clear()
+        while self.connections:
+            await asyncio.sleep(0.1)
+
+    def drop_clients(self) -> None:
+        for connection in [*self.connections]:
+            connection.leave()
 
 
 PROCESS: Process
 
 
-class HttpServer:
-    """uvicorn, as server.serve() uses it."""
-
-    should_exit = property(lambda self: self._stops.is_set(), lambda self, _: self._stops.set())
-
-    def __init__(self, app: Any) -> None:
-        PROCESS.app = app
-        self._stops = asyncio.Event()
-
-    async def serve(self, sockets: object) -> None:
-        PROCESS.is_up.set()
-        await self._stops.wait()
-        PROCESS.is_up.clear()
-        while PROCESS.connections:
-            await asyncio.sleep(0.1)
-
-    def drop_clients(self) -> None:
-        for connection in [*PROCESS.connections]:
-            connection.leave()
-
-
 def app_of(api: Any, keys: Any, rooms: Any, *more: Any) -> Any:
-    """Make the application, and keep what the laws look into."""
-    PROCESS.api, PROCESS.registry, PROCESS.rooms = api, api.registry, rooms
-    return make_app(api, keys, rooms, *more)
+    """Make the application, and keep what clients ask and laws look into."""
+    PROCESS.app, PROCESS.registry, PROCESS.rooms = make_app(api, keys, rooms, *more), api.registry, rooms
+    return PROCESS.app
 
 
-server.HttpServer, server.http_config = HttpServer, lambda app, args: app  # type: ignore
+server.HttpServer, server.http_config = lambda app: PROCESS, lambda app, args: app  # type: ignore
 server.announce = server.tune_garbage_collector = lambda *_: None  # type: ignore
 server.make_app = app_of  # type: ignore
 
@@ -354,7 +335,12 @@ class Laws:
         law(not is_cut or not known.was_queued, known.id, "was queued, and was not run again")
         if status == "completed" and known.body["model"] == FAR:
             said = "".join(item["content"][0]["text"] for item in response["output"])
-            law(said == far_answer(known.body["input"]), known.id, "is not what the upstream said:", said)
+            law(
+                said == worlds.far_answer(known.body["input"]),
+                known.id,
+                "is not what the upstream said:",
+                said,
+            )
 
     async def read_stream(
         self, connection: Connection, known: Known, after: int = -1, n_wanted: int = 10**9
@@ -431,12 +417,10 @@ class Clients:
 
     def __init__(self, world: World, laws: Laws) -> None:
         self.world, self.laws, self.law = world, laws, world.law
+        self.connection = partial(Connection, world)
         self.is_far = False
 
     random = property(lambda self: self.world.random)
-
-    def connection(self, key: str, method: str, path: str, body: Any = None, **more: Any) -> Connection:
-        return Connection(self.world, key, method, path, body, **more)
 
     def leaving(self, p: float, rate: float) -> float | None:
         """Draw after how many seconds a client leaves; None: it stays."""
@@ -977,11 +961,7 @@ def plant(mutant: Mutant, n_seeds: int) -> str:
     command = [sys.executable, "tests/simulate.py", "--seeds", str(n_seeds), "--first-only", "--brief"]
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
-        path = copy / mutant.file
-        text = path.read_text(encoding="utf-8")
-        if text.count(mutant.old) != 1:
-            return "CANNOT BE MADE"
-        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        (copy / mutant.file).write_text(mutated(mutant), encoding="utf-8")
         ended = subprocess.run(command, cwd=copy, capture_output=True, text=True)
         return (ended.stdout or ended.stderr[-300:]).splitlines()[0][:200]
 

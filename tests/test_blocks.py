@@ -1,6 +1,5 @@
 """Laws of blocks.py over any outputs and any end; the `anthropic` package's own accumulator is the judge."""
 
-import itertools
 import json
 import re
 from typing import Any
@@ -17,6 +16,7 @@ from blocks import Builder, fold
 from channels import Accepted, Call, Delta, Finish, Output, Usage
 from event_log import encode_event
 from helpers import laws
+from helpers.scripted import counted_ids
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 reasons = st.sampled_from(["stop", "length", "content_filter"])
@@ -24,10 +24,7 @@ ended = st.builds(Finish, reasons, st.none() | laws.usages, stop_sequence=st.sam
 
 
 def events_of(outputs: list[Output | Finish]) -> list[dict[str, Any]]:
-    number = itertools.count()
-    builder = Builder(
-        {"id": "msg_1", "model": "m"}, lambda prefix: f"{prefix}_{next(number)}", "{}: {}".format
-    )
+    builder = Builder({"id": "msg_1", "model": "m"}, counted_ids(), "{}: {}".format)
     events = [event for said in [Accepted(7), *outputs] for event in builder.feed(0, said)]
     return [json.loads(sse.data(encode_event(0, event).frame)) for event in events]
 

@@ -14,6 +14,7 @@ from channels import Accepted, Call, Delta, Finish, Output, Usage
 from completions import Chunk, Chunks, fold
 from helpers import laws
 from helpers.laws import outputs, usages
+from helpers.scripted import counted_ids
 
 HEAD = {"id": "chatcmpl-1", "created": 1, "model": "m", "system_fingerprint": "fp_1"}
 Choice = list[Output | Finish]
@@ -26,8 +27,7 @@ some_choices = st.lists(
 
 def chunks_of(choices: list[Choice], include_usage: bool = True) -> list[Chunk]:
     """The choices take turns, as they do in a batch; the chunks are as the client reads them."""
-    number = itertools.count(1)
-    chunks = Chunks(HEAD, lambda prefix: f"{prefix}_{next(number)}", len(choices), include_usage)
+    chunks = Chunks(HEAD, counted_ids(), len(choices), include_usage)
     made = [chunk for index in range(len(choices)) for chunk in chunks.feed(index, Accepted())]
     for turn in itertools.zip_longest(*choices):
         for index, output in enumerate(turn):

@@ -1,12 +1,10 @@
 """explore.py: no order of events breaks a law, and planted bugs have the stories of explored.toml."""
 
-import tomllib
-
 import pytest
 
 import explore
 
-STORIES: dict[str, list[object]] = tomllib.loads(explore.PLANTED.read_text(encoding="utf-8"))["stories"]
+STORIES: dict[str, list[object]] = explore.PLANTED["stories"]
 BUGS = {bug.undoes: bug for bug in explore.bugs()}
 
 

@@ -19,6 +19,7 @@ from helpers.faulty_server import SLOW
 from helpers.limits import PATIENCE_S, processor_time
 from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
 from helpers.tables import table
+from helpers.wire import UPGRADE
 from middleware import digest, owner_of, turned_away
 from request import params
 from request.body import parsed
@@ -214,9 +215,7 @@ def test_what_is_not_http_is_refused(server: Server, data: str, why: str) -> Non
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses/resp_1", "/nope"])
 def test_a_websocket_is_told_to_use_http(server: Server, path: str) -> None:
     """If the path has none: Codex falls back at this status alone."""
-    handshake = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": "13"}
-    handshake |= {"Sec_WebSocket_Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
-    reply = server.get(path, **handshake, **MINE)
+    reply = server.get(path, **UPGRADE, **MINE)
     assert "or POST /v1/responses" in error(reply, 426)["message"]
     assert reply.headers["upgrade"] == "HTTP/1.1"
     assert_noted(server, reply)

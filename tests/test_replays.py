@@ -189,9 +189,7 @@ def client(chunks: list[list[list[Any]]], program: Callable[[Iterable[Any]], Ite
 
 
 def completions_chunks(chunks: list[list[list[Any]]], show: list[str], **options: Any) -> Iterator[Any]:
-    number = itertools.count(1)
-    builder = completions.Chunks({"id": "c_1"}, lambda prefix: f"{prefix}_{next(number)}", 1, **options)
-    return built(builder, chunks, show)
+    return built(completions.Chunks({"id": "c_1"}, scripted.counted_ids(), 1, **options), chunks, show)
 
 
 def messages_events(chunks: list[list[list[Any]]], show: list[str]) -> Iterator[Any]:
@@ -228,8 +226,7 @@ def relayed(
 ) -> Iterator[Any]:
     """The client's frames; then [prompt, cached, completion, reasoning, total] or "unknown"."""
     meter = metering.Meter(price)
-    number = itertools.count(1)
-    asked: Any = {"shows_usage": not stream, "new_id": lambda prefix: f"{prefix}_{next(number)}"} | options
+    asked: Any = {"shows_usage": not stream, "new_id": scripted.counted_ids()} | options
     with mock.patch.object(answers, "MAX_EVENT_BYTES", max_bytes):
         answer = answers.Answer(meter, answers.Asked(**asked))
         made = [answer.feed(chunk) for chunk in chunks]

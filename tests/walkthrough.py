@@ -30,7 +30,7 @@ from completions import Chunks
 from dialects.matchers import Grammars
 from engine import Engine, OnStep, StepOutput
 from event_log import encode_event
-from helpers.scripted import events_of
+from helpers.scripted import counted_ids, events_of
 from model import NumpyOps
 from request import params
 from request.template import ChatTemplate
@@ -137,11 +137,6 @@ def in_other_apis(outputs: abc.Sequence[WorkerOutput]) -> Iterator[str]:
             events[-1] for events, output in zip(made[1:], outputs, strict=True) if isinstance(output, Delta)
         ]
         yield sse.dumps({name: said[-1][name] for name in said[-1] if name not in ("id", "object")})
-
-
-def counted_ids() -> Callable[[str], str]:
-    numbers = itertools.count(1)
-    return lambda prefix: f"{prefix}_{next(numbers)}"
 
 
 def event_rows(events: abc.Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,5 @@
 """The rules on one stream: a good one passes, a planted fault is named, and nothing makes them raise."""
 
-import itertools
 import json
 import re
 import tomllib
@@ -20,7 +19,7 @@ from audit.recording import Violation, violations
 from audit.rules import NotApplicable
 from channels import Accepted, Arguments, Call, Delta, Finish, Output, TokenLogprob, Usage
 from event_log import encode_event
-from helpers.scripted import events_of
+from helpers.scripted import counted_ids, events_of
 from helpers.serving import ROOT, Json, run
 
 OUTPUTS: list[Output] = [
@@ -41,9 +40,8 @@ def responses_stream(finish: Finish = STOP) -> bytes:
 
 
 def chat_stream(finish: Finish = STOP) -> bytes:
-    number = itertools.count(1)
     head = {"id": "c_0", "created": 1, "model": "m"}
-    chunks = completions.Chunks(head, lambda prefix: f"{prefix}_{next(number)}", 2, include_usage=True)
+    chunks = completions.Chunks(head, counted_ids(), 2, include_usage=True)
     said = [(0, Accepted()), (1, Accepted()), *((0, one) for one in OUTPUTS), (0, finish), (1, finish)]
     made = [chunk for index, one in said for chunk in chunks.feed(index, one)]
     return b"".join(encode_event(0, chunk).frame for chunk in made) + sse.DONE

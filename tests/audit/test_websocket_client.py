@@ -2,15 +2,18 @@
 
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
-from websockets.frames import Frame, Opcode
+from websockets.frames import Opcode
 
 from audit.http import Connection
 from audit.peer import Peer
 from audit.turns import WebSocket
+from helpers.wire import frame
 
 Pair = tuple[WebSocket, socket.socket]
+said = partial(frame, mask=False)  # by a server
 
 
 @pytest.fixture
@@ -19,10 +22,6 @@ def pair() -> Iterator[Pair]:
     peer = Peer("http://127.0.0.1:9", "m", budget=5)
     with ours, theirs:
         yield WebSocket(peer, Connection(ours, peer.seconds_left, "")), theirs
-
-
-def frame(opcode: Opcode, payload: bytes, fin: bool = True, mask: bool = False) -> bytes:
-    return Frame(opcode, payload, fin).serialize(mask=mask)
 
 
 def received(theirs: socket.socket) -> tuple[int, bytes]:
@@ -36,10 +35,10 @@ def received(theirs: socket.socket) -> tuple[int, bytes]:
 def test_messages_of_any_size_in_parts_and_what_comes_before_a_pong(pair: Pair) -> None:
     client, theirs = pair
     for size in (0, 125, 126, 65_535, 65_536):
-        theirs.sendall(frame(Opcode.TEXT, b'{"a": "%b"}' % (b"x" * size)))
+        theirs.sendall(said(b'{"a": "%b"}' % (b"x" * size)))
         assert client.event() == {"a": "x" * size}
-    theirs.sendall(frame(Opcode.TEXT, b'{"a"', fin=False) + frame(Opcode.PING, b"there?"))
-    theirs.sendall(frame(Opcode.CONT, b": 1}") + frame(Opcode.TEXT, b"[DONE]") + frame(Opcode.PONG, b"x"))
+    theirs.sendall(said(b'{"a"', fin=False) + said(b"there?", Opcode.PING))
+    theirs.sendall(said(b": 1}", Opcode.CONT) + said(b"[DONE]") + said(b"x", Opcode.PONG))
     assert client.event() == {"a": 1}
     assert received(theirs) == (Opcode.PONG, b"there?")
     assert client.ping(b"x") == [b"[DONE]"]
@@ -47,18 +46,18 @@ def test_messages_of_any_size_in_parts_and_what_comes_before_a_pong(pair: Pair) 
 
 
 WRONG = {
-    "masked": frame(Opcode.TEXT, b"{}", mask=True),
-    "a text message": frame(Opcode.BINARY, b'{"a": 1}'),
-    "a JSON object": frame(Opcode.TEXT, b"no JSON"),
-    "ended": frame(Opcode.TEXT, b"{}")[:2],
-    "1012": frame(Opcode.CLOSE, (1012).to_bytes(2, "big")),
+    "masked": frame(b"{}"),
+    "a text message": said(b'{"a": 1}', Opcode.BINARY),
+    "a JSON object": said(b"no JSON"),
+    "ended": said(b"{}")[:2],
+    "1012": said((1012).to_bytes(2, "big"), Opcode.CLOSE),
 }
 
 
-@pytest.mark.parametrize("said", WRONG)
-def test_what_a_server_must_not_send(pair: Pair, said: str) -> None:
+@pytest.mark.parametrize("why", WRONG)
+def test_what_a_server_must_not_send(pair: Pair, why: str) -> None:
     client, theirs = pair
-    theirs.sendall(WRONG[said])
+    theirs.sendall(WRONG[why])
     theirs.shutdown(socket.SHUT_WR)
-    with pytest.raises((AssertionError, EOFError), match=said):
+    with pytest.raises((AssertionError, EOFError), match=why):
         client.event()

@@ -16,15 +16,9 @@ import pytest
 from helpers.asked import CHAT, RESPONSES, created
 from helpers.serving import Server, serve, until
 from helpers.upstream import DONE, STREAM, Exchange, delta, finish, hangs, head, says, upstream
-from test_server import (  # noqa: F401  (collected again, with the fixtures of this file)
-    ASKED,
-    chat_body,
-    events,
-    responses_body,
-    test_chat,
-    test_responses,
-    timeless,
-)
+
+# Those that are tests are collected again, with the fixtures of this file.
+from test_server import ASKED, chat_body, events, responses_body, test_chat, test_responses, timeless  # noqa: F401
 from test_server import says as says_in
 
 QUICK = ("--upstream-timeout", "probe=1")  # a probe that takes longer is a failure, on a busy machine too

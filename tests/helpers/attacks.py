@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
-from websockets.frames import Frame, Opcode
+from websockets.frames import Opcode
 
 from helpers.serving import Json, Reply, http_bytes
 from helpers.upstream import DONE, event, head, says, upstream
+from helpers.wire import UPGRADE, frame
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 VICTIM, ATTACKER, WITNESS = "victim-key", "attacker-key", "witness-key"  # three clients, by their keys
@@ -233,10 +234,6 @@ def watch_steps(client: Client) -> None:
 # --- WebSockets ---------------------------------------------------------------------------------------------
 
 
-def frame(data: bytes, opcode: Opcode = Opcode.TEXT, fin: bool = True) -> bytes:
-    return Frame(opcode, data, fin).serialize(mask=True)
-
-
 def turn(**more: Any) -> bytes:
     """Encode a message that asks for a response of one token."""
     return frame(json.dumps(ask(type="response.create", store=False) | more).encode())
@@ -272,8 +269,7 @@ def ws_resets(client: Client) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
-WS = get(RESPONSES, **UPGRADE, Sec_WebSocket_Key="A" * 22 + "==")
+WS = get(RESPONSES, **UPGRADE)
 OLD_WS = WS.replace(b"Version: 13", b"Version: 12")
 ODD_WS = WS[:-2] + "X-Odd: \u00e9\r\n\r\n".encode()
 PING = frame(b"", Opcode.PING)

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import re
 from collections import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -82,9 +82,14 @@ def said(
     return asyncio.run(outputs_of(worker_of(tokenizer, TEMPLATES[dialect], steps), body))
 
 
+def counted_ids() -> Callable[[str], str]:
+    """Return what draws ids from 1 on: each ends with its number."""
+    numbers = itertools.count(1)
+    return lambda prefix: f"{prefix}_{next(numbers)}"
+
+
 def builder(**options: Any) -> Builder:
-    number = itertools.count(1)
-    return Builder(HEAD, lambda prefix: f"{prefix}_{next(number)}", "{}: {}".format, **options)
+    return Builder(HEAD, counted_ids(), "{}: {}".format, **options)
 
 
 def events_of(outputs: Iterable[Output | Compaction | Finish], **options: Any) -> list[Event]:

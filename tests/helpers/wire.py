@@ -1,7 +1,17 @@
-"""The other side of a connection, in this process: what uvicorn's protocols write to, and pause."""
+"""The other side of a connection: what uvicorn's protocols write to, in this process; WebSocket frames."""
 
 import asyncio
 from typing import Any
+
+from websockets.frames import Frame, Opcode
+
+UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+UPGRADE["Sec-WebSocket-Key"] = "A" * 22 + "=="
+
+
+def frame(data: bytes, opcode: Opcode = Opcode.TEXT, fin: bool = True, mask: bool = True) -> bytes:
+    """Encode a frame; those of a client have a mask."""
+    return Frame(opcode, data, fin).serialize(mask=mask)
 
 
 class Wire(asyncio.Transport):

@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,15 +174,11 @@ def enter(world: World) -> None:
 class SimTask(asyncio.Task[Any]):
     """Its hash is its number, not its address: sets of tasks (asyncio.wait, TaskGroup) keep their order."""
 
-    n = 0
+    numbers = count(1)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "SimTask":
-        task = super().__new__(cls)
-        SimTask.n += 1
-        task.number = SimTask.n
-        return task
-
-    number: int
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = next(SimTask.numbers)
+        super().__init__(*args, **kwargs)
 
     def __hash__(self) -> int:
         return self.number
@@ -392,17 +389,8 @@ class Inbox(queue.SimpleQueue[Callable[[], object]]):
         self.on_put()
 
 
-class NoThread:
-    """The engine's thread: its work is done by timers of the event loop."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def start(self) -> None:
-        pass
-
-
-engine.threading = SimpleNamespace(Thread=NoThread)  # type: ignore
+# The engine has no thread: its work is done by timers of the event loop.
+engine.threading = SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=lambda: None))  # type: ignore
 engine.queue = SimpleNamespace(SimpleQueue=Inbox)  # type: ignore
 for module in (model, scheduler, engine):
     module.PAGE = PAGE  # type: ignore[attr-defined]

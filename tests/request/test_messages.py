@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,7 @@ def says(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def user(content: str) -> Message:
-    return says("user", content)
-
-
-def system(content: str) -> Message:
-    return says("system", content)
-
-
-def assistant(content: str) -> Message:
-    return says("assistant", content)
+system, user, assistant = (partial(says, role) for role in ("system", "user", "assistant"))
 
 
 # --- what a request says, and what a template gets ----------------------------------------------------------

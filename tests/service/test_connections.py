@@ -23,7 +23,7 @@ from helpers.asked import HI, RESPONSES
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, http_frames, serve
 from helpers.tables import table
-from helpers.wire import Wire
+from helpers.wire import UPGRADE, Wire
 from service import connections, options
 from streaming import cancel
 
@@ -114,8 +114,7 @@ async def test_a_handshake_that_is_refused_is_told_why_in_json(old: str, new: st
     """Bugs: the answer was plain text, or there was none; one that is not ASCII was counted for ever."""
     protocol, wire, _ = connected(application([]))
     protocol.ws_protocol_class = connections.WebSocketProtocol
-    right = "GET /v1/responses HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-    right += "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: " + "A" * 22 + "==\r\n\r\n"
+    right = http_bytes(RESPONSES, method="GET", **UPGRADE).decode()
     protocol.data_received(right.replace(old, new).encode())
     head, body = wire.written.split(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {answer}".encode())

@@ -20,7 +20,7 @@ import uvicorn
 from starlette.websockets import WebSocket
 from uvicorn.server import ServerState
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.frames import Frame, Opcode
+from websockets.frames import Opcode
 from websockets.sync.client import ClientConnection
 
 from background import Registry
@@ -28,7 +28,7 @@ from helpers.asked import HI, MINE, NO_END, RESPONSES, large
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, serve, until
 from helpers.tables import table
-from helpers.wire import Wire
+from helpers.wire import UPGRADE, Wire, frame
 from request.refusals import BadInput
 from request.room import Rooms, Visit
 from service import connections
@@ -109,10 +109,10 @@ def test_a_turn_is_the_stream_of_http(server: Server, client: ClientConnection, 
     if reply.status != 200:
         assert received(client) == [{"type": "error", "status": reply.status} | reply.json]
         return
-    for frame in reply.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
+    for event in reply.body.decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]:
         text = client.recv(PATIENCE_S)
         assert isinstance(text, str)
-        assert DRAWN.sub("*", text) == DRAWN.sub("*", frame.split("\ndata: ", 1)[1])
+        assert DRAWN.sub("*", text) == DRAWN.sub("*", event.split("\ndata: ", 1)[1])
 
 
 # --- lanes --------------------------------------------------------------------------------------------------
@@ -382,12 +382,7 @@ def test_a_page_of_another_site_opens_none(server: Server, locked: Server) -> No
 
 # --- frames -------------------------------------------------------------------------------------------------
 
-UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec_WebSocket_Version": "13"}
-HANDSHAKE = http_bytes(RESPONSES, None, "GET", **UPGRADE, Sec_WebSocket_Key="A" * 22 + "==")
-
-
-def frame(opcode: Opcode, data: bytes, fin: bool = True) -> bytes:
-    return Frame(opcode, data, fin).serialize(mask=True)
+HANDSHAKE = http_bytes(RESPONSES, None, "GET", **UPGRADE)
 
 
 def test_a_handshake_with_what_is_wrong_is_refused(server: Server) -> None:
@@ -417,7 +412,7 @@ async def accepted() -> tuple[Any, Wire]:
     return connection, wire
 
 
-SMALL = [frame(Opcode.PING, b""), frame(Opcode.PONG, b""), frame(Opcode.CONT, b"", fin=False)]
+SMALL = [frame(b"", Opcode.PING), frame(b"", Opcode.PONG), frame(b"", Opcode.CONT, fin=False)]
 
 
 @pytest.mark.parametrize("small", SMALL, ids=("ping", "pong", "fragment"))
@@ -426,7 +421,7 @@ async def test_few_frames_come_in_a_time(monkeypatch: pytest.MonkeyPatch, small:
     fragments would grow for as long as it may take to come.
     """
     client, wire = await accepted()
-    client.data_received(frame(Opcode.TEXT, b"[", fin=False))
+    client.data_received(frame(b"[", fin=False))
     client.data_received(small * (connections.MAX_FRAMES - 3))
     with monkeypatch.context() as later:  # a client that is idle may ping for ever
         later.setattr(connections, "FRAMES_S", 0)
@@ -447,7 +442,7 @@ async def test_nothing_is_read_before_the_answer_to_a_handshake() -> None:
 async def test_what_was_sent_on_a_connection_is_not_held_after_it() -> None:
     """Bug: of one that was lost the package held all that had come, until a garbage collection."""
     client, _ = await accepted()
-    client.data_received(frame(Opcode.TEXT, b"x" * 100_000)[:65536])
+    client.data_received(frame(b"x" * 100_000)[:65536])
     assert client.conn.reader.buffer
     client.connection_lost(ConnectionResetError())
     assert not client.conn.reader.buffer

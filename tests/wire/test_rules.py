@@ -1,6 +1,5 @@
 """Every rule: our own server and a minimal one break none, and a planted fault is named by its rule alone."""
 
-import json
 import tomllib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +13,14 @@ from audit.isolation import CODES
 from audit.peer import Peer
 from audit.rules import RULES
 from audit.session import Result, judge
+from helpers.asked import NO_END
 from helpers.device_ops import sweep
 from helpers.limits import SLOWNESS
-from helpers.serving import ROOT, SERVER, TINY, Server, serve
+from helpers.serving import ROOT, SERVER, Server, serve
 from wire.foreign import NO_FAULT, Exchange, Fault, Foreign, changes
 from wire.minimal import Minimal
 
 HERE = Path(__file__).parent
-EOS = json.loads((TINY / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
 KEY = "a key of the tests"
 # Requests of peer.STREAMS.
 STREAMS = {
@@ -53,7 +52,7 @@ def ours() -> Iterator[Server]:
 def endless(url: str) -> Peer:
     """Return a peer whose model writes as much as it may."""
     endless_peer = Peer(url, "tiny", KEY)
-    endless_peer.long = {"logit_bias": {str(token_id): -100 for token_id in EOS}}
+    endless_peer.long = NO_END
     return endless_peer
 
 
