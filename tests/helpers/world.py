@@ -28,7 +28,7 @@ import sqlite3
 import time
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar
 from functools import partial
@@ -45,6 +45,7 @@ import scheduler
 from checkpoint.config import Config
 from engine import OnStep
 from gateway import upstreams
+from helpers.upstream import DONE, Json, event
 from sampling import NO_TOKEN, Choice
 from sampling import Context as SamplingContext
 from store import TERMINAL, Row, Store
@@ -477,10 +478,6 @@ def far_answer(text: str) -> str:
     return " ".join(rng.choice(("far", "away", "\u2028", "水")) for _ in range(rng.choice((1, 4, 20))))
 
 
-def sse_frame(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
-
-
 class SimBody(httpx.AsyncByteStream):
     """The body of an answer, piece by piece. None: the upstream says nothing more, and stays connected."""
 
@@ -526,7 +523,7 @@ class SimUpstream(httpx.AsyncBaseTransport):
         text = content if isinstance(content, str) else "".join(part["text"] for part in content)
         return self._answer(script, far_answer(text), body)
 
-    def _answer(self, script: str, text: str, body: Mapping[str, Any]) -> httpx.Response:
+    def _answer(self, script: str, text: str, body: Json) -> httpx.Response:
         head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": FAR}
         usage = {"prompt_tokens": 3, "completion_tokens": len(text), "total_tokens": 3 + len(text)}
         n = body.get("n") or 1
@@ -535,17 +532,16 @@ class SimUpstream(httpx.AsyncBaseTransport):
             choices: list[Any] = [{"index": i, "message": message, "finish_reason": "stop"} for i in range(n)]
             whole = head | {"object": "chat.completion", "choices": choices, "usage": usage}
             return httpx.Response(200, json=whole)
-        frames: list[bytes | Exception | None] = []
-        for i in range(n):
-            for start in range(0, len(text), 5):
-                delta = {"role": "assistant", "content": text[start : start + 5]}
-                chunk = {"choices": [{"index": i, "delta": delta, "finish_reason": None}]}
-                frames.append(sse_frame(head | chunk))
-        ends = [
-            sse_frame(head | {"choices": [{"index": i, "delta": {}, "finish_reason": "stop"}]})
-            for i in range(n)
+
+        def chunk(i: int, delta: Json, reason: str | None = None) -> bytes:
+            return event(head | {"choices": [{"index": i, "delta": delta, "finish_reason": reason}]})
+
+        texts = [
+            {"role": "assistant", "content": text[start : start + 5]} for start in range(0, len(text), 5)
         ]
-        last = [sse_frame(head | {"choices": [], "usage": usage}), b"data: [DONE]\n\n"]
+        frames: list[bytes | Exception | None] = [chunk(i, delta) for i in range(n) for delta in texts]
+        ends = [chunk(i, {}, "stop") for i in range(n)]
+        last = [event(head | {"choices": [], "usage": usage}), DONE]
         n_sent = WORLD.random.randrange(len(frames) + 1)
         match script:
             case "whole":
@@ -556,7 +552,7 @@ class SimUpstream(httpx.AsyncBaseTransport):
                 frames = [*frames[:n_sent], httpx.ReadError("connection reset")]
             case "an error":
                 failure = {"error": {"message": "out of memory", "code": 500}}
-                frames = [*frames[:n_sent], sse_frame(failure)]
+                frames = [*frames[:n_sent], event(failure)]
             case "silent":
                 frames = [*frames[:n_sent], None]
         headers = {"content-type": "text/event-stream"}
