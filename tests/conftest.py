@@ -1,4 +1,4 @@
-"""Settings of the suite: one BLAS thread, no unseeded randomness, and kernels that are compiled beforehand.
+"""Settings of the suite: one BLAS thread, and no unseeded randomness.
 
 With two BLAS threads everything is slow on a busy machine. Without a GPU, `pytest tests/gpu` is an error
 instead of dozens of skips.
@@ -10,7 +10,6 @@ import ctypes
 import gc
 import inspect
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -123,46 +122,5 @@ def server(request: pytest.FixtureRequest) -> Iterator[Any]:
         assert [line for line in started.log().splitlines() if any(each in line for each in bad)] == []
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile the kernels of the CPU before the tests of servers that need them: it would be their time."""
+def pytest_collection_finish() -> None:
     gc.freeze()  # what was collected is half a gigabyte that lives on: garbage is looked for elsewhere
-    starts_servers = any(hasattr(getattr(item, "module", None), "SERVER") for item in session.items)
-    if starts_servers and not session.config.option.collectonly:
-        compile_kernels()
-
-
-# Compiles as the start of a server does, for each format of the weights.
-COMPILE = """
-from pathlib import Path
-from checkpoint.config import read_config
-from checkpoint.weights import read_weights
-from service.loading import ops_of, packs
-
-ops, directory = ops_of("cpu"), Path("tests/models/tiny")
-config = read_config(directory)
-for name in (None, "int8", "int4") if hasattr(ops, "pack_as") else (None,):
-    ops(config, read_weights(directory, config, *packs(ops, config, name)), 64, 1, 1)
-"""
-
-
-def compile_kernels() -> None:
-    """Compile the kernels for one thread, once: the servers of other workers wait meanwhile.
-
-    If there is no folder to keep them in, each server compiles them for itself.
-    """
-    from filelock import FileLock  # here: tests/gpu runs where the server's packages are not installed
-
-    from devices.kernels import cache_file
-
-    compiled = cache_file("compiled for the tests")  # of the code of devices/ as it is now
-    try:
-        compiled.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(compiled.parent / "compile.lock", timeout=0):
-            if not compiled.exists():
-                command = [sys.executable, "-c", COMPILE]
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-                if done.returncode:
-                    raise pytest.UsageError(f"the kernels of the CPU cannot be compiled: {done.stderr}")
-                compiled.touch()
-    except OSError:  # a TimeoutError too
-        return

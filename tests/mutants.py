@@ -3,7 +3,7 @@
     python tests/mutants.py                          all of tests/mutants.toml
     python tests/mutants.py D01 F01 "no usage"       those with one of these words in them
     python tests/mutants.py --module sse,channels    those of these modules; words narrow them down
-    python tests/mutants.py -n 4                     four at a time, each in a copy of its own
+    python tests/mutants.py -n 4                     four at a time
 
 Each mutant is made in a copy of the checkout, and its test is run there, with its sweep. The test must fail.
 If it is a replay (tests/replays/), the mutated program must yield exactly the replay's `was`: then this bug
@@ -13,7 +13,6 @@ came back, and not another. Exits with 1 if a mutant is not killed; the last lin
 import argparse
 import ast
 import os
-import queue
 import re
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 MORE = {"EXAMPLES": "100", "PATIENCE_S": "30"}
@@ -93,8 +92,8 @@ def copied(folder: Path) -> Path:
     return shutil.copytree(ROOT, folder / "copy", ignore=LEFT_OUT)
 
 
-def outcome(mutant: Mutant, copy: Path) -> tuple[str, str]:
-    """Run the mutant's test in the copy, then undo the mutant there.
+def outcome(mutant: Mutant) -> tuple[str, str]:
+    """Run the mutant's test in a copy of the checkout.
 
     Returns KILLED or why it is not, and what pytest said about that.
     """
@@ -103,42 +102,22 @@ def outcome(mutant: Mutant, copy: Path) -> tuple[str, str]:
     if is_replay:
         environment |= YIELDS_WAS
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "", "-p", "no:cacheprovider", mutant.test]
-    path = copy / mutant.file
-    before = path.read_bytes()
-    try:
-        path.write_text(mutated(mutant), encoding="utf-8")
-        ended = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
-        )
-    except ValueError as error:
-        return "CANNOT BE MADE", str(error)
-    except subprocess.TimeoutExpired:
-        return f"NOT IN {PATIENCE_S} S", ""
-    finally:
-        path.write_bytes(before)
+    with TemporaryDirectory() as folder:
+        copy = copied(Path(folder))
+        more: Any = {"cwd": copy, "env": environment, "capture_output": True, "text": True}
+        try:
+            (copy / mutant.file).write_text(mutated(mutant), encoding="utf-8")
+            ended = subprocess.run(command, timeout=PATIENCE_S, **more)
+        except ValueError as error:
+            return "CANNOT BE MADE", str(error)
+        except subprocess.TimeoutExpired:
+            return f"NOT IN {PATIENCE_S} S", ""
     if ended.returncode not in (ALL_PASSED, SOME_FAILED):
         return f"NOT RUN (pytest ended with {ended.returncode})", ended.stdout + ended.stderr
     if ended.returncode == (ALL_PASSED if is_replay else SOME_FAILED):
         return KILLED, ""
     failure = "\n".join(line for line in ended.stdout.splitlines() if line.startswith("E  "))
     return SURVIVED if not is_replay or SURVIVED in failure else ANOTHER_BUG, failure
-
-
-def run_all(chosen: list[Mutant], n: int) -> Iterator[tuple[Mutant, tuple[str, str]]]:
-    """Run mutants in `n` copies of the checkout; yield them in their order, each with its outcome."""
-    copies = queue.SimpleQueue[Path]()
-
-    def run_one(mutant: Mutant) -> tuple[str, str]:
-        copy = copies.get()
-        try:
-            return outcome(mutant, copy)
-        finally:
-            copies.put(copy)
-
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(n) as threads:
-        for i in range(n):
-            copies.put(copied(Path(folder) / str(i)))
-        yield from zip(chosen, threads.map(run_one, chosen), strict=True)
 
 
 def main() -> int:
@@ -153,10 +132,11 @@ def main() -> int:
     if not chosen:
         parser.error(f"no mutant of {arguments.module or 'any module'} has one of {arguments.words} in it")
     alive: list[str] = []
-    for mutant, (verdict, said) in run_all(chosen, arguments.n):
-        print(f"{verdict:8} {mutant}\n{said}".rstrip(), flush=True)
-        if verdict != KILLED:
-            alive.append(f"{verdict}: {mutant}")
+    with ThreadPoolExecutor(arguments.n) as threads:
+        for mutant, (verdict, said) in zip(chosen, threads.map(outcome, chosen), strict=True):
+            print(f"{verdict:8} {mutant}\n{said}".rstrip(), flush=True)
+            if verdict != KILLED:
+                alive.append(f"{verdict}: {mutant}")
     print(f"{len(chosen) - len(alive)} of {len(chosen)} mutants killed", *alive, sep="\n")
     return int(bool(alive))
 

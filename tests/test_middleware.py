@@ -16,7 +16,7 @@ from api import Api
 from background import Registry
 from helpers.asked import CHAT, HI, MINE, NO_END, RESPONSES, YOURS, error
 from helpers.faulty_server import SLOW
-from helpers.limits import PATIENCE_S, processor_time
+from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
 from helpers.tables import table
 from helpers.wire import UPGRADE
@@ -90,10 +90,12 @@ def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
 
 
 def test_a_key_after_many_blanks_is_read_in_linear_time() -> None:
-    """Bug: one header of 31,000 blanks stopped all for 3.3 s, and no key was needed for that."""
+    """Bug: one header of 31,000 blanks stopped all for 3.3 s, and no key was needed for that.
+
+    Ten million, and the time limit of every test: else it takes days.
+    """
     for blanks in ("bearer x{}y", "bearer{}", "{}bearer{}x", "bearer x{}"):
-        with processor_time(5):  # else it takes hours
-            owner(["mine"], {"authorization": blanks.replace("{}", " " * 10**6)})
+        owner(["mine"], {"authorization": blanks.replace("{}", " " * 10**7)})
 
 
 def owner(keys: list[str], headers: dict[str, str]) -> str | None:

@@ -30,11 +30,6 @@ COMMANDS = re.findall(r"\bpython ((?:\S+\.py\b|-m audit)[^`\n&|;]*)", TEXT)
 MAX_README = 260  # lines
 
 
-def fences(text: str) -> list[list[str]]:
-    """The lines of each fenced block."""
-    return [block.splitlines()[1:] for block in text.split("```")[1::2]]
-
-
 def test_what_is_installed_is_what_there_is() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     data = project["tool"]["setuptools"]["package-data"]["llmref"]
@@ -117,7 +112,7 @@ def test_the_readme_and_the_tour_list_the_spine_in_the_same_words() -> None:
 
 def test_the_tour_lists_every_chapter() -> None:
     """A line `folder/`, then a line for each file in it."""
-    blocks = re.split(r"^(\w+)/ ", "\n".join(fences(TOUR)[0]), flags=re.MULTILINE)[1:]
+    blocks = re.split(r"^(\w+)/ ", TOUR.split("```")[1], flags=re.MULTILINE)[1:]
     listed = {
         folder: re.findall(r"^    ([\w.]+) ", lines, re.MULTILINE)
         for folder, lines in zip(blocks[::2], blocks[1::2], strict=True)

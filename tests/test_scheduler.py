@@ -4,7 +4,6 @@ The steps of these tests run nowhere: finish() says what they have chosen. What 
 events is in explore.py; here is what it leaves open, such as whose turn it is and how many rows a step has.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -117,10 +116,6 @@ def owned(owner: str, n: int, n_prompt: int = 5) -> list[Sequence]:
     return [sequence(n_prompt, first=1000 + 500 * i, owner=owner) for i in range(n)]
 
 
-def owners(sequences: Iterable[Sequence]) -> str:
-    return "".join(one.owner for one in sequences)
-
-
 def test_when_pages_run_out_the_owner_with_most_gives_way() -> None:
     """B is the youngest: A, whose answers fill the pool, drove it out."""
     s = scheduler(n_pages=7)
@@ -139,7 +134,7 @@ def test_prompts_of_owners_are_computed_in_turn() -> None:
     """Three prompts of A: B and C do not wait for all of them. Once begun, a prompt is done first."""
     s = scheduler(max_batch=5)
     added(s, *owned("A", 3, n_prompt=6 * CHUNK), *owned("B", 1, 6 * CHUNK), *owned("C", 1, 6 * CHUNK))
-    turns = [owners(sequence for sequence, _, _ in step(s)) for _ in range(9)]
+    turns = ["".join(one.owner for one, _, _ in step(s)) for _ in range(9)]
     assert turns == ["B"] * 3 + ["BC"] * 3 + ["BCA"] * 3  # those before the last one decode
 
 

@@ -42,11 +42,10 @@ def config(experts: Any = None, **changes: Any) -> Config:
     return Config(**values, experts=experts and Experts(**{"layers": (True,), "limit": None} | experts))
 
 
-def configs(table: str) -> dict[str, Config]:
-    return {name: config(TABLES["experts_of"].get(name), **row) for name, row in TABLES[table].items()}
-
-
-CONFIGS, MIXTURES, OTHERS, MODELS = map(configs, ("dense", "mixtures", "others", "real"))
+CONFIGS, MIXTURES, OTHERS, MODELS = (
+    {name: config(TABLES["experts_of"].get(name), **row) for name, row in TABLES[kind].items()}
+    for kind in ("dense", "mixtures", "others", "real")
+)
 
 
 def shapes_of(c: Config, i: int) -> dict[str, tuple[int, ...]]:
