@@ -55,16 +55,8 @@ def sse(random: Random) -> Cases:
 
     words, ends = [b"data: x", b"data:  y", b"data", b"id: 7", b"event: e"], [b"\n", b"\r", b"\r\n"]
     words += ["data: ü€".encode(), b": note", BOM, b"x", b'data: {"a": {}', b"data: }", b"data: a\x0bb\x0c"]
-    words += [
-        *ends,
-        b"\n\n",
-        b"\r\r",
-        b"\r\n\r\n",
-        b"data: " + bytes(40),
-        b"id: \0",
-        b"data: x\n\n",
-        b"data: [DONE]",
-    ]
+    words += [*ends, b"\n\n", b"\r\r", b"\r\n\r\n", b"data: " + bytes(40), b"id: \0"]
+    words += [b"data: x\n\n", b"data: [DONE]"]
     for i in range(4 * N):
         said = drawn(random, words, 12)
         said = [part for line in said for part in (line, random.choice(ends))] if i % 2 else said

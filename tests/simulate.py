@@ -82,7 +82,9 @@ WORDS = ("hi", "what", "is", "2+2", "水")
 
 OF_ONE = ("get", "resume", "cancel", "delete", "foreign", "items")  # what clients do with one response
 OTHERS = ("chat", "large", "socket", "other")  # and else, beside creating responses
-FAULTS = ("stop", "full", "bad write", "slow", "jump", "broken", "nan", "upstream")
+# What goes wrong, and what of the world is then so; "": more than that.
+FAULTS = {"stop": "", "full": "disk_full", "bad write": "", "slow": "", "jump": "", "broken": "device_broken",
+          "nan": "device_nan", "upstream": "upstream_down"}  # fmt: skip
 
 # Small, so that they are reached: what runs at once, and all background responses together.
 background.MAX_RUNNING = 3
@@ -816,13 +818,14 @@ class Simulation:
 
     def fail(self, chance: random.Random) -> bool:
         """Let something go wrong, for a while; return whether the process stops."""
-        world, kind = self.world, chance.choice(FAULTS)
+        world, kind = self.world, chance.choice([*FAULTS])
         world.tell("fault:", kind)
+        if FAULTS[kind]:
+            setattr(world, FAULTS[kind], True)
+            world.counts["device faults"] += FAULTS[kind].startswith("device")
         match kind:
             case "stop":
                 self.stop()
-            case "full":
-                world.disk_full = True
             case "bad write":
                 world.n_bad_writes = chance.choice((1, 1, 3))
             case "slow":
@@ -832,11 +835,6 @@ class Simulation:
             case "jump":
                 world.skew += chance.choice((-3600, -1, 1, 700, 3600))
                 self.laws.may_expire = True
-            case "broken" | "nan":
-                setattr(world, f"device_{kind}", True)
-                world.counts["device faults"] += 1
-            case "upstream":
-                world.upstream_down = True
         self.loop.call_later(chance.choice((0, 1, 10)) * chance.expovariate(0.5), world.heal)
         self.note_faults()
         return kind == "stop"

@@ -179,9 +179,6 @@ async def yields(n: int) -> None:
         await asyncio.sleep(0)
 
 
-# --- the log ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.bug("F09")
 async def test_a_reader_gets_what_waits_in_pieces() -> None:
     """Between the pieces the others have their turn, however fast the reader is; it begins where it asks."""

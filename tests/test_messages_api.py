@@ -14,15 +14,13 @@ import blocks
 import sse
 import streaming
 from helpers.limits import PATIENCE_S
-from helpers.serving import Server, http_bytes, http_frames, serve, until
+from helpers.serving import ROOT, Json, Server, http_bytes, http_frames, serve, until
 from helpers.tables import table
 from helpers.upstream import STREAM, head, json_answer, says, says_and_hangs, upstream
 from request import params
 from request.refusals import BadInput
 
-Json = dict[str, Any]
 TABLE = table("messages_api")
-ROOT = Path(__file__).parent.parent
 TWO: Json = TABLE["two"]
 CALLS: Json = TABLE["calls"]
 FLAGS = ("--api-key", "key", "--api-key", "other")

@@ -93,9 +93,6 @@ def chat_body(asked: str) -> Json:
     return body
 
 
-# --- what comes ---------------------------------------------------------------------------------------------
-
-
 def events(server: Server, path: str, body: Json) -> list[Json]:
     reply = server.post(path, body | {"stream": True})
     assert reply.status == 200, reply.body
@@ -544,9 +541,6 @@ def test_client_leaves(server: Server, path: str, n_frames: int, ends_its_side: 
         if ends_its_side:
             connection.shutdown(socket.SHUT_WR)
             until(lambda: server.health()["running"] == 0, "it is made no more")
-
-
-# --- an engine that fails -----------------------------------------------------------------------------------
 
 
 @pytest.mark.bug("C19", "C20")

@@ -67,9 +67,6 @@ def test_a_planted_fault_is_named_by_its_rule_alone(rule: str, fault: dict[str, 
     assert named == {rule, *fault.get("also", {})}
 
 
-# --- what others say ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["newer_events", "newer_error", "newer_chunks"])
 def test_newer_events_and_members_are_known(name: str) -> None:
     """What ours does not make: refusals, annotations, tools that the server runs, steering, moderation, an
@@ -148,8 +145,6 @@ def test_a_recording_is_judged(tmp_path: Path) -> None:
     assert [(v["event"], v["rule"]) for v in report["violations"]] == [(n, "fields") for n in range(9, 14)]
     assert '"stream": [{"type": "response.created"' in page.read_text(encoding="utf-8")
 
-
-# --- the judge's own tables ---------------------------------------------------------------------------------
 
 lines = [b"data: a", b"data:", b"event: e", b"id: 1", b"id: \0", b": hi", b"x", b"\xff", streams.BOM]
 ends = [b"\n", b"\r", b"\r\n", b"\n\n", b"\r\n\r\n"]

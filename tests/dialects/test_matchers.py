@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +22,8 @@ from dialects.matcher_process import MAX_BYTES, MAX_COMPILE_S
 from dialects.matchers import N_CHECKS, Constraint, Grammars, Mask
 from dialects.structured_output import AnswerGrammar, answer_grammar
 from helpers.grammars import Followed
-from helpers.serving import SERVER, TINY, http_bytes, serve, until
+from helpers.serving import SERVER, TINY, Json, http_bytes, serve, until
 from request.tools import StructuredOutput
-
-Json = dict[str, Any]
 
 
 def costly(multiple: int = 99_999_989) -> Json:

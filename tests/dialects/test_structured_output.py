@@ -23,13 +23,12 @@ from dialects.structured_output import Thinking, answer_grammar
 from helpers.grammars import Followed, grammars_of
 from helpers.laws import parse
 from helpers.scripted import vocab_size
-from helpers.serving import TINY
+from helpers.serving import TINY, Json
 from helpers.tables import table
 from request import tools
 from request.tools import StructuredOutput as Must
 from tokenizer import Decoder, Tokenizer
 
-Json = dict[str, Any]
 TABLE = table("structured_output")
 TRIP = TABLE["trip"]
 FOLDER = tempfile.TemporaryDirectory()  # removed when the process ends

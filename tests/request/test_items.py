@@ -13,7 +13,7 @@ from openai.types.responses import ResponseItem
 
 from audit import schema
 from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
-from helpers.serving import serve
+from helpers.serving import Json, serve
 from request import items, params
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
 from request.items import OutputFilter, _opened, n_bytes, named, resolve, sealer, summary_request
@@ -22,8 +22,6 @@ from request.params import RESPONSES, from_responses, read
 from request.query import page
 from request.refusals import BadInput
 from store import Row
-
-Json = dict[str, Any]
 
 KEPT = new_id("resp")
 NEW_ITEM = item_ids(KEPT)
@@ -108,8 +106,6 @@ def test_what_is_listed_is_an_item_of_the_sdk(item: Json) -> None:
         row = schema.ROWS["part"].get(part["type"], {})
         assert {name for name in row if "?" not in name} <= part.keys()
 
-
-# --- what is kept of a request ------------------------------------------------------------------------------
 
 JUNK = [{"zz": "zz"}] * 1000
 ODD: Json = {"model": "m", "input": "hi"} | {

@@ -226,9 +226,6 @@ def test_a_name_is_looked_up_beside_threads_that_are_all_busy() -> None:
         runner.run(look_up())
 
 
-# --- clients that leave, a stop, too many connections -------------------------------------------------------
-
-
 LIMIT_FILES = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 RUN_SERVER = "import runpy; runpy.run_module('tests.helpers.faulty_server', run_name='__main__')"
 

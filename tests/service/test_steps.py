@@ -52,9 +52,6 @@ def shares_until_ended(server: Server, key: str, request_id: str) -> list[Json]:
     return shares
 
 
-# --- what is seen, and by whom ------------------------------------------------------------------------------
-
-
 def test_each_key_reads_its_own_texts(server: Server) -> None:
     """Of others the shapes: how many tokens, which pages, when."""
     assert server.get("/debug/steps").status == 401
@@ -68,9 +65,6 @@ def test_each_key_reads_its_own_texts(server: Server) -> None:
     assert of_ada[0]["page_table"]
     tokens = [token for share in shares if share["sequence"] == of_bob for token in share["tokens"]]
     assert tokens[0]["text"] == "<think>"
-
-
-# --- who is late or slow, and the end -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

@@ -93,8 +93,6 @@ def close_code(client: ClientConnection) -> int:
 NOT_FOUND = (400, "previous_response_not_found")
 
 
-# --- the law: one stream of events --------------------------------------------------------------------------
-
 DRAWN = re.compile(r'"(resp|msg|rs|fc|ctc|call)_[0-9a-zA-Z]+"|"(created_at|completed_at)":\d+')
 
 
@@ -318,9 +316,6 @@ def test_what_steers_a_turn_is_bounded_in_bytes(locked: Server) -> None:
             del codes[""]  # of other events
     assert codes.keys() <= {"too_many_pending_steers", "rate_limit_exceeded", "successor_creation_failed"}
     assert codes["rate_limit_exceeded"] > 2  # 16 MB for two keys
-
-
-# --- its end ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grace", ["0", "30"])
