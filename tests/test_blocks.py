@@ -2,11 +2,10 @@
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -18,9 +17,18 @@ from event_log import encode_event
 from helpers import laws
 from helpers.scripted import counted_ids
 
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 reasons = st.sampled_from(["stop", "length", "content_filter"])
 ended = st.builds(Finish, reasons, st.none() | laws.usages, stop_sequence=st.sampled_from(["", "END"]))
+
+
+@pytest.fixture(scope="module")
+def client() -> SimpleNamespace:
+    """The official client's types; its import takes two seconds, which other tests need not."""
+    from anthropic.lib.streaming._messages import accumulate_event
+    from anthropic.types import Message, RawMessageStreamEvent
+
+    event: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    return SimpleNamespace(event=event.validate_python, message=Message, accumulate=accumulate_event)
 
 
 def events_of(outputs: list[Output | Finish]) -> list[dict[str, Any]]:
@@ -33,12 +41,12 @@ BLOCK = r"text (text_delta )+|thinking (thinking_delta )+signature_delta |tool_u
 MESSAGE = re.compile(f"message_start (({BLOCK})content_block_stop )*message_delta message_stop ")
 
 
-@given(laws.outputs, ended)
-def test_shape_and_order(outputs: list[Output], finish: Finish) -> None:
+@given(outputs=laws.outputs, finish=ended)
+def test_shape_and_order(client: SimpleNamespace, outputs: list[Output], finish: Finish) -> None:
     """One block is open at a time, its deltas are of its kind, a thought is signed once and last."""
     told, n_blocks = "", 0
     for event in events_of([*outputs, finish]):
-        EVENT.validate_python(event)
+        client.event(event)
         held = event.get("content_block") or ("index" in event and event.get("delta")) or event
         told += held["type"] + " "
         if "index" in event:
@@ -48,18 +56,16 @@ def test_shape_and_order(outputs: list[Output], finish: Finish) -> None:
 
 
 @pytest.mark.bug("S25")
-@given(laws.outputs, ended)
-def test_the_fold_is_what_a_client_accumulates(outputs: list[Output], finish: Finish) -> None:
+@given(outputs=laws.outputs, finish=ended)
+def test_the_fold_is_what_a_client_accumulates(client: Any, outputs: list[Output], finish: Finish) -> None:
     events = events_of([*outputs, finish])
     message = fold(events)
-    Message.model_validate(message, strict=True)
+    client.message.model_validate(message, strict=True)
     snapshot: Any = None
     for event in events:
         if event.get("delta", {}).get("type") == "input_json_delta":
             continue  # the client parses what is no JSON in its own way
-        snapshot = accumulate_event(
-            event=EVENT.validate_python(event), current_snapshot=snapshot, json_bufs={}
-        )
+        snapshot = client.accumulate(event=client.event(event), current_snapshot=snapshot, json_bufs={})
     told = snapshot.to_dict()
     for block in (*message["content"], *told["content"]):
         block.pop("input", None)

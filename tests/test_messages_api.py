@@ -1,13 +1,14 @@
 """POST /v1/messages over the wire: the `anthropic` SDK, by itself and through a front, refusals, counts."""
 
+import importlib
 import json
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 import blocks
@@ -19,6 +20,9 @@ from helpers.tables import table
 from helpers.upstream import STREAM, head, json_answer, says, says_and_hangs, upstream
 from request import params
 from request.refusals import BadInput
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 TABLE = table("messages_api")
 TWO: Json = TABLE["two"]
@@ -37,13 +41,19 @@ GREEDY: Json = {"extra_body": {"temperature": 0}}  # a parameter that the SDK ha
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=PATIENCE_S) as opened:
+def sdk() -> ModuleType:
+    """The official package, whose import takes two seconds, which other tests need not."""
+    return importlib.import_module("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(sdk: ModuleType, server: Server) -> Iterator["Anthropic"]:
+    with sdk.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=PATIENCE_S) as opened:
         yield opened
 
 
 @pytest.mark.bug("S13", "S24")
-def test_an_agent_goes_on(client: anthropic.Anthropic) -> None:
+def test_an_agent_goes_on(client: "Anthropic") -> None:
     """A call, its result, an answer; thoughts come back with their signature."""
     called = client.messages.create(**CALLS, **GREEDY)
     (call,) = [block for block in called.content if block.type == "tool_use"]
@@ -182,7 +192,7 @@ SOON = ("-c", "import sys, streaming, server; streaming.KEEP_ALIVE_S = 0.1; sys.
 
 
 @pytest.mark.bug("S20", "S22")
-def test_a_failure_after_the_first_event_is_the_last_event() -> None:
+def test_a_failure_after_the_first_event_is_the_last_event(sdk: ModuleType) -> None:
     """And one before it has its status. A ping comes in a silence; a client that leaves ends the run."""
     assert 2 * streaming.KEEP_ALIVE_S < 20  # Claude Code's patience
     half = head() + STREAM[: len(STREAM) // 2]
@@ -198,7 +208,7 @@ def test_a_failure_after_the_first_event_is_the_last_event() -> None:
         with server.connect(http_bytes("/v1/messages", body, Content_Type="application/json")) as silent:
             said = (b"event: message_start", b"event: content_block")
             assert next(frame for frame in http_frames(silent) if not frame.startswith(said)) == blocks.PING
-        client = anthropic.Anthropic(base_url=server.url, api_key="any")
+        client = sdk.Anthropic(base_url=server.url, api_key="any")
         with client, client.messages.stream(**(TWO | {"model": "m"})) as stream:
             next(iter(stream))
             assert server.health()["running"] == 1

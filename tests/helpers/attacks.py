@@ -167,7 +167,7 @@ ARGUMENTS = post(ask([CALL, {"type": "function_call_output", "call_id": "c", "ou
 MANY_PARTS = USER | {"content": [PART] * 78}
 MANY_VALUES = post(ask([USER | {"content": [PART] * 14}] * 1000))
 LONG_RUN = long_ask(1800, background=True)
-PACKED_RUN = packed(LONG_RUN | {"zz": "ZZ"})
+UNKNOWN = LONG_RUN | {"zz": "ZZ"}
 CHUNKED: Any = {"Transfer-Encoding": "chunked"}
 CHUNKS = b"1\r\n \r\n" * (MB // 6)  # and no end
 KEYLESS_CHUNKS = post(None, key="", **CHUNKED) + CHUNKS
@@ -292,7 +292,6 @@ def call(index: int, arguments: str, **more: Any) -> bytes:
     return chunk({"tool_calls": [{"index": index, "id": f"c{index}", "function": function}]})
 
 
-LARGE_EVENT = chunk({"content": "a" * 15_000_000})
 BYTES = chunk({"content": "a"}, logprobs={"content": [{"token": "a", "logprob": -1, "bytes": 30_000_000}]})
 FIRST_PIECES = b"".join(call(i, '{"x": "' + "a" * 4 * MB, name="f") for i in (0, 1))
 GROWING = FIRST_PIECES + (call(0, "a") + call(1, "a")) * 30
@@ -346,7 +345,7 @@ ATTACKS = [
     Attack("pipelined", "1,000 requests at once on each of 100", OK, lambda c: c.hold(100, MODELS * 1000, 3)),
     # memory that piles up
     Attack("unknown-member", "packed bodies in the queue; what waits is what means something", ANY,
-           lambda c: c.hold(8, post(LONG_RUN)) or c.each([PACKED_RUN] * 10), goes_on=True),
+           lambda c: c.hold(8, post(LONG_RUN)) or c.each([packed(UNKNOWN)] * 10), goes_on=True),
     Attack("unknown-in-a-chain", "8 packed turns; a GET does not read them", EITHER, unknown_in_a_chain),
     Attack("continued-by-many", "300 requests that continue a large one; what they hold is counted", ANY,
            continued_by_many, SMALL_STORE, may_hold_mb=256, goes_on=True),  # queue and bodies
@@ -360,7 +359,8 @@ ATTACKS = [
     Attack("upstream-calls", "two that grow by turns", RELAYED, lambda c: c.ask_upstream(GROWING), RELAY),
     Attack("upstream-empty-events", "3 MB of 8 bytes each", RELAYED,
            lambda c: c.ask_upstream(b"data:{}\n\n" * 400_000), RELAY),
-    Attack("upstream-event", "one event of 15 MB", RELAYED, lambda c: c.ask_upstream(LARGE_EVENT), RELAY),
+    Attack("upstream-event", "one event of 15 MB", RELAYED,
+           lambda c: c.ask_upstream(chunk({"content": "a" * 15_000_000})), RELAY),
     # fairness and keys
     Attack("evict-others", "more is stored than is kept; another's stays", OK, evict_others, SMALL_STORE),
     Attack("fill-the-queue", "runs without end; another's is taken", OK, fill_the_queue, goes_on=True),
