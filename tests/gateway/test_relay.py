@@ -449,6 +449,7 @@ async def test_a_refusal_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> Non
     wants no stream got 200 without Retry-After too.
     """
     monkeypatch.setattr("gateway.relay.ACCEPT_S", 0.01)
+    monkeypatch.setattr("streaming.KEEP_ALIVE_S", 0.01)  # the first body that is heard is a comment
     heard = threading.Event()
     is_plain = True
 
