@@ -18,17 +18,14 @@ from dialects.families import DIALECTS
 from event_log import EventLog
 from gateway.answers import Answer, Asked
 from gateway.metering import Meter
+from helpers.tables import table
 from model import PAGE
 from sampling import Choice, Sampling, apply_temperature, apply_top_p
 from scheduler import Scheduler, Sequence
 from tokenizer import Decoder, Tokenizer
 
 LEFT, HEIGHT, LETTER = 170, 22, 6.1  # of the boxes, of a row, of a letter: pixels
-STYLE = """text { font: 10px ui-monospace, monospace; fill: #24292f } .mid { text-anchor: middle }
-rect { stroke: #57606a; stroke-width: 1; fill: #f6f8fa } .blue { fill: #54aeff } .green { fill: #4ac26b }
-.red { fill: #ff8182 } .gold { fill: #eac54f } .none { fill: none; stroke: none }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } rect { fill: #161b22 }
-.blue { fill: #1f6feb } .green { fill: #238636 } .red { fill: #b62324 } .gold { fill: #9e6a03 } }"""
+STYLE = table("pictures")["course_style"].strip()
 
 
 class Box(NamedTuple):

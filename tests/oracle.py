@@ -334,8 +334,7 @@ def plain_kernels(_: Random) -> Cases:
     import numpy as np
 
     from checkpoint.weights import bfloat16, unpacked
-    from helpers.device_ops import CONFIGS, OTHERS, Both, difference, span
-    from helpers.plain_ops import PlainOps
+    from helpers.device_ops import CONFIGS, OTHERS, Both, PlainOps, difference, span
     from model import Batch, Span
 
     models = {"18 heads, biases, norms": CONFIGS["many-heads"], "a window, sinks": OTHERS["small-sinks"]}

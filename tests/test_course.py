@@ -76,9 +76,7 @@ def said(client: openai.OpenAI, body: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("prompt", sweep(PROMPTS, PROMPTS[:2]))
-def test_one_page_says_what_the_real_server_says(
-    one_page: openai.OpenAI, server: Server, prompt: str
-) -> None:
+def test_one_page_says_what_the_server_says(one_page: openai.OpenAI, server: Server, prompt: str) -> None:
     body = asked(prompt, 40)
     with server.sdk() as client:
         assert said(one_page, body) == said(client, body)

@@ -206,9 +206,7 @@ def test_a_constraint_is_followed_only_while_its_sequence_runs() -> None:
     assert (True,) not in followed
 
 
-def test_steps_rarely_wait_for_a_mask_that_is_late(
-    engine: WatchedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_rarely_wait_for_a_late_mask(engine: WatchedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask can take 0.2 s: each step would wait for it in vain, and all streams with it."""
     waits: list[float] = []
 

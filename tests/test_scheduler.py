@@ -82,9 +82,7 @@ def test_prompts_share_the_budget(lengths: list[int], computed: list[int]) -> No
 
 
 @pytest.mark.parametrize(("max_rows", "n_rows"), TABLES["beside_decoding"])
-def test_beside_decoding_sequences_a_prompt_has_the_rows_that_there_is_time_for(
-    max_rows: int, n_rows: int
-) -> None:
+def test_a_prompt_beside_decoding_has_the_rows_that_there_is_time_for(max_rows: int, n_rows: int) -> None:
     s, a, b = scheduler(), sequence(300), sequence(5, first=900)
     s.add(b)
     finish(s, s.schedule(max_rows=max_rows))

@@ -16,10 +16,9 @@ from devices.cuda import CudaOps
 from engine import Engine
 from helpers import device_models, emulator
 from helpers.device_models import BITS, VARIED, apart, by_steps, choices, model_of, ops_of, rows, tokens
-from helpers.device_ops import TABLES, sweep
+from helpers.device_ops import TABLES, PlainOps, sweep
 from helpers.emulator import Emulator
 from helpers.engines import alone, play, steps_of, tiny
-from helpers.plain_ops import PlainOps
 from model import PAGE, NumpyOps
 from parity import CASES, config_json
 from sampling import Context, Sampling

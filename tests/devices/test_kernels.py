@@ -17,8 +17,7 @@ from devices.cuda import CudaOps
 from devices.kernels import PLAIN, PLAIN_CODE, SHAPES, shape_for, signatures
 from helpers import device_ops, emulator
 from helpers.device_models import SAMPLINGS, by_steps, ops_on, rows, sampling_of, tokens
-from helpers.device_ops import CONFIGS, MIXTURES, Both, best, both, near, noise, span, spans_of, sweep
-from helpers.plain_ops import PlainOps
+from helpers.device_ops import CONFIGS, MIXTURES, Both, PlainOps, best, both, near, noise, span, sweep
 from model import PAGE, Array, Batch, Span
 from sampling import NO_TOKEN, Choice, Context, Sampling, pick_token
 
@@ -48,7 +47,7 @@ def test_products(name: str, n: int) -> None:
     for op, tolerance in PRODUCTS.items():
         assert near(fast[op], plain[op], tolerance), op
     assert device_ops.nearly_the_same(fast["gate_up"], plain["gate_up"])
-    numpy, layer, spans = m.numpy, m.layer, spans_of(n)
+    numpy, layer, spans = m.numpy, m.layer, device_ops.spans_of(n)
     assert near(plain["qkv"], numpy.qkv(x, layer, spans))
     assert near(plain["gate_up"], numpy.gate_up(x, layer, spans), 8e-3)
     assert near(plain["logits"], numpy._rms_norm(x[:32], m.weights.norm) @ m.weights.head.T)
@@ -209,7 +208,7 @@ def test_experts(name: str, n: int) -> None:
     m, plain = both(name, 0), both(name, 0, ops=PlainOps)
     x = np.random.default_rng(n).standard_normal((n, m.config.dim), np.float32)
     expected = x.copy()
-    m.numpy.experts(expected, m.layer, spans_of(n))
+    m.numpy.experts(expected, m.layer, device_ops.spans_of(n))
     found = experts_of(m, x)
     assert near(found - x, experts_of(plain, x) - x)
     n_apart = (np.linalg.norm(found - expected, axis=1) > 0.02 * np.linalg.norm(expected - x, axis=1)).sum()
@@ -236,4 +235,4 @@ def test_no_kernel_races_or_leaves_its_arrays(name: str, order: int, ops: Any) -
     m = both(name, order, True, ops, enough_blocks=1)
     m.run_every_kernel(20 if ops is PlainOps else 66)
     x, y, h = m.inputs(1)
-    assert near(m.products(x, y, h)["qkv"], m.numpy.qkv(x, m.layer, spans_of(1)))
+    assert near(m.products(x, y, h)["qkv"], m.numpy.qkv(x, m.layer, device_ops.spans_of(1)))

@@ -163,9 +163,7 @@ async def test_what_was_checked_is_remembered(grammars: Grammars) -> None:
     assert ended == ["known", *["costly"] * N_CHECKS, "new"]
 
 
-async def test_one_check_is_enough_for_all_that_wait(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_check_is_enough_for_all(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 requests at once with the same tools, each compiled them again, and half were refused."""
     compiled: list[AnswerGrammar] = []
     monkeypatch.setattr(grammars, "_compile", compiled.append)

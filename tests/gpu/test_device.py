@@ -20,10 +20,10 @@ import pytest
 from checkpoint.config import Config
 from devices import cuda
 from devices.cuda import NO_GRAPHS, CudaOps
+from helpers import device_ops
 from helpers.device_models import BITS, BITS_OF_ALL, apart, by_steps, choices, model_of, ops_on, rows, tokens
-from helpers.device_ops import CONFIGS, MODELS, Both, attended_alike, near, nearly_the_same, random_weights
+from helpers.device_ops import CONFIGS, MODELS, Both, PlainOps, near, nearly_the_same, random_weights
 from helpers.emulator import Emulator
-from helpers.plain_ops import PlainOps
 from model import NumpyOps, Span
 from parity import CASES
 from sampling import Choice, Context
@@ -79,7 +79,7 @@ def test_each_op_is_its_plain_kernel(name: str) -> None:
             assert near(got[op], expected[op], SUM if op in ("out", "down") else AFTER_NORM), (op, n)
         assert plain.config.experts or nearly_the_same(got["gate_up"], expected["gate_up"], 0.1), n
     for n in (30, 131, 310):
-        assert attended_alike(fast.attended(n), plain.attended(n)), n
+        assert device_ops.attended_alike(fast.attended(n), plain.attended(n)), n
 
 
 def test_products_have_the_bits_of_the_emulator() -> None:

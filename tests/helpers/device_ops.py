@@ -14,7 +14,7 @@ import pytest
 from checkpoint.config import Config, Experts
 from checkpoint.rope import Rope
 from checkpoint.weights import Layer, Mxfp4, Weights, bfloat16, layer_parts, unpacked
-from devices.cuda import CudaOps, on_device
+from devices.cuda import OPS, CudaOps, on_device, plainly
 from devices.step_memory import DeviceStep
 from helpers.emulator import Emulator
 from helpers.tables import table
@@ -84,6 +84,14 @@ def random_weights(c: Config) -> Weights:
         layers.append(Layer(**{name: field(shape) for name, shape in shapes_of(c, i).items()}))
     embed, head = (field((c.vocab_size, c.dim)) for _ in range(2))
     return Weights(embed, layers, field((c.dim,)), head)
+
+
+class PlainOps(CudaOps):
+    """CudaOps whose ops all run by the plain kernels of plain.cu: each number by a thread of its own."""
+
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self.degraded |= dict.fromkeys(map(plainly, OPS), "for a test")
 
 
 PAGES = [9, 2, 14, 0, 7]

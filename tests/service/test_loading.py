@@ -70,9 +70,7 @@ def check_refused(complaint: str, directory: Path, *flags: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "content", "complaint"), table("checkpoints")["damages"])
-def test_a_damaged_model_is_refused_in_a_line(
-    tmp_path: Path, name: str, content: Any, complaint: str
-) -> None:
+def test_a_damaged_model_is_refused(tmp_path: Path, name: str, content: Any, complaint: str) -> None:
     """Bug: the start hung, took 5 GB, or ended with a traceback."""
     file = Path(shutil.copytree(TINY, tmp_path / "model")) / name
     match content:

@@ -30,9 +30,7 @@ SIZES = {"1": 1, "64K": 2**16, "3m": 3 * 2**20, "1.5G": 3 * 2**29, "2GiB": 2**31
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=[f"{name}={value[:9]!r}" for name, value in WRONG])
-def test_what_cannot_work_is_refused_in_a_line(
-    name: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_work_is_refused(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Bugs: an empty key let everybody in, an empty host was every address, a grace of inf a traceback."""
     with pytest.raises(SystemExit) as caught:
         PARSER.parse_args([f"{name}={value}"])
