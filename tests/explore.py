@@ -368,7 +368,7 @@ def explore(case: Case, max_states: int = 10**9, bug: Mutant | None = None) -> E
             try:
                 then.do(action)
             except Exception as error:
-                lines = [" / ".join(each["told"]) for each in story(case, path, module)]
+                lines = story(case, path, module)
                 about = name(world.sequences[action[1]]) if action[0] in ("leave", "mask") else ""
                 lines.append(f"{action[0]} {about}: {error!r}")
                 return Explored(len(seen), len(todo), len(lines), lines, time.process_time() - began)
@@ -382,16 +382,13 @@ def actions_of(path: Path_) -> list[Action]:
     return [*actions_of(path[0]), path[1]] if path else []
 
 
-def story(case: Case, path: Path_, module: ModuleType) -> list[dict[str, Any]]:
-    """Return what each action of a path does, as data that can be shown."""
-    world, steps = World(case, module), []
+def story(case: Case, path: Path_, module: ModuleType) -> list[str]:
+    """Return what each action of a path does, in a line each."""
+    world, lines = World(case, module), []
     for action in actions_of(path):
         world.do(action)
-        scheduler = world.scheduler
-        step: dict[str, Any] = {"action": action, "told": world.told, "free": [*scheduler.pool._free]}
-        step |= {"page_tables": {name(one): [*one.page_table] for one in scheduler.running}}
-        steps.append(step | {"waiting": [*map(name, scheduler.waiting)]})
-    return steps
+        lines.append(" / ".join(world.told))
+    return lines
 
 
 def explored(n_large: int = 0) -> Iterator[Explored]:
@@ -430,10 +427,10 @@ def loaded(bug: Mutant | None) -> ModuleType:
     return module
 
 
-def found(bug: Mutant, label: str = "", max_states: int = 10_000) -> tuple[str, list[str]]:
+def found(bug: Mutant, label: str = "") -> tuple[str, list[str]]:
     """Return the first case that shows a bug, or try this one alone, and the shortest story."""
     for each in [label] if label else CASES:
-        if lines := explore(CASES[each], max_states, bug).story:
+        if lines := explore(CASES[each], 10_000, bug).story:
             return each, lines
     return "", []
 
