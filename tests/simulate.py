@@ -279,6 +279,7 @@ class Known:
 
     owner: str
     body: Json
+    sent_at: float
     faulted: bool = False  # the disk has failed while it lived: the next process may not know what was seen
     id: str = ""
     accepted: bool = False  # it must never be lost: a background one, or one whose last event has been seen
@@ -454,7 +455,7 @@ class Clients:
         parent = random.choice(parents) if parents and world.chance(0.3) else None
         if parent:
             body["previous_response_id"] = parent.id
-        known = Known(key, body, world.disk_full or world.n_bad_writes > 0)
+        known = Known(key, body, world.now, world.disk_full or world.n_bad_writes > 0)
         self.laws.known.append(known)
         slow = random.choice((0, 0, 0, 0.1, 5))
         connection = self.connection(key, "POST", "/v1/responses", body, slow=slow)
@@ -545,7 +546,8 @@ class Clients:
         if connection.status == 200:
             self.law(not deleted, known.id, "was deleted, and its events are there")
         elif connection.status == 400 and known.is_background and known.is_streamed:
-            self.law(self.laws.may_expire, known.id, "cannot be resumed:", connection.body)
+            may_expire = self.laws.may_expire or self.world.now - known.sent_at > Retention.events_age_s
+            self.law(may_expire, known.id, "cannot be resumed:", connection.body)
         elif connection.status == 404:
             self.law(not accepted or self.laws.may_be_gone(known), known.id, "is lost")
 
