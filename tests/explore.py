@@ -315,7 +315,8 @@ class World:
             law(are_prompts, f"of {[*map(name, idle)]} one decodes, not in this step")
             law(batch or not idle, "nothing is computed, although a sequence could run")
             law(running or not waiting, "nothing runs, and a sequence waits")
-            for one in running:
+            youngest = {one.owner: one for one in running}  # an older one would wait behind it
+            for one in youngest.values():
                 others = [each for each in running if each is not one]
                 for newcomer in waiting if owners[one.owner] > 1 else []:
                     is_right = owners[newcomer.owner] or not self.has_room(newcomer, others)
