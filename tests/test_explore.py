@@ -28,4 +28,4 @@ def test_all_planted_bugs_have_a_story() -> None:
 
 @pytest.mark.sweep
 def test_a_million_states() -> None:
-    assert sum(result.n_states for result in explore.explored(n_large=200_000)) > 1_000_000
+    assert sum(result.n_states for result in explore.explored(n_large=700_000)) > 1_000_000
