@@ -356,10 +356,9 @@ class Api:
     ) -> Response:
         """Answer with the length of a prompt, and `members`; None: with all that the model reads."""
         _, prompt = await self._received(http, visit, begin, how)
-        n_tokens = await prompt.count_tokens()  # raises if an upstream renders it
-        if members is None:
-            members = prompt.rendered()
-        return json_response(200, members | {"input_tokens": n_tokens})
+        n_tokens = len(prompt.token_ids)  # raises if an upstream renders it
+        told: Event = await asyncio.to_thread(prompt.rendered) if members is None else members
+        return json_response(200, told | {"input_tokens": n_tokens})
 
     # --- models, health -------------------------------------------------------------------------------------
 

@@ -78,8 +78,8 @@ class Prompt(Protocol):
     @property
     def headers(self) -> dict[str, str]: ...  # of its answer: an upstream's Warning comes before Accepted
 
-    async def count_tokens(self) -> int:
-        """Count its tokens, or ask the other server, which may refuse. Raises BadInput."""
+    @property
+    def token_ids(self) -> list[int]: ...  # raises BadInput, if it is another server that renders it
 
     async def run(self, take: Take, choice: int = 0) -> None:
         """Pass the model's output for one of the request's n choices to `take`, step by step."""
@@ -159,9 +159,6 @@ class LocalPrompt(NamedTuple):
             raise
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
-
-    async def count_tokens(self) -> int:
-        return len(self.token_ids)
 
     def rendered(self) -> Object:
         """Return what the model reads: [text, special token] pieces, token ids; and the template."""

@@ -112,7 +112,8 @@ class UpstreamPrompt(NamedTuple):
     headers: dict[str, str]
     body: Object
 
-    async def count_tokens(self) -> int:
+    @property
+    def token_ids(self) -> list[int]:
         raise Refused(
             f"Tokens of '{self.request.model}' cannot be counted here: ask its own server.",
             code="unknown_url",
@@ -182,7 +183,7 @@ class RemoteWorker(Upstreams):
         return name if name in models else next(iter(models), name)
 
     def counts(self) -> dict[str, int]:
-        return {**super().counts(), **self.totals}
+        return super().counts() | self.totals
 
     @property
     def alive(self) -> bool:

@@ -35,7 +35,7 @@ Rules of this file:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,9 +100,8 @@ class Connection:
 
     async def run(self) -> None:
         """Serve the connection until the client leaves, or the server stops."""
-        await self.websocket.accept(
-            SUBPROTOCOL if SUBPROTOCOL in self.websocket.scope["subprotocols"] else None
-        )
+        offered = self.websocket.scope["subprotocols"]
+        await self.websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         self.lanes = dict[str, Lane]()  # by name
         self.steers = dict[str, list[Item]]()  # by the response that they steer: rule 4
         try:
@@ -146,17 +145,15 @@ class Connection:
         if type_ == "response.create":
             self.tasks.create_task(self._take_turn(lane, json_text, str(message.get("previous_response_id"))))
         elif type_ == "response.steer":
-            await self._steer(lane, message, len(json_text))
+            await self._steer(lane, message)
         elif type_ != "response.processed":  # this one says that Codex has read an answer
             await self._refuse(wrong_value("type", "'response.create'", type_), name)
 
-    async def _steer(self, lane: Lane, steer: Item, n_bytes: int) -> None:
+    async def _steer(self, lane: Lane, steer: Item) -> None:
         """Accept input for the response that it names, or give it back: rule 4."""
         parent_id = steer.get("previous_response_id")
         lane = next((each for each in self.lanes.values() if each.response_id == parent_id), lane)
         job = lane.job
-        if job:  # until its turn ends, its log keeps the event, or the connection the input
-            lane.visit.add_bytes(n_bytes)
         if lane.response_id != parent_id:
             code = "response_not_found"
         elif not job:
@@ -176,10 +173,11 @@ class Connection:
         await self._tell(lane, "failed", [steer], **error_body(refusal))
 
     async def _tell(self, lane: Lane, event: str, steers: list[Item], **members: Any) -> None:
-        """Send what becomes of steers, with the next numbers of their lane."""
+        """Send what becomes of steers, with the next numbers of their lane. Raises BadInput: no room."""
         for steer in steers:
             told = {"type": f"response.steer.{event}", "steer": steer, **members}
             if lane.job:  # its log gives the number, and keeps the event until the turn ends
+                lane.visit.add_bytes(len(sse.dumps(told)))
                 lane.job.log.extend([told])
             else:
                 await self._send(sse.dumps(told | {"sequence_number": lane.next_number}), lane.name)
@@ -189,43 +187,42 @@ class Connection:
 
     async def _take_turn(self, lane: Lane, json_text: bytes, previous_id: str) -> None:
         """Run a turn after those before it in its lane, then the successors that it is steered to."""
-        steers, successor = list[Item](), sse.Object()
         try:
             with self.visit.rooms.visit(self.visit.owner) as visit:
                 visit.add_bytes(len(json_text))
                 visit.set_streams()
                 async with lane.turn:
                     lane.visit = visit
-                    parsing: Parsing = parsed(json_text, visit)
-                    while not successor or previous_id in self.steers:
-                        steers = self.steers.pop(previous_id, [])
-                        items = [
-                            item for each in steers for item in params.input_items(each["input"], "input")
-                        ]
-                        if self.registry.stopping.is_set():
-                            raise BadInput("The server is about to stop.", code="server_is_overloaded")
-                        job, prompt = await self.begin(parsing, visit, memory=self.memory(), before=items)
-                        await job.start(nullcontext(prompt))
-                        await self._send_events(lane, job)
-                        previous_id = job.row.id
-                        if lane.last and (stubs := stubs_of(job.builder.output)):
-                            await self._tell(
-                                lane,
-                                "pending",
-                                self.steers.get(previous_id, []),
-                                reason="waiting_for_required_input",
-                                required_input=stubs,
-                            )
-                            return
-                        successor = job.row.request | {"previous_response_id": previous_id}
-                        parsing = nullcontext(successor)
+                    job = await self._respond(lane, parsed(json_text, visit), previous_id)
+                    while steers := self.steers.get(job.row.id):
+                        stubs = stubs_of(job.builder.output)
+                        if lane.last and stubs:
+                            why = "waiting_for_required_input"
+                            await self._tell(lane, "pending", steers, reason=why, required_input=stubs)
+                            break
+                        successor = job.row.request | {"previous_response_id": job.row.id}
+                        with suppress(BadInput):  # what it would have taken has come back
+                            job = await self._respond(lane, nullcontext(successor), job.row.id)
+        except BadInput as refusal:
+            if lane.last and lane.last.id == previous_id:
+                lane.last = None
+            await self._refuse(refusal, lane.name)
+
+    async def _respond(self, lane: Lane, parsing: Parsing, previous_id: str) -> Job:
+        """Run a response, with what has been sent to steer the one that it continues. Raises BadInput."""
+        steers = self.steers.pop(previous_id, [])
+        try:
+            if self.registry.stopping.is_set():
+                raise BadInput("The server is about to stop.", code="server_is_overloaded")
+            items = [item for steer in steers for item in params.input_items(steer["input"], "input")]
+            job, prompt = await self.begin(parsing, lane.visit, memory=self.memory(), before=items)
+            await job.start(nullcontext(prompt))
+            await self._send_events(lane, job)
         except BadInput as refusal:
             why_not = BadInput(refusal.message, code="successor_creation_failed")
             await self._tell(lane, "failed", steers, **error_body(why_not))
-            if not successor:
-                if lane.last and lane.last.id == previous_id:
-                    lane.last = None
-                await self._refuse(refusal, lane.name)
+            raise
+        return job
 
     async def _send_events(self, lane: Lane, job: Job) -> None:
         lane.response_id = job.row.id

@@ -63,9 +63,7 @@ class Script:
     says: Says
     request: params.Request = field(default_factory=functools.partial(params.from_responses, BODY, {}))
     headers: dict[str, str] = field(default_factory=dict)
-
-    async def count_tokens(self) -> int:
-        return 0
+    token_ids: list[int] = field(default_factory=list)
 
     async def run(self, take: Take, choice: int = 0) -> None:
         take([Accepted()])
