@@ -100,7 +100,7 @@ def options_of(attack: Attack, port: int) -> list[str]:
 
 def memory_mb(server: Server) -> float:
     """Return the resident memory of its process and of all below it."""
-    pids = [server.process.pid]
+    pids = [server.pid]
     n_pages = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def what_is_held(server: Server, n_files_before: int, goes_on: bool) -> str:
     n_sequences = reply.json["running"] + reply.json["waiting"] - 1
     if n_sequences > 0 and not goes_on:
         return f"{n_sequences} sequences"
-    n_more_files = len(os.listdir(f"/proc/{server.process.pid}/fd")) - n_files_before
+    n_more_files = len(os.listdir(f"/proc/{server.pid}/fd")) - n_files_before
     return f"{n_more_files} files" if n_more_files > 5 else ""
 
 
@@ -140,7 +140,7 @@ def measure(folder: Path, attack: Attack) -> Json:
         upstream_port: int = listener.getsockname()[1]
     with serve(*options_of(attack, upstream_port), script=(str(folder / "server.py"),)) as server:
         command = [sys.executable, __file__, "--attack", attack.name, server.url, str(upstream_port)]
-        files = f"/proc/{server.process.pid}/fd"
+        files = f"/proc/{server.pid}/fd"
         victim, pinger = Watcher(server, deltas), Watcher(server, pings)
         time.sleep(2)
         calm_from = time.monotonic()

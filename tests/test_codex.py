@@ -5,13 +5,12 @@ model reads 2048 tokens; keys, types and order are its own.
 """
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
 import sse
 from helpers import clients, laws
-from helpers.serving import ROOT, SERVER, Json, Server, serve
+from helpers.serving import ROOT, Json, Server
 from request.body import zstd
 
 SENT = json.loads((ROOT / "tests" / "codex.json").read_text(encoding="utf-8"))
@@ -22,12 +21,6 @@ INPUT, TOOLS = BODY["input"], BODY["tools"]
 def message(text: str) -> Json:
     content = [{"type": "input_text", "text": text}]
     return {"type": "message", "id": "msg_01a1fe9f-user", "role": "user", "content": content}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve(script=SERVER) as started:
-        yield started
 
 
 def turn(server: Server, body: Json) -> list[Json]:

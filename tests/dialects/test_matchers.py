@@ -22,7 +22,7 @@ from dialects.matcher_process import MAX_BYTES, MAX_COMPILE_S
 from dialects.matchers import N_CHECKS, Constraint, Grammars, Mask
 from dialects.structured_output import AnswerGrammar, answer_grammar
 from helpers.grammars import Followed
-from helpers.serving import SERVER, TINY, Json, http_bytes, serve, until
+from helpers.serving import TINY, Json, http_bytes, serve, until
 from request.tools import StructuredOutput
 
 
@@ -184,13 +184,13 @@ def test_no_process_outlives_the_server(number: signal.Signals) -> None:
         return http_bytes("/v1/responses", {"model": "default", "input": "hi", "text": text} | more)
 
     with (
-        serve(script=SERVER) as server,
+        serve() as server,
         server.connect(asked({"type": "array", "items": {"type": "integer"}})) as answering,
         server.connect(asked(costly())),
     ):
         assert answering.recv(1)
-        until(lambda: len(children(server.process.pid)) >= 2, "processes follow the grammars")
-        pids = children(server.process.pid)
+        until(lambda: len(children(server.pid)) >= 2, "processes follow the grammars")
+        pids = children(server.pid)
         server.interrupt(number)
         if number == signal.SIGTERM:
             server.interrupt(number)  # the second one ends the grace

@@ -9,12 +9,12 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Set
 from pathlib import Path
@@ -24,12 +24,13 @@ from urllib.parse import urlsplit
 import openai
 from websockets.sync.client import ClientConnection, connect
 
+from helpers import forked
 from helpers.limits import PATIENCE_S, SLOWNESS
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "models" / "tiny"
 SERVER = ("server.py",)  # with Numba, if it is installed: twice as long to start, half as long for a token
-NUMPY = ("-m", "tests.helpers.faulty_server")  # with NumPy, and faults for those who ask for them
+NUMPY = ("-m", "tests.helpers.faulty_server")  # with NumPy, and faults for those who ask for them: forked
 START_S = 300 * SLOWNESS  # Numba may have to compile the kernels
 
 Json = dict[str, Any]
@@ -48,9 +49,10 @@ class Reply(NamedTuple):
 class Server:
     """A server that is running."""
 
-    def __init__(self, url: str, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, url: str, process: subprocess.Popen[str] | forked.Forked, log: Path) -> None:
         self.url = url
         self.process = process
+        self.pid = process.pid or 0
         self._log = log
 
     def log(self) -> str:
@@ -150,12 +152,12 @@ def without(value: Any, names: Set[str]) -> Any:
     return value
 
 
-def until(holds: Callable[[], bool], what: str) -> None:
+def until(holds: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
     """Wait for something that happens in another process: whoever asks too often takes its processor."""
     began_at = time.monotonic()
     while not holds():
         waited_s = time.monotonic() - began_at
-        assert waited_s < PATIENCE_S, f"waited {PATIENCE_S} s until {what}"
+        assert waited_s < patience_s, f"waited {patience_s} s until {what}"
         time.sleep(0.005 + waited_s / 20)
 
 
@@ -163,29 +165,36 @@ def until(holds: Callable[[], bool], what: str) -> None:
 def serve(*flags: str, model: Path | None = TINY, script: tuple[str, ...] = NUMPY) -> Iterator[Server]:
     """Start a server, wait until it listens; in the end kill it, unless it has ended."""
     chosen = ["--model", str(model)] if model else []
-    command = [sys.executable, *script, *chosen, "--port", "0", "--threads", "1", *flags]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        streams: Any = {"stdout": subprocess.PIPE, "stderr": log.open("w"), "text": True}
-        with streams["stderr"], subprocess.Popen(command, cwd=ROOT, env=environment(), **streams) as process:
-            try:
-                yield Server(listening(process, log), process, log)
-            finally:
-                process.kill()
+    chosen += ["--port", "0", "--threads", "1", *flags]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file in ("said", "log"):
+            (folder / file).touch()
+        process = started(chosen, script, folder)
+        try:
+            yield Server(listening(process, folder), process, folder / "log")
+        finally:
+            process.kill()
+            process.wait()
 
 
-def listening(process: subprocess.Popen[str], log: Path) -> str:
-    """Return the URL that the server announces. One that says nothing for so long is killed."""
-    assert process.stdout
-    watchdog = threading.Timer(START_S, process.kill)  # then its stdout ends
-    watchdog.start()
-    try:
-        for line in process.stdout:
-            if line.startswith("listening"):
-                return line.split()[1]
-    finally:
-        watchdog.cancel()
-    raise AssertionError(f"the server ended without listening:\n{log.read_text(encoding='utf-8')}")
+def started(flags: list[str], script: tuple[str, ...], folder: Path) -> subprocess.Popen[str] | forked.Forked:
+    if script == NUMPY:
+        return forked.started(flags, environment(), folder)
+    with (folder / "said").open("w") as said, (folder / "log").open("w") as log:
+        settings: Any = {"stdout": said, "stderr": log, "cwd": ROOT, "env": environment(), "text": True}
+        return subprocess.Popen([sys.executable, *script, *flags], **settings)
+
+
+def listening(process: subprocess.Popen[str] | forked.Forked, folder: Path) -> str:
+    """Return the URL that the server announces."""
+
+    def urls() -> list[str]:
+        return re.findall(r"^listening +(\S+)\n", (folder / "said").read_text(), re.MULTILINE)
+
+    until(lambda: bool(urls()) or process.poll() is not None, "it listens", START_S)
+    assert urls(), f"the server ended without listening:\n{(folder / 'log').read_text(encoding='utf-8')}"
+    return urls()[0]
 
 
 def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
