@@ -63,6 +63,7 @@ from mutants import ROOT, Mutant, copied, mutants, mutated
 from request.template import ChatTemplate
 from responses import fold
 from store import IN_MEMORY, TERMINAL, Retention
+from streaming import KEEP_ALIVE_S
 from tokenizer import Tokenizer
 from worker import LocalWorker
 
@@ -171,6 +172,8 @@ class Connection:
         self.request_id = ""
         self.is_outlived = bool(body and body.get("background"))
         self.sent_at: float | None = None  # the last time, of a stream
+        self.written_at = 0.0  # the last time that something was written
+        self.has_comment = False  # that is not read yet
         self.left_at = float("inf")
 
     json = property(lambda self: json.loads(self.body))
@@ -239,6 +242,11 @@ class Connection:
         world, headers = self.world, dict(message.get("headers", ()))
         self.request_id = headers.get(b"x-request-id", self.request_id.encode()).decode()
         world.trace(self.label, message["type"], message.get("status", ""), message.get("body", ""))
+        is_comment = message.get("body", b"").startswith(b":")
+        is_late = world.now - self.written_at > 0.9 * KEEP_ALIVE_S
+        world.law(is_late or not is_comment, self.label, "a comment where no silence was")
+        world.law(not (is_comment and self.has_comment), self.label, "a comment after one that waits")
+        self.written_at, self.has_comment = world.now, self.has_comment or is_comment
         if self.sent_at is not None and not self.slow:
             world.law(world.now - self.sent_at < MAX_SILENCE_S, self.label, "was silent since", self.sent_at)
         match message["type"]:
@@ -261,6 +269,7 @@ class Connection:
             self._end()
         if self.slow:
             await self._until_over(world.delay(self.slow))
+        self.has_comment &= not is_comment
         if self.sent_at is not None:
             self.sent_at = world.now
 
@@ -338,12 +347,8 @@ class Laws:
         law(not is_cut or not known.was_queued, known.id, "was queued, and was not run again")
         if status == "completed" and known.body["model"] == FAR:
             said = "".join(item["content"][0]["text"] for item in response["output"])
-            law(
-                said == worlds.far_answer(known.body["input"]),
-                known.id,
-                "is not what the upstream said:",
-                said,
-            )
+            is_right = said == worlds.far_answer(known.body["input"])
+            law(is_right, known.id, "is not what the upstream said:", said)
 
     async def read_stream(
         self, connection: Connection, known: Known, after: int = -1, n_wanted: int = 10**9
@@ -575,6 +580,8 @@ class Clients:
         for method, end in (("GET", ""), ("POST", "/cancel"), ("DELETE", ""), ("GET", "/input_items")):
             got = await self.connection(other, method, f"/v1/responses/{known.id}{end}").read()
             self.law(got.status in (404, 503, 429, None), known.id, "is seen by another key:", got.status)
+            is_unknown = f"Response with id '{known.id}' not found.".encode() in got.body
+            self.law(is_unknown or got.status != 404, known.id, "is there, another key learns:", got.body)
 
     async def items(self, known: Known) -> None:
         await self.connection(known.owner, "GET", f"/v1/responses/{known.id}/input_items").read()

@@ -231,21 +231,6 @@ def test_steps_rarely_wait_for_a_late_mask(engine: WatchedEngine, monkeypatch: p
 # ---- Failures ----------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_fails_ends_its_requests_alone_and_the_next_works(
-    engine: WatchedEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two chunks fill the step, so the third prompt and the fourth have to wait, and only for that."""
-    chunk = engines.WatchedOps.chunk
-    jobs = [endless(n, 3, first=n) for n in (chunk, chunk, chunk + 1, chunk + 7)]
-    engine.fail_at = 1
-    one, two, three, four = engine.together(jobs)
-    assert engine.steps[1] == [chunk, chunk]
-    assert one.failed("FloatingPointError in the engine")
-    assert two.failed("FloatingPointError in the engine")
-    assert "a fault made on purpose" in caplog.text
-    assert [three, four] == [alone(engine, job) for job in jobs[2:]]
-
-
 def test_an_engine_whose_steps_all_fail_is_not_alive(engine: Engine) -> None:
     """Three requests that cannot be served, of which worker.py lets none through; the next one works."""
     out_of_vocabulary = Sampling(logit_bias={9999: 1})

@@ -77,11 +77,3 @@ def test_any_request_gets_an_answer(server: Server, asked: tuple[str, str, str, 
         parser = sse.Parser()
         assert parser.feed(reply.body)
         parser.close()
-
-
-@settings(max_examples=30)
-@given(st.binary(max_size=200) | raw.map(lambda body: b"POST /v1/responses HTTP/1.1\r\nHost: x\r\n" + body))
-def test_bytes_that_are_no_http(server: Server, data: bytes) -> None:
-    with server.connect(data):
-        pass  # and gone
-    assert server.get("/health/live").status == 200

@@ -46,44 +46,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 # --- whose responses are whose ------------------------------------------------------------------------------
 
 
-def ask(server: Server, what: str, id: str, key: Json) -> Reply:
-    method, path, body = TABLE["asked"][what]
-    raw = None if body == "" else json.dumps(body).replace("{id}", id).encode()
-    return server.request(method, RESPONSES + path.format(id=id), raw, **key)
-
-
-MY_RESPONSES: dict[str, Json] = {
-    "background": HI | {"background": True},
-    "foreground": HI,
-    "running": ENDLESS | {"background": True, "stream": False},
-}
-
-
-@pytest.fixture(scope="module", params=MY_RESPONSES)
-def my_response(request: pytest.FixtureRequest, server: Server) -> Iterator[str]:
-    id_: str = server.post(RESPONSES, MY_RESPONSES[request.param], **MINE).json["id"]
-    yield id_
-    server.post(f"{RESPONSES}/{id_}/cancel", {}, **MINE)
-
-
-@pytest.mark.parametrize("what", TABLE["asked"])
-def test_to_another_key_a_response_does_not_exist(server: Server, my_response: str, what: str) -> None:
-    """It gets the reply that an unknown id gets: not even that there is one can be learnt."""
-    unknown = "resp_" + "0" * 48
-    theirs, unknowns = ask(server, what, my_response, YOURS), ask(server, what, unknown, YOURS)
-    assert theirs.status == unknowns.status in (400, 404)
-    assert theirs.body.replace(my_response.encode(), b"") == unknowns.body.replace(unknown.encode(), b"")
-    assert server.get(f"{RESPONSES}/{my_response}", **MINE).status == 200  # nothing has happened to it
-
-
-def test_to_another_key_an_item_does_not_exist(server: Server) -> None:
-    """Neither one that is stored here, nor one that its client keeps for us."""
-    compacted = server.post(RESPONSES + "/compact", HI, **MINE).json["output"][-1]
-    stored = {"type": "item_reference", "id": server.post(RESPONSES, HI, **MINE).json["output"][-1]["id"]}
-    for item, status in ((compacted, 400), (stored, 404)):
-        body = HI | {"input": [item, {"role": "user", "content": "hi"}]}
-        assert server.post(RESPONSES, body, **MINE).status == 200
-        error(server.post(RESPONSES, body, **YOURS), status)
+def test_to_another_key_neither_a_response_nor_an_item_exists(server: Server) -> None:
+    """Nor an item that its client keeps for us. Paths with the id of another's response are simulate.py's."""
+    said = {"role": "user", "content": "hi"}
+    made, compacted = (server.post(RESPONSES + path, HI, **MINE).json for path in ("", "/compact"))
+    stored = {"type": "item_reference", "id": made["output"][-1]["id"]}
+    for more, status in (
+        ({"previous_response_id": made["id"]}, 400),
+        ({"input": [stored, said]}, 404),
+        ({"input": [compacted["output"][-1], said]}, 400),
+    ):
+        assert server.post(RESPONSES, HI | more, **MINE).status == 200
+        error(server.post(RESPONSES, HI | more, **YOURS), status)
 
 
 # --- keys ---------------------------------------------------------------------------------------------------

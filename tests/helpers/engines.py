@@ -3,8 +3,8 @@
     with started() as engine:
         alone(engine, job) --> Answer; engine.together(jobs) --> [Answer, ...]
 
-It writes down each step, holds some back, makes one raise. Order follows from that and from asyncio's queue
-of tasks, never from the clock.
+It writes down each step, and holds some back. Order follows from that and from asyncio's queue of tasks,
+never from the clock.
 """
 
 import asyncio
@@ -110,7 +110,6 @@ class WatchedEngine(Engine):
     def __init__(self, ops: WatchedOps, speculate: int, step_s: float) -> None:
         self.steps: list[list[int]] = []  # the rows of each sequence in it
         self.hold_at = set[int]()  # steps, counted from 0, that wait to be released
-        self.fail_at: int | None = None
         self._held = threading.Semaphore(0)
         self._go = threading.Semaphore(0)
         ops.before_step = self._before_step
@@ -124,8 +123,6 @@ class WatchedEngine(Engine):
         if n in self.hold_at:
             self._held.release()
             self._go.acquire()
-        if n == self.fail_at:
-            raise FloatingPointError("a fault made on purpose")
 
     async def held(self) -> None:
         """Wait until the next of the steps in `hold_at` has begun."""

@@ -259,11 +259,8 @@ def check_input(value: Any) -> None:
     for item in value if isinstance(value, list) else ():
         expect(isinstance(item, dict), "input", "objects")
         kind = item.get("type", "message")
-        expect(
-            kind == "compaction" or (kind == "message" and item.get("role") in ROLES),
-            "input",
-            "messages",
-        )
+        is_message = kind == "message" and item.get("role") in ROLES
+        expect(kind == "compaction" or is_message, "input", "messages")
 
 
 # --- chat completions ---------------------------------------------------------------------------------------
