@@ -509,16 +509,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// Number k of a row of a matrix: bfloat16, or MXFP4, which has 4 bits (E2M1) and a scale for 32 numbers
+// Number k of a row of a matrix: bfloat16, or MXFP4, which has a scale for 32 numbers of 4 bits (E2M1): a sign,
+// two bits of exponent e, one of mantissa m. The number is (2 + m) 2^(e - 2), with e = 0 it is m / 2: 0, 0.5, 1,
+// 1.5, 2, 3, 4 or 6. A table of these would be an array in the memory of the device.
 __device__ float number(weight *w, packed *blocks, packed *scales, size_t row, int size, int k) {
-  const float E2M1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   size_t at = row * size + k;
   if (!PACKED) return __bfloat162float(w[at]);
-  unsigned half = k % 2 ? blocks[at / 2] >> 4 : blocks[at / 2] & 15, magnitude = half & 7;
-  float value = 0;
-  for (unsigned i = 0; i < 8; i++)
-    if (i == magnitude) value = E2M1[i];
-  value = ldexpf(value, scales[at / 32] - 127);
+  int half = k % 2 ? blocks[at / 2] >> 4 : blocks[at / 2] & 15, e = half >> 1 & 3, m = half & 1;
+  float value = ldexpf(e ? 2 + m : m, max(e, 1) - 2 + scales[at / 32] - 127);
   return half & 8 ? -value : value;
 }
 
