@@ -44,7 +44,6 @@ from benches.harness import FOLDER, ROOT, Answer, Case, Figures, figures, report
 from checkpoint import hub
 from checkpoint.config import Config, parse_config, read_config
 from checkpoint.weights import all_parts, map_tensors, n_weight_bytes
-from devices import check
 from engine import Engine, StepOutput
 from model import NumpyOps
 from sampling import Sampling
@@ -184,7 +183,7 @@ def run(args: argparse.Namespace) -> None:
     about = [f"{name}: {value}." for name, value in (first.about | first.degraded).items()]
     if "cuda" in ops:
         packed, bandwidth = 1, bandwidth_of_gpu
-        about += [f"{op}: {share:.2%} from plain kernels." for op, share in check.prove(first).items()]
+        about += [f"{op}: {share:.2%} from plain kernels." for op, share in first.differences.items()]
 
     def floor(row: Row) -> Figures:
         n_bytes = step_bytes(config, row.batch, row.n_prompt, packed)

@@ -11,13 +11,14 @@ Authority: model.NumpyOps; plain.cu, which shares no code with kernels.cu.
 
 Rules of this file:
 1. The check calls launch() and read(), as the engine does: it has no launch path of its own.
-2. Fast kernels and plain ones get the same numbers, and a step goes on with those that the plain ones make:
-   one wrong op does not make the next ones look wrong. A sequence alone needs no such check, for it has the
-   bits that it has in a batch. Whether a batch and a CUDA graph keep the bits is seen
-   in the tokens and logprobs of whole steps: a fault that later rounding to bfloat16 removes is not seen.
-3. What fails is said in a line of the log, at the start and in /health, and something slower runs. If that
-   fails too, prove() raises, and the caller takes the CPU (service/loading.py).
-4. The verdict is kept in the cache until GPU, driver, CuPy, sizes of the model or the kernels change.
+2. An op is computed three times from the same numbers: by its fast kernels for the first sequence of a batch
+   alone, by these for all, and by its plain ones, with whose numbers the step goes on. So one wrong op makes
+   no other look wrong, and its fault is seen before a later rounding hides it.
+3. Whole steps of a batch, by CUDA graphs, are held against those of a sequence alone, without graphs: one
+   graph must serve for the steps after its own.
+4. What fails is named in the log at every start, in the lines of the start and in /health, and something
+   slower runs: CudaOps.step_back(). If that fails too, it raises, and the CPU serves (service/loading.py).
+5. The verdict is kept in the cache until GPU, driver, CuPy, sizes of the model or the kernels change.
 
 Not here: the kernels (kernels.cu, plain.cu), what an emulator can show without a GPU (tests/devices).
 """
@@ -34,21 +35,22 @@ from tqdm import tqdm
 from checkpoint.weights import Mxfp4, unpacked
 from devices.cuda import NO_GRAPHS, OPS, CudaOps, on_device, plainly
 from devices.kernels import ANY_SHAPE, MAX_TOP, cache_file, options
+from devices.step_memory import DeviceStep
 from model import PAGE, NumpyOps, Span
 from sampling import Choice, Context, Sampling
 
-# fmt: off
-#         prompt, decode, drafts, of a batch: all shapes of products; attention by splits; chained
-STEPS = [(12, 1), (1, 1), (4, 4), (112, 1), (1, 1), (1, 1), (1, 1), (1, 1)]  # rows of a sequence; wanted ones
-# fmt: on
+# Rows of a sequence: prompt, decode, drafts, all of which are wanted; a prompt for all shapes of products,
+# attention by splits, chained
+STEPS = [12, 1, 4, 112, 1, 1, 1, 1]
 TOKENS = [i % 90 for i in range(130)]  # the next ones are those that were chosen
 FOR_NUMPY = 3  # steps: for a real model more rows would take it a minute
-SLOTS = 3  # sequences of a batch, which have the same tokens
+SLOTS = 4  # sequences of a batch, which have the same tokens; a power of two: no step is padded
 N_LAYERS = 4  # among which are windows, layers without rotation and experts, if the model has any
 PENALISED = Sampling(top_k=50, repetition_penalty=1.2, logit_bias={3: 2.0}, n_top_logprobs=MAX_TOP)
 DRAWN = Sampling(top_k=50, top_p=0.95, n_top_logprobs=MAX_TOP)
 LIMIT = 0.03  # see gap(): four steps of bfloat16
-OTHER_BITS = "tokens have other bits in a batch or a CUDA graph"
+EXACT = "count", "pick"  # they add whole numbers
+SIZES = "n_rows", "n_wanted", "n_split_tiles", "n_whole_tiles"  # of a step: each sequence has as many
 NUMPY_LIMIT = 0.2  # of the median of logprobs: NumPy rounds nothing, and so may choose another expert
 
 
@@ -56,49 +58,60 @@ def run(ops: Any, n_slots: int, n_steps: int = len(STEPS)) -> list[list[list[Cho
     """Return the choices of each slot in each step; no step is read before the last is launched."""
     tickets = list[Any]()
     end = 0
-    for n, n_wanted in tqdm(STEPS[:n_steps], "Checking kernels", leave=False, disable=None):
+    for n in tqdm(STEPS[:n_steps], "Checking kernels", leave=False, disable=None):
+        n_wanted = 1 if n > 4 else n
         start, end = end, end + n
         tokens = TOKENS[start:end] or None
-        context = Context(PENALISED if tokens else DRAWN, TOKENS[:end], [])
+        context = Context(PENALISED if tokens else DRAWN, TOKENS[:start], TOKENS[start:end])
         spans = [Span(i, range(3 * i, 3 * i + 3), tokens, start, n_wanted) for i in range(n_slots)]
         tickets.append(ops.launch(spans, [context] * (n_wanted * n_slots)))
     return list(map(ops.read, tickets))
 
 
 def gap(found: Any, expected: Any) -> float:
-    """Return the largest difference of a number, as a share of it and of its row's mean."""
+    """Return the largest difference of a number, as a share of it and of its row's mean; NaN for a NaN."""
     found, expected = unpacked(found), unpacked(expected)
     size = np.abs(expected)
     return float(np.max(np.abs(found - expected) / (size + size.mean(-1, keepdims=True) + 1e-9)))
 
 
-def compare(ops: CudaOps, differences: dict[str, float], op: str, compute: Any, *arguments: Any) -> None:
-    """Compute an op by its fast kernels, and again by its plain ones, with whose numbers the step goes on."""
+def compare(ops: CudaOps, op: str, compute: Any, *arguments: Any) -> None:
+    """Compute an op in three ways, and step back from its fast kernels if they are not right."""
     how, b = plainly(op), ops._buffers
-    if how in ops.degraded:
-        compute(*arguments)
-        return
-    arrays: list[Any] = [b[OPS[op]], b["x"], b["best"], b["counts"]]
-    arrays += ops._keys[:N_LAYERS] + ops._values[:N_LAYERS]
-    arrays += [memory.numbers for memory in ops._memory.values()]
+    [batch] = [each for each in arguments if isinstance(each, DeviceStep)]
+    first = batch._replace(**{name: getattr(batch, name) // SLOTS for name in SIZES})
+    n = batch.n_wanted if op in ("logits", "pick") else batch.n_rows
+    arrays = [b[OPS[op]][:n], b["best"], b["chosen"], b["counts"], *batch.views.values()]
+    if op == "attend":
+        arrays += ops._keys[:N_LAYERS] + ops._values[:N_LAYERS]
     before = [array.get() for array in arrays]
+
+    def computed(step: DeviceStep) -> list[Any]:
+        for array, numbers in zip(arrays, before, strict=True):
+            array.set(numbers)
+        compute(*(step if each is batch else each for each in arguments))
+        return [array.get() for array in arrays]
+
     why = ""
     try:
-        compute(*arguments)
-        found = [array.get() for array in arrays]
+        [alone, *_], found = computed(first), computed(batch)
     except Exception as error:
-        found, why = [], repr(error)
-    for array, values in zip(arrays, before, strict=True):
-        array.set(values)
+        why = repr(error)
     ops.degraded[how] = ""
-    compute(*arguments)
+    expected = computed(batch)
     del ops.degraded[how]
-    expected = [array.get() for array in arrays]
-    difference = max(map(gap, found, expected), default=np.inf)
-    if difference <= LIMIT * (op != "pick"):  # which is exact: it adds whole numbers
-        differences[op] = max(difference, differences.get(op, 0))
-    else:
-        ops.step_back(how, why or f"{difference:.2g} of a number is other than by plain kernels")
+    if not why:
+        difference = np.max([*map(gap, found, expected)])
+        limit = LIMIT * (op not in EXACT)
+        if not difference <= limit:  # it may be NaN
+            why = f"{difference:.2g} of a number is other than by plain kernels"
+        elif limit and not np.array_equal(np.resize(alone[: n // SLOTS], alone.shape), found[0]):
+            why = "a row has other bits in a batch"
+        else:
+            ops.differences[op] = max(difference, ops.differences.get(op, 0))
+    if why:
+        ops.step_back(how, why)
+        delattr(ops, op)  # it needs no comparison any more
 
 
 def download(array: Any) -> Any:
@@ -107,65 +120,56 @@ def download(array: Any) -> Any:
     return None if array is None else unpacked(array.get())
 
 
-def check(ops: CudaOps) -> dict[str, float]:
-    """Step back from what is not what plain kernels are; return how far each op is from these.
+def check(ops: CudaOps) -> None:
+    """Step back from what fails, and note how far each op is from its plain kernels.
 
     Raises RuntimeError if plain kernels are not what NumPy is, or if stepping back does not help.
     """
     weights = replace(ops.weights, layers=ops.weights.layers[:N_LAYERS])
-    sizes = ops.config, weights, 3 * PAGE, 3 * SLOTS, SLOTS
-    differences = dict[str, float]()
+    sizes = 3 * PAGE, 3 * SLOTS, SLOTS
 
-    # 1) Each op of a batch's steps by its plain kernels, and the first steps by NumPy
-    beside = CudaOps(*sizes, ops._cp)
-    beside._kernels, beside.degraded = ops._kernels, ops.degraded
-    compared = {op: partial(compare, beside, differences, op, getattr(beside, op)) for op in OPS}
-    vars(beside).update(compared, _run_step=beside._compute)  # which launches no graph
-    numpy = NumpyOps(ops.config, on_device(weights, download), *sizes[2:])
-    tops = list[Any]()
-    for steps in (run(beside, SLOTS)[:FOR_NUMPY], run(numpy, 1, FOR_NUMPY)):
-        tops.append([choice.top for choices, *_ in steps for choice in choices])
+    def small() -> CudaOps:
+        made = CudaOps(ops.config, weights, *sizes, ops._cp)
+        made._kernels, made.degraded, made.differences = ops._kernels, ops.degraded, ops.differences
+        return made
+
+    # 1) Each op of a batch's steps beside its plain kernels, and the first steps beside NumPy
+    ops.degraded[NO_GRAPHS] = "not yet"
+    beside = small()
+    vars(beside).update({op: partial(compare, beside, op, getattr(beside, op)) for op in OPS})
+    numpy = NumpyOps(ops.config, on_device(weights, download), *sizes)
+    runs = run(beside, SLOTS)[:FOR_NUMPY], run(numpy, 1, FOR_NUMPY)
+    tops: Any = [[choice.top for choices, *_ in steps for choice in choices] for steps in runs]
     distance = np.median(np.abs(np.subtract(*tops)[..., 1]))
     if not distance <= NUMPY_LIMIT:
         raise RuntimeError(f"logprobs by plain kernels are {distance:.2g} from NumPy's")
 
-    # 2) Whole steps of a batch, by graphs; if they have other bits than a sequence alone: without what?
-    for how in ("", NO_GRAPHS, *map(plainly, OPS)):
-        whole = CudaOps(*sizes, ops._cp)
-        whole._kernels, whole.degraded = ops._kernels, ops.degraded | {how: OTHER_BITS}
-        batch = run(whole, SLOTS)
-        vars(whole).update(_run_step=whole._compute)
-        if batch == [spans * SLOTS for spans in run(whole, 1)]:
-            break
-    else:
-        raise RuntimeError(OTHER_BITS)
-    ops.degraded |= whole.degraded
-    ops.degraded.pop("", None)
-    return differences
+    # 2) Whole steps of a batch by graphs; if they have other bits than a sequence alone, without graphs
+    expected = [spans * SLOTS for spans in run(small(), 1)]
+    del ops.degraded[NO_GRAPHS]
+    while run(small(), SLOTS) != expected:
+        ops.step_back(NO_GRAPHS, "with them a step has other bits")
 
 
-def prove(ops: CudaOps, anew: bool = False) -> dict[str, float]:
-    """Compile the kernels and check them, or recall the verdict; return each op's distance from plain ones.
-
-    Raises what plain kernels raise.
-    """
+def prove(ops: CudaOps, anew: bool = False) -> None:
+    """Compile the kernels and check them, or recall the verdict. Raises what plain kernels raise."""
     with suppress(Exception):  # of which op, the check says
         ops._kernels.load()
     cp = ops._cp
     card = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    facts = card, cp.cuda.runtime.driverGetVersion(), cp.__version__, options(ops.config, ANY_SHAPE)
+    versions = cp.cuda.runtime.driverGetVersion(), cp.__version__
+    file = cache_file(card, *versions, options(ops.config, ANY_SHAPE))
     try:
-        differences, degraded = json.loads("" if anew else cache_file(*facts).read_text())
+        ops.differences, degraded = json.loads("" if anew else file.read_text())
+        for how, why in degraded.items():
+            ops.step_back(how, why)
     except (OSError, ValueError):
-        differences, degraded = check(ops), ops.degraded
-        with suppress(OSError, ValueError):
-            file = cache_file(*facts)
+        check(ops)
+        with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps([differences, degraded]))
-    ops.degraded |= degraded
+            file.write_text(json.dumps([ops.differences, ops.degraded]))
     ops.about["kernels"] = (
-        f"checked on {card}: {len(differences)} ops, "
-        f"largest difference {max(differences.values(), default=0.0):.1%} of plain, "
+        f"checked on {card}: {len(ops.differences)} ops, "
+        f"largest difference {100 * max(ops.differences.values(), default=0):.1f} % of plain, "
         "same bits alone and in a batch"
     )
-    return differences  # type: ignore[no-any-return]

@@ -106,9 +106,7 @@ def buffer_shapes(config: Config, max_seq_len: int, max_batch: int) -> dict[str,
     c, of = config, model_constants(config)
     wanted = bucket(max(2 * max_batch, 32))  # rows that a token may be chosen from: a sequence's, and drafts
     n = 2 * CudaOps.chunk + wanted  # rows of a step, at most: scheduler.MAX_CHUNKS, and what decodes
-    n_experts = n_chosen = expert_dim = 0
-    if c.experts:
-        n_experts, n_chosen, expert_dim = c.experts.n, c.experts.n_chosen, c.experts.hidden_dim
+    n_experts, n_chosen, expert_dim = (of.get(name, 0) for name in ("N_EXPERTS", "N_CHOSEN", "EXPERT_DIM"))
     pairs = n * n_chosen  # a row and an expert that it has chosen
     tiles = -(-of["GROUP"] // QUERIES)  # that a row by itself needs for each key head
     parts = min(MAX_PARTS, wanted * bucket(-(-max_seq_len // of["SPLIT_KEYS"])))
@@ -178,7 +176,7 @@ def missing() -> str | None:
 
 # fmt: off
 OPS = {"embed": "x", "qkv": "qkv", "attend": "y", "out": "x", "gate_up": "h", "down": "x", "experts": "x",
-       "logits": "raw", "pick": "choices"}  # and the buffer that has its numbers
+       "logits": "raw", "count": "counts", "pick": "choices"}  # and the buffer that has its numbers
 #            matrix         of what is normed: weights of that
 PRODUCTS = {
     "qkv":     ("wqkv",      "attn_norm"),
@@ -230,6 +228,7 @@ class CudaOps:
         self.about = {"device": f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"}
         self._constants = model_constants(config)
         self.degraded: dict[str, str] = {}  # how it runs because something failed, and why: step_back()
+        self.differences: dict[str, float] = {}  # of each op from its plain kernels, as check.py has found
         self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[1:]
         # The device's copy of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
@@ -411,8 +410,7 @@ class CudaOps:
             if not context.n_unread and not is_counted:
                 tokens = np.concatenate([context.prompt, context.output]).astype(np.int32)
                 self._buffers["history"][: len(tokens)].set(tokens, self._stream)
-                n_prompt = len(context.prompt)
-                self._launch("pick", "count", (1,), batch, slot=slot, n_prompt=n_prompt, n=len(tokens))
+                self.count(batch, slot, len(context.prompt), len(tokens))
             if span.n_wanted == 1:  # `pick` counts what it chooses, if it is the only one
                 self._counted[slot] = (context.output, context.n_output + 1)
 
@@ -500,6 +498,9 @@ class CudaOps:
             self._product("logits", weights, batch._replace(n_rows=batch.n_wanted), batch.views["wanted"])
         return self._buffers["raw"]
 
+    def count(self, batch: DeviceStep, slot: int, n_prompt: int, n: int) -> None:
+        self._launch("count", "count", (1,), batch, slot=slot, n_prompt=n_prompt, n=n)
+
     def pick(self, logits: DeviceArray, batch: DeviceStep) -> DeviceArray:
         self._launch("pick", "pick", (batch.n_wanted,), batch)
         return self._buffers["choices"]
@@ -515,7 +516,8 @@ class CudaOps:
         if norm and n > NORMED_ROWS:
             self._launch(op, "rms_norm", (n,), batch, w=of[norm], rows=rows, y=self._buffers["normed"])
         shape = shape_for(n, len(of[matrix]), self.enough_blocks)
-        grid = -(-n // shape.rows), -(-len(of[matrix]) // shape.columns_of(op))
+        wide = {"gate_up": 2 * shape.pair_columns, "logits": shape.logits_columns}
+        grid = -(-n // shape.rows), -(-len(of[matrix]) // wide.get(op, shape.columns))
         self._launch(op, op, grid, batch, shape, **of)
         return self._buffers[OPS[op]]
 

@@ -59,10 +59,6 @@ class Shape(NamedTuple):
     logits_columns: int
     min_rows: int  # rows of a product; with fewer it takes a smaller shape
 
-    def columns_of(self, product: str) -> int:
-        """How many of a product's matrix, of gate_up both matrices together."""
-        return {"gate_up": 2 * self.pair_columns, "logits": self.logits_columns}.get(product, self.columns)
-
 
 # A block reads its rows of x from the L2 cache, beside its columns of the matrix. 16 rows are twice the bytes
 # of 8 columns, more than the cache gives while memory gives these: FEW_ROWS has 32 columns, and SOME_WIDE has
@@ -152,7 +148,7 @@ def check_sizes(config: Config) -> None:
     c = config
     # fmt: off
     #  name                   size                     multiples of, at most
-    rules: list[tuple[str, int, int, int]] = [
+    rules = [
         ("dim",                  c.dim,                    8, 10_000),
         ("hidden_dim",           c.hidden_dim,             8, NO_LIMIT),
         ("n_heads * head_dim",   c.n_heads * c.head_dim,   8, NO_LIMIT),

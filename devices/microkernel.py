@@ -256,7 +256,8 @@ def read_int5(b, w) -> Block:
     return Block(pairs(), load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
 
 
-E2M1_TWICE = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]  # the values in MXFP4, times 2
+# The values in MXFP4, times 2
+E2M1_TWICE = [sign * value for sign in (1, -1) for value in (0, 1, 2, 3, 4, 6, 8, 12)]
 LEAST_EXPONENT = 0x00400000  # the bits of 2^-127, the meaning of an exponent of 0
 
 

@@ -105,10 +105,8 @@ class HostMemory:
             if n is not None:
                 row = self.choices[i]
                 logprobs = row.view(np.float32)
-                top_ids = row[2 : 2 + n].tolist()
-                top_logprobs = logprobs[2 + MAX_TOP : 2 + MAX_TOP + n].tolist()
-                top = tuple(zip(top_ids, top_logprobs, strict=True))
-                choices[i] = Choice(int(row[0]), float(logprobs[1]), top)
+                top = zip(row[2 : 2 + n].tolist(), logprobs[2 + MAX_TOP :].tolist(), strict=False)
+                choices[i] = Choice(int(row[0]), float(logprobs[1]), tuple(top))
         of_span = iter(choices)
         return [list(islice(of_span, span.n_wanted)) for span in spans]
 

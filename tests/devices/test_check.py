@@ -4,8 +4,8 @@ A fault is planted behind a kernel of kernels.cu, in the memory that it has writ
 plain.cu is left alone, or both are hit, and then the CPU serves.
 """
 
-import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -45,14 +45,18 @@ def missing_barrier(values: Any, before: Any, n_rows: int) -> None:
 
 
 def depends_on_the_batch(values: Any, before: Any, n_rows: int) -> None:
-    """The lowest bit of some numbers, as bfloat16; what float32 has below may be lost when it is rounded."""
+    """The lowest bit of some numbers."""
     if n_rows > 1:
-        first = 2 if values.dtype == np.float32 else 0
-        values.view(np.uint8)[first : 64 : values.itemsize] ^= 1
+        values.view(np.uint8)[: 64 : values.itemsize] ^= 1
 
 
 def no_number(values: Any, before: Any, n_rows: int) -> None:
-    values[:1] = {"f4": np.nan, "u2": 0x7FC0, "i4": -1}[values.dtype.str[1:]]
+    values[:1] = {"f4": np.nan, "u2": 0x7FC0, "i4": -1, "u4": 5}[values.dtype.str[1:]]
+
+
+def no_number_at_the_end(values: Any, before: Any, n_rows: int) -> None:
+    """Of keys: a place that no query has seen yet."""
+    no_number(values[-1:], before, n_rows)
 
 
 def raises(values: Any, before: Any, n_rows: int) -> None:
@@ -105,12 +109,18 @@ class Spoiled(Emulator):
         return kernel
 
 
+def row(of: str, fault: str, degraded: Mapping[str, str]) -> None:
+    """Print a row of results/gpu/planted.md: what was spoiled and how, what ran instead, and why."""
+    for how, why in degraded.items():
+        print(f"\n| {of} | {fault.replace('_', ' ')} | {how} | {why} |")
+
+
 def ops_on(cp: Any, name: str, max_seq_len: int = 64) -> CudaOps:
     model, packed = both_of(name)
     return CudaOps(model.config, packed, max_seq_len, 24, 6, cp)
 
 
-EVERY = [(op, fault) for op in OPS for fault in FAULTS]
+EVERY = [(op, fault) for op in OPS for fault in FAULTS if (op, fault) != ("count", depends_on_the_batch)]
 FIRST = [("attend", wrong_stride), ("qkv", raises), ("pick", depends_on_the_batch), ("experts", no_number)]
 
 
@@ -122,12 +132,19 @@ def test_a_planted_fault_is_named_and_stepped_back_from(
         monkeypatch.setattr(check, "STEPS", ALL_STEPS)
     name = "qwen3-moe-dense-layers" if op == "experts" else "smollm3-untied-biases"
     ops, right = (ops_on(cp, name, 192) for cp in (Spoiled(SPOILED[op], fault), Emulator()))
-    differences = check.check(ops)
-    print(f"| {op} | {fault.__name__} | {ops.degraded} |")
+    check.check(ops)
+    row(op, fault.__name__, ops.degraded)
     assert [*ops.degraded] == [plainly(op)]
-    assert max(differences.values()) < check.LIMIT
+    assert max(ops.differences.values()) < check.LIMIT
     tops: Any = [[c.top for [choices] in check.run(each, 1) for c in choices] for each in (ops, right)]
     assert np.median(np.abs(np.subtract(*tops)[..., 1])) < check.NUMPY_LIMIT
+
+
+def test_a_number_that_is_none_fails_wherever_it_lies() -> None:
+    ops = ops_on(Spoiled({"write_kv": "keys"}, no_number_at_the_end), "smollm3-untied-biases")
+    check.check(ops)
+    row("attend", no_number_at_the_end.__name__, ops.degraded)
+    assert ops.degraded == {plainly("attend"): "nan of a number is other than by plain kernels"}
 
 
 def test_what_a_driver_refuses_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +152,7 @@ def test_what_a_driver_refuses_is_done_without(monkeypatch: pytest.MonkeyPatch) 
     ops = ops_on(Emulator(), "smollm3-untied-biases", 160)
     monkeypatch.setattr(emulator.Stream, "begin_capture", None)
     check.check(ops)
+    row("graphs", "a capture that does not begin", ops.degraded)
     assert [*ops.degraded] == [NO_GRAPHS]
 
 
@@ -147,11 +165,12 @@ class LostKernel(emulator.Stream):
 
 
 def test_a_graph_with_other_bits_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "STEPS", [*check.STEPS, (1, 1), (1, 1)])
+    monkeypatch.setattr(check, "STEPS", [*check.STEPS, 1, 1])
     cp = Emulator()
     cp.cuda.Stream = lambda non_blocking=False: LostKernel(cp)
     ops = ops_on(cp, "smollm3-untied-biases")
     check.check(ops)
+    row("graphs", "a graph without its last kernel", ops.degraded)
     assert [*ops.degraded] == [NO_GRAPHS]
 
 
@@ -166,17 +185,21 @@ def load(cp: Emulator, monkeypatch: pytest.MonkeyPatch, *others: str) -> LocalWo
     return worker
 
 
-def test_the_verdict_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second start checks nothing, and steps back all the same; --check-kernels asks again."""
+def test_the_verdict_is_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The second start checks nothing, steps back and says so all the same; --check-kernels asks again."""
     n_launches = []
     for others in ([], [], ["--check-kernels"]):
-        cp = Spoiled(SPOILED["qkv"], raises)
+        caplog.clear()
+        cp = Spoiled(SPOILED["qkv"] | SPOILED["out"], depends_on_the_batch)
         worker = load(cp, monkeypatch, *others)
         n_launches.append(cp.n_launches)
         lines = loading.facts(worker)
-        assert re.fullmatch(r"qkv by plain kernels \(RuntimeError\(.*\)\)", lines["degraded"])
+        why = "a row has other bits in a batch"
+        assert lines["degraded"] == f"qkv by plain kernels ({why}), out by plain kernels ({why})"
         assert lines["kernels"].startswith("checked on the emulator: 7 ops, largest difference 0.")
-        assert Workers(worker).degraded() == "qkv by plain kernels"
+        assert Workers(worker).degraded() == "qkv by plain kernels, out by plain kernels"
+        report = "Please report it: `python bench.py gpu-report`"
+        assert caplog.messages == [f"{op} by plain kernels: {why}. {report}" for op in ("qkv", "out")]
     assert n_launches[1] == 0 < n_launches[0] == n_launches[2]
     assert load(Emulator(), monkeypatch).engine.degraded, "it is of the same GPU, driver, CuPy and code"
 
@@ -204,17 +227,22 @@ class Short(Emulator):
         return super().empty(shape, dtype)
 
 
-@pytest.mark.parametrize("share", sweep([0, 0.2, 0.5, 0.8, 0.999], [0.5, 0.999]))
+@pytest.mark.parametrize("n_tried", sweep([2, 10**6], [2]))
+@pytest.mark.timeout(1200)
 def test_without_memory_the_cpu_serves(
-    share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    n_tried: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """After the first allocation, in the middle of the check, ...: wherever the memory ends."""
     cp = Short(1e9)
     load(cp, monkeypatch)
-    n_left = int(share * (1e9 - cp.n_left))
-    lines = loading.facts(load(Short(n_left), monkeypatch, "--check-kernels"))
-    assert lines["degraded"].startswith("by the CPU (out of memory allocating")
-    assert not lines["device"].startswith("CUDA")
-    assert "the CPU serves, because the GPU cannot: out of memory allocating" in caplog.text
+    n = int(1e9 - cp.n_left)
+    for n_left in np.linspace(1, n - 1, min(n, n_tried)).astype(int):
+        caplog.clear()
+        worker = load(Short(n_left), monkeypatch, "--check-kernels")
+        assert loading.facts(worker)["degraded"].startswith("by the CPU (out of memory allocating")
+        assert not worker.engine.about["device"].startswith("CUDA")
+        assert "the CPU serves, because the GPU cannot: out of memory allocating" in caplog.text
+    row("memory", f"each of {min(n, n_tried)} of {n} allocations", worker.engine.degraded)
     with pytest.raises(ValueError, match="--device cuda: out of memory allocating"):
         load(Short(n_left), monkeypatch, "--check-kernels", "--device", "cuda")
 
@@ -222,6 +250,8 @@ def test_without_memory_the_cpu_serves(
 @pytest.mark.parametrize("fault", [no_number, raises])
 def test_where_plain_kernels_fail_too_the_cpu_serves(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cp = Spoiled(SPOILED["qkv"], fault, plain=True)
-    assert loading.facts(load(cp, monkeypatch))["degraded"].startswith("by the CPU (")
+    worker = load(cp, monkeypatch)
+    row("qkv, plain kernels too", fault.__name__, worker.engine.degraded)
+    assert loading.facts(worker)["degraded"].startswith("by the CPU (")
     with pytest.raises(ValueError, match="--device cuda: "):
         load(cp, monkeypatch, "--device", "cuda")
