@@ -42,7 +42,7 @@ import sse
 from background import Registry
 from event_log import EventLog
 from gateway.remote import RemoteWorker
-from jobs import Job, Log, Said, run
+from jobs import Job, Log, run
 from request import items, params, query
 from request.body import Parsing, receive_body
 from request.ids import item_ids, new_id
@@ -59,7 +59,7 @@ from worker import Prompt
 
 log = logging.getLogger("api")
 
-MakeEvents = Callable[[int, Said], list[Event]]  # writes what a choice says as the events of an API
+MakeEvents = Callable[[int, items.Said], list[Event]]  # writes what a choice says as the events of an API
 # Api.begin(): returns (Job, Prompt). Api._prompt(): (None, Prompt), or (the answer of an upstream, None).
 Begin = Callable[..., Awaitable[Any]]
 

@@ -111,8 +111,8 @@ class Finish(NamedTuple):
     stop_sequence: str = ""  # the stop string that ended it
 
 
-Take = Callable[[Sequence[Accepted | Output | Finish]], None]  # takes a worker's output: rule 2 of worker.py
-
+WorkerOutput = Accepted | Output | Finish
+Take = Callable[[Sequence[WorkerOutput]], None]  # takes a worker's output: rule 2 of worker.py
 
 # The part of the answer that the output has reached. dialects/families.py explains headers and their states
 # beside the one dialect that has them.

@@ -26,9 +26,9 @@ from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from channels import Accepted, Call, Compaction, Finish, Output
+from channels import Call, Finish, WorkerOutput
 from event_log import Entry, EventLog, encode_event, newest_of
-from request.items import OutputFilter
+from request.items import OutputFilter, Said
 from request.refusals import BadInput
 from request.room import Threads
 from request.tool_calls import Restorer
@@ -37,8 +37,6 @@ from store import Row, Store
 from worker import Prompt
 
 log = logging.getLogger("jobs")
-
-Said = Accepted | Output | Compaction | Finish  # what the client is shown of a run
 
 UNFINISHED = Finish("failed", message="The run broke off; the server's log has the details.")
 CANCELLED = Finish("cancelled")
@@ -56,7 +54,7 @@ class Watch(Protocol):
     is_accepted: bool  # the worker has accepted the request
     finish: Finish  # of the worker
 
-    def note(self, outputs: list[Accepted | Output | Finish]) -> None: ...
+    def note(self, outputs: list[WorkerOutput]) -> None: ...
     def end(self) -> None: ...
 
 
@@ -76,7 +74,7 @@ async def run(
     restorer = Restorer(prompt.request.called)
     output_filter = OutputFilter(prompt.request)
 
-    def take(outputs: Iterable[Accepted | Output | Finish]) -> None:
+    def take(outputs: Iterable[WorkerOutput]) -> None:
         """Pass on the outputs of a step: worker.Answer.feed() has decoded and parsed its tokens."""
         restored = [one for output in outputs for one in restorer.feed(output)]  # calls of the client's tools
         watch.note(restored)  # metrics

@@ -45,12 +45,6 @@ MAX_BODY_S = 30  # from the first byte to the last of a small body
 # Bytes a second that must come after that; a client with a round trip of 200 ms sends five times as many.
 BODY_BYTES_A_S = 256 * 1024
 
-GZIP = 16 + zlib.MAX_WBITS  # zlib.decompressobj()
-
-# Each has decompress(), eof and unused_data.
-READERS: dict[str, Any] = {"identity": None, "gzip": partial(zlib.decompressobj, GZIP)}
-ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
-
 
 # --- what comes ---------------------------------------------------------------------------------------------
 
@@ -144,8 +138,6 @@ def nesting(outside: bytes) -> int:
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
-ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
-
 
 # --- what comes ---------------------------------------------------------------------------------------------
 
@@ -164,6 +156,13 @@ def too_many_values() -> BadInput:
 
 
 # --- encodings ----------------------------------------------------------------------------------------------
+
+GZIP = 16 + zlib.MAX_WBITS  # zlib.decompressobj()
+
+# Each has decompress(), eof and unused_data.
+READERS: dict[str, Any] = {"identity": None, "gzip": partial(zlib.decompressobj, GZIP)}
+ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
+ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
 
 with suppress(ImportError):  # Codex compresses its bodies with zstd
     zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")

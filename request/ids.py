@@ -18,21 +18,6 @@ from collections.abc import Callable
 N_RANDOM_BYTES = 24
 N_NUMBER_DIGITS = 8  # hexadecimal, at the end of an item's id
 
-# fmt: off
-#   type of an item            prefix of its id; those of tool_items.py have "item"
-PREFIXES = {
-    "message":                 "msg",
-    "reasoning":               "rs",
-    "function_call":           "fc",
-    "function_call_output":    "fco",
-    "custom_tool_call":        "ctc",
-    "custom_tool_call_output": "ctco",
-    "compaction":              "cmp",
-    "compaction_trigger":      "cmpt",
-    "additional_tools":        "at",
-}
-# fmt: on
-
 # The id of the HTTP request that this task works for, as in its reply's x-request-id; "" without one.
 REQUEST_ID = contextvars.ContextVar("REQUEST_ID", default="")
 
@@ -50,8 +35,22 @@ def item_ids(response_id: str) -> Callable[[str], str]:
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
+# fmt: off
+#   type of an item            prefix of its id; those of tool_items.py have "item"
+PREFIXES = {
+    "message":                 "msg",
+    "reasoning":               "rs",
+    "function_call":           "fc",
+    "function_call_output":    "fco",
+    "custom_tool_call":        "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction":              "cmp",
+    "compaction_trigger":      "cmpt",
+    "additional_tools":        "at",
+}
+# fmt: on
+
 
 def response_id_of(item_id: str) -> str:
     """Return the id of the response that holds the item, if the id comes from item_ids()."""
-    random_part = item_id.partition("_")[2][:-N_NUMBER_DIGITS]
-    return f"resp_{random_part}"
+    return "resp_" + item_id.partition("_")[2][:-N_NUMBER_DIGITS]

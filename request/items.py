@@ -31,7 +31,7 @@ from typing import Any
 from itsdangerous import BadData, URLSafeSerializer
 
 import sse
-from channels import Accepted, Compaction, Delta, Finish, Output
+from channels import Accepted, Compaction, Delta, Finish, WorkerOutput
 from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
@@ -43,6 +43,7 @@ from sse import Object
 from store import TERMINAL, Row
 
 Item = Object
+Said = WorkerOutput | Compaction  # what the client is shown of a run
 Found = Mapping[str, Row | None]  # responses by id; None: not found
 SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of this purpose and the request's owner
 
@@ -54,24 +55,23 @@ MAX_REFERENCED = 256  # responses, each of which is read from the store
 # role of a message, or type of an item -> type of the part that a string in place of the parts becomes
 TEXT_TYPES = {"assistant": "output_text", "reasoning": "reasoning_text"}  # for all others "input_text"
 TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items before it
+SEALED = {"reasoning": "content", "compaction": "summary"}  # the member that a blob becomes, by type of item
 
 
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
 
 
-def named(values: Object) -> list[str]:
-    """Return the ids of the responses that a request continues or refers to, each once; raises BadInput."""
+def named(values: Object) -> set[str]:
+    """Return the ids of the responses that a request continues or refers to; raises BadInput."""
     referred = {response_id_of(str(item.get("id"))) for item in values["input"] if is_reference(item)}
     _bound(len(referred), MAX_REFERENCED, "responses in references")
-    previous_id = values["previous_response_id"]
-    return [*referred] if previous_id is None else [previous_id, *(referred - {previous_id})]
+    return (referred | {values["previous_response_id"]}) - {None}
 
 
 def is_reference(item: Item) -> bool:
     """True for an item_reference; the SDK's shortest form has an id and no type."""
-    if item.get("type") is None:
-        return item.get("role") is None and item.get("id") is not None
-    return bool(item["type"] == "item_reference")
+    is_shortest = item.get("type") is item.get("role") is None and item.get("id") is not None
+    return is_shortest or item.get("type") == "item_reference"
 
 
 def resolve(values: Object, found: Found, sealer_of: SealerOf) -> tuple[list[Item], list[Item]]:
@@ -79,18 +79,10 @@ def resolve(values: Object, found: Found, sealer_of: SealerOf) -> tuple[list[Ite
 
     `found` has the responses that named() names. A chain that is too long can still be compacted.
     """
-    chain: list[Item] = []
     own, previous_id = values["input"], values["previous_response_id"]
-    if previous_id is not None:
-        previous = found[previous_id]
-        if previous is None:
-            raise BadInput(
-                f"Previous response with id '{previous_id}' not found.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        chain = _continued(previous, sealer_of)
-    counted = [] if own and is_trigger(own[-1]) else chain
+    chain = [] if previous_id is None else _continued(previous_id, found[previous_id], sealer_of)
+    compacts = bool(own) and is_trigger(own[-1])
+    counted = [] if compacts else chain
     size = sum(map(n_bytes, counted))
     _bound(len(counted) + len(own), MAX_ITEMS, "items")
     _bound(size, MAX_CONVERSATION_BYTES, BYTES)
@@ -100,14 +92,11 @@ def resolve(values: Object, found: Found, sealer_of: SealerOf) -> tuple[list[Ite
     for i, item in enumerate(own):
         path = f"input[{i}]"
         if is_reference(item):
-            item_id = text(item.get("id"), f"{path}.id")
-            if item_id not in referable:
-                raise BadInput(
-                    f"Item with id '{item_id}' not found.", param=f"{path}.id", code="item_not_found"
-                )
-            item = referable[item_id]
-        item = _long_form(_opened(item, path, sealer_of), path, ids)
-        if is_trigger(item) and not is_trigger(own[-1]):
+            item = _referred(item, path, referable)
+        if str(item.get("type")) in SEALED:
+            item = _opened(item, path, sealer_of)
+        item = _long_form(item, path, ids)
+        if is_trigger(item) and not compacts:
             raise BadInput("The 'compaction_trigger' item must be the final input item.", param=path)
         size += n_bytes(item)
         _bound(size, MAX_CONVERSATION_BYTES, BYTES)
@@ -126,27 +115,6 @@ def _bound(n: int, limit: int, things: str) -> None:
         )
 
 
-def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
-    """Return an item with the text of its sealed blob, if it has one; raises BadInput."""
-    kind = str(item.get("type"))
-    blob = item.get("encrypted_content")
-    is_sealed_thought = kind == "reasoning" and blob and not item.get("content")
-    if kind != "compaction" and not is_sealed_thought:
-        return item
-    try:
-        opened = sealer_of(kind).loads(str(blob))
-    except (BadData, UnicodeError) as error:
-        if kind == "reasoning":  # messages.py leaves it out; else each later request would be refused too
-            return item
-        raise BadInput(
-            f"Expected a blob of {kind} that this server has made for this client, with the secret that it "
-            "has now.",
-            param=f"{path}.encrypted_content",
-            code="invalid_encrypted_content",  # clients know it by its code: openai/codex/issues/8145
-        ) from error
-    return item | {"content" if is_sealed_thought else "summary": opened}
-
-
 # --- the long form ------------------------------------------------------------------------------------------
 
 
@@ -156,13 +124,13 @@ def _long_form(item: Item, path: str, ids: set[str]) -> Item:
     messages.py refuses what is not a part. Raises BadInput for a type that is no text.
     """
     given = {name: member for name, member in item.items() if member is not None}
-    long: Item = {"type": "message", "status": "completed"} | given
-    kind = text(long["type"], f"{path}.type")
+    kind = text(given.get("type", "message"), f"{path}.type")
+    long: Item = {"type": kind, "status": "completed"} | given
+    if kind == "reasoning":
+        long = {"summary": [], "content": []} | long
     if not isinstance(item.get("id"), str) or item["id"] in ids:
         long["id"] = new_id(PREFIXES.get(kind, "item"))
     ids.add(long["id"])
-    if kind == "reasoning":
-        long = {"summary": [], "content": []} | long
     content = long.get("content")
     if isinstance(content, str):
         part_type = TEXT_TYPES.get(str(long.get("role", kind)), "input_text")
@@ -232,23 +200,29 @@ class OutputFilter:
         self._request = request
         self._texts: list[str] = []
 
-    def feed(self, said: Accepted | Output | Finish) -> list[Accepted | Output | Compaction | Finish]:
-        compacts = self._request.compacts
+    def feed(self, said: WorkerOutput) -> list[Said]:
         match said:
             case Finish("cancelled"):
                 return []
-            case Accepted() | Finish("failed" | "content_filter"):
+            case _ if self._request.generate and not self._request.compacts:
                 return [said]
-            case _ if self._request.generate and not compacts:
+        return self._at_end(said)
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def _at_end(self, said: WorkerOutput) -> list[Said]:
+        """Return what replaces the model's words when they have ended."""
+        match said:
+            case Accepted() | Finish("failed" | "content_filter"):
                 return [said]
             case Delta("final", text):
                 self._texts.append(text)
-            case Finish(_, usage) if compacts:
+            case Finish(_, usage) if not self._request.compacts:
+                return [Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))]
+            case Finish(_, usage):
                 if summary := "".join(self._texts):
                     return [Compaction(summary), Finish("stop", usage)]
                 return [Finish("failed", usage, "The model wrote no summary.")]
-            case Finish(_, usage):
-                return [Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))]
         return []
 
 
@@ -258,11 +232,44 @@ class OutputFilter:
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
 
 
-def _continued(row: Row, sealer_of: SealerOf) -> list[Item]:
-    """Return the first items of a response that continues this one; raises BadInput.
+def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
+    """Return reasoning or a compaction with the text of its blob, if it has no other; raises BadInput."""
+    kind, blob = item["type"], item.get("encrypted_content")
+    if kind == "reasoning" and (item.get("content") or not blob):
+        return item
+    try:
+        opened = sealer_of(kind).loads(str(blob))
+    except (BadData, UnicodeError) as error:
+        if kind == "reasoning":  # messages.py leaves it out; else each later request would be refused too
+            return item
+        raise BadInput(
+            f"Expected a blob of {kind} that this server has made for this client, with the secret that it "
+            "has now.",
+            param=f"{path}.encrypted_content",
+            code="invalid_encrypted_content",  # clients know it by its code: openai/codex/issues/8145
+        ) from error
+    return item | {SEALED[kind]: opened}
+
+
+def _referred(item: Item, path: str, referable: Mapping[str, Item]) -> Item:
+    """Return the item that a reference names; raises BadInput."""
+    item_id = text(item.get("id"), f"{path}.id")
+    if item_id not in referable:
+        raise BadInput(f"Item with id '{item_id}' not found.", param=f"{path}.id", code="item_not_found")
+    return referable[item_id]
+
+
+def _continued(id: str, row: Row | None, sealer_of: SealerOf) -> list[Item]:
+    """Return the first items of a response that continues the one with this id; raises BadInput.
 
     A compaction replaces everything before it, except for the messages of the user.
     """
+    if row is None:
+        raise BadInput(
+            f"Previous response with id '{id}' not found.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
     if row.status not in TERMINAL:
         raise BadInput(
             f"Previous response with id '{row.id}' has not ended yet.", param="previous_response_id"
@@ -344,5 +351,6 @@ def summary_request(request: Request, conversation: Sequence[Item], defaults: De
     """
     body = SUMMARY_PARAMETERS | {"model": request.model, "instructions": request.echo["instructions"]}
     asked = responses_request(read(RESPONSES, body, defaults, request.owner), [*conversation], [QUESTION])
-    answered = {name: getattr(request, name) for name in ("stream", "background", "not_run")}
-    return replace(asked, compacts=True, **answered)
+    return replace(
+        asked, compacts=True, stream=request.stream, background=request.background, not_run=request.not_run
+    )

@@ -43,47 +43,28 @@ MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if 
 Message = Object  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
 Messages = list[Message]
 
-# fmt: off
-#   type of a part     its member that is text for the model
-PART_TEXTS = {
-    "input_text":        "text",
-    "output_text":       "text",
-    "reasoning_text":    "text",
-    "text":              "text",
-    "refusal":           "refusal",
-    # A text for another agent: only OpenAI's server encrypts it. github.com/openai/codex/issues/43893
-    "encrypted_content": "encrypted_content",
-}
-# fmt: on
-IMAGES = ("input_image", "image_url", "image")  # types of parts
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 objects = list_of(place, MAX_ITEMS)
 every = list_of(place, 2**31)  # items.py has bounded them
-SUMMARY = "Summary of the conversation so far:\n"
 Items = list[Object]
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
 
 
-def from_responses(
-    items: Items, instructions: str | None, chain: Items
-) -> tuple[Messages, list[DeclaredTool], list[str]]:
-    """Return the messages of a chain, then of the input, the tools that items bring, and what is not read.
-
-    Raises BadInput.
-    """
+def from_responses(items: Items, instructions: str | None, chain: Items) -> "Conversation":
+    """Return the conversation of the items of a chain, and then of the input; raises BadInput."""
     conversation = Conversation()
-    brought = []
-    not_read = []
     if instructions:
         conversation.add_text("system", instructions)
     for item in every(chain, "previous_response_id") + every(items, "input"):
-        not_read.append(add_item(conversation, item))
-        if item.members.get("type") in ("additional_tools", "tool_search_output"):
-            brought += item.need("tools", list_of(read_tool))
-    return conversation.close("input"), brought, not_read
+        type_ = item.members.get("type", "message")
+        if type_ == "message":
+            add_message(conversation, item)
+        else:
+            add_item(conversation, item, type_)
+    return conversation.close("input")
 
 
 # --- the assembler ------------------------------------------------------------------------------------------
@@ -97,7 +78,9 @@ class Conversation:
 
     def __init__(self, joins_users: bool = False) -> None:
         self._joins_users = joins_users
-        self._messages: Messages = []
+        self.brought: list[DeclaredTool] = []  # tools that items bring with them
+        self.not_read: list[str] = []  # what the Warning of the answer names, such as types of items
+        self.messages: Messages = []
         self._current: Message = {}  # the last turn; {}: results of its calls have come
         self._n_calls = 0
         self._n_argument_values = 0  # in all calls: each is held as an object
@@ -116,21 +99,22 @@ class Conversation:
         is_apart = role == "user" and not self._joins_users
         if is_apart or self._current.get("role") != role:
             self._current = {"role": role, "content": []}
-            self._messages.append(self._current)
+            self.messages.append(self._current)
         return self._current
 
-    def close(self, path: str) -> Messages:
-        """Return the messages; raise BadInput at `path` if they are empty, or a call lacks its result."""
-        if not self._messages:
+    def close(self, path: str) -> "Conversation":
+        """Join the texts; raise BadInput at `path` if there are no messages, or a call lacks its result."""
+        if not self.messages:
             why = f"Missing required parameter: '{path}', with at least one message."
             raise BadInput(why, param=path, code="missing_required_parameter")
         for call_id, (_, needs_result) in self._open_calls.items():
             if needs_result:
                 raise BadInput(f"No tool output found for function call {call_id}.", param=path)
-        for message in self._messages:
+        for message in self.messages:
             for name in message.keys() & {"content", "reasoning_content"}:
                 message[name] = paragraphs(*message[name])
-        return [message for message in self._messages if "content" in message]
+        self.messages = [message for message in self.messages if "content" in message]
+        return self
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
@@ -152,7 +136,7 @@ class Conversation:
         call = {"id": own_id, "type": "function", "function": function, **members}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
         result = {"role": "tool", "tool_call_id": own_id, "name": name}
-        self._messages.append(result)
+        self.messages.append(result)
         self._open_calls[call_id] = result, needs_result
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
@@ -162,42 +146,6 @@ class Conversation:
         result, _ = self._open_calls.pop(call_id)
         result["content"] = [text]
         self._current = {}
-
-
-def add_item(conversation: Conversation, item: Place) -> str:
-    """Add the content of an item; the easy form of a message has no type.
-
-    Return the name of a member that we cannot read, for the Warning of the answer; "" as a rule.
-    """
-    type_ = item.get("type", text, "message")
-    match type_:
-        case "message":
-            add_message(conversation, item)
-        case "reasoning":
-            # The model's own words; a summary is in another's, and no model was trained on it.
-            reasoning = item.get("content", content_text, "")
-            is_sealed = item.members.get("encrypted_content") and not reasoning
-            if is_sealed:  # by another server, or with another secret: items.py could not open it
-                reasoning = readable(item.members.get("summary"))
-            if reasoning:
-                conversation.add_text("assistant", reasoning, "reasoning_content")
-            if is_sealed:
-                return "reasoning.encrypted_content"
-        case "function_call" | "custom_tool_call":
-            add_call(conversation, type_.partition("_")[0], item.need("call_id", text), item)
-        case "function_call_output" | "custom_tool_call_output":
-            output = item.need("output", content_text)
-            conversation.add_result(item.need("call_id", text), output, f"{item.path}.call_id")
-        case "compaction":  # replaces an older part of the conversation (items.py)
-            conversation.add_text("user", SUMMARY + item.need("summary", text))
-        case "compaction_trigger" | "additional_tools":
-            pass  # no text: items.py and params.py handle these
-        case _ if tool := TOOL_ITEM.fullmatch(type_):
-            add_tool_item(conversation, item, type_, tool[1] or type_)
-        case _:
-            add_unknown_item(conversation, item, type_)
-            return str(type_)
-    return ""
 
 
 # --- content and calls, the same in both APIs ---------------------------------------------------------------
@@ -232,6 +180,20 @@ def paragraphs(*texts: str) -> str:
 
 # --- content and calls, the same in both APIs ---------------------------------------------------------------
 
+# fmt: off
+#   type of a part     its member that is text for the model
+PART_TEXTS = {
+    "input_text":        "text",
+    "output_text":       "text",
+    "reasoning_text":    "text",
+    "text":              "text",
+    "refusal":           "refusal",
+    # A text for another agent: only OpenAI's server encrypts it. github.com/openai/codex/issues/43893
+    "encrypted_content": "encrypted_content",
+}
+# fmt: on
+IMAGES = ("input_image", "image_url", "image")  # types of parts
+
 
 def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) -> None:
     name = called_name(call)
@@ -248,10 +210,42 @@ def kept(call: Object) -> Object:
 
     It refuses the next turn without it: https://github.com/securo-finance/securo/issues/884
     """
-    return {name: call[name] for name in ("extra_content",) if call.get(name)}
+    extra = call.get("extra_content")
+    return {"extra_content": extra} if extra else {}
 
 
 # --- Responses: input items ---------------------------------------------------------------------------------
+
+SUMMARY = "Summary of the conversation so far:\n"
+
+
+def add_item(conversation: Conversation, item: Place, type_: str) -> None:
+    """Add the content of an item that is no message."""
+    match type_:
+        case "reasoning":
+            # The model's own words; a summary is in another's, and no model was trained on it.
+            reasoning = item.get("content", content_text, "")
+            if item.members.get("encrypted_content") and not reasoning:
+                # Sealed by another server, or with another secret: items.py could not open it.
+                conversation.not_read.append("reasoning.encrypted_content")
+                reasoning = readable(item.members.get("summary"))
+            if reasoning:
+                conversation.add_text("assistant", reasoning, "reasoning_content")
+        case "function_call" | "custom_tool_call":
+            add_call(conversation, type_.partition("_")[0], item.need("call_id", text), item)
+        case "function_call_output" | "custom_tool_call_output":
+            output = item.need("output", content_text)
+            conversation.add_result(item.need("call_id", text), output, f"{item.path}.call_id")
+        case "compaction":  # replaces an older part of the conversation (items.py)
+            conversation.add_text("user", SUMMARY + item.need("summary", text))
+        case "compaction_trigger" | "additional_tools":
+            pass  # no text: items.py handles the one, and the other brings tools
+        case _ if tool := TOOL_ITEM.fullmatch(type_):
+            add_tool_item(conversation, item, type_, tool[1] or type_)
+        case _:
+            add_unknown_item(conversation, item, type_)
+    if type_ in ("additional_tools", "tool_search_output"):
+        conversation.brought += item.need("tools", list_of(read_tool))
 
 
 def readable(content: Any) -> str:
@@ -262,7 +256,7 @@ def readable(content: Any) -> str:
 
 
 def add_unknown_item(conversation: Conversation, item: Place, type_: str) -> None:
-    """Add the text of an item of an unknown type: a refused item would come again in each request.
+    """Add and name the text of an item of an unknown type: a refused one would come again in each request.
 
     An example is Codex's agent_message: https://github.com/openai/codex/issues/33551
     """
@@ -272,6 +266,7 @@ def add_unknown_item(conversation: Conversation, item: Place, type_: str) -> Non
     ends = [f"{name} {item.members[name]}" for name in ("author", "recipient") if name in item.members]
     role = ROLES.get(str(item.members.get("role")), "user")
     conversation.add_text(role, f"{', '.join([type_, *ends])}:\n{said}")
+    conversation.not_read.append(type_)
 
 
 def add_tool_item(conversation: Conversation, item: Place, type_: str, function: str) -> None:
@@ -291,8 +286,8 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str, function:
 # --- Chat Completions: messages -----------------------------------------------------------------------------
 
 
-def from_chat(messages: list[Place]) -> Messages:
-    """Return the messages of a Chat Completions request; raises BadInput."""
+def from_chat(messages: list[Place]) -> Conversation:
+    """Return the conversation of a Chat Completions request; raises BadInput."""
     conversation = Conversation()
     for message in messages:
         match message.need("role", one_of(*ROLES, "tool")):
@@ -339,15 +334,13 @@ def arguments_as_text(messages: Messages) -> Messages:
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?")
 
 
-def from_blocks(messages: list[Place], system: str) -> tuple[Messages, list[str]]:
-    """Return the messages of a request of the Messages API, and the types of blocks that are not known here;
-    "" for others.
+def from_blocks(messages: list[Place], system: str) -> Conversation:
+    """Return the conversation of a request of the Messages API.
 
     "Consecutive `user` or `assistant` turns in your request will be combined into a single turn." Raises
     BadInput.
     """
     conversation = Conversation(joins_users=True)
-    unknown: list[str] = []
     if system := BILLING.sub("", system):
         conversation.add_text("system", system)
     for message in messages:
@@ -356,24 +349,22 @@ def from_blocks(messages: list[Place], system: str) -> tuple[Messages, list[str]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         for block in objects(content, f"{message.path}.content"):
-            unknown.append(add_block(conversation, role, block))
-    made = conversation.close("messages")
-    if made[-1]["role"] == "assistant":
+            add_block(conversation, role, block)
+    if conversation.close("messages").messages[-1]["role"] == "assistant":
         raise BadInput(
             "This model does not support assistant message prefill. The conversation must end with a user "
             "message.",
             param="messages",
         )
-    return made, unknown
+    return conversation
 
 
-def add_block(conversation: Conversation, role: str, block: Place) -> str:
-    """Add the content of a block; return its type if we do not know it, else ""."""
+def add_block(conversation: Conversation, role: str, block: Place) -> None:
     match block.members.get("type"):
         case "thinking":
             conversation.add_text("assistant", block.need("thinking", text), "reasoning_content")
         case "redacted_thinking":
-            return "redacted_thinking"  # only the server that wrote it can read it
+            conversation.not_read.append("redacted_thinking")  # only the server that wrote it can read it
         case "tool_use":
             written = as_json(block.need("input", mapping))
             conversation.add_call(
@@ -388,8 +379,6 @@ def add_block(conversation: Conversation, role: str, block: Place) -> str:
             conversation.add_text(role, part_text(block))
         case other:
             add_unknown_item(conversation, block, str(other))
-            return str(other)
-    return ""
 
 
 # --- prompts that are too long ------------------------------------------------------------------------------

@@ -26,21 +26,19 @@ Rules of this file:
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from request import messages
 from request.refusals import BadInput, missing, shown, wrong_value
 from request.tools import (
     MAX_TOOLS,
-    DeclaredTool,
     StructuredOutput,
     Tool,
+    demands,
     read_client_tool,
     read_tool,
-    structured_output,
     text_format,
-    tool_choice,
 )
 from request.validation import (
     Check,
@@ -63,6 +61,154 @@ from request.validation import (
 from sse import Object
 
 Defaults = Mapping[str, Any]  # of a model's parameters, by their names (generation_config.json)
+MAX_NOT_RUN = 8  # names in Request.not_run
+SERVICE_TIER = "default"  # the only one here
+SEALED_REASONING = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+FREE_TEXT = {"type": "text"}  # a response_format
+ALIAS = "default"  # a name that any model answers to
+
+
+# --- the parameters -----------------------------------------------------------------------------------------
+
+
+class Parameter(NamedTuple):
+    """A row of a table. The tables are below the fold, for a plain request gives four of their parameters:
+
+    "model":       Parameter(string(1, 256))
+    "input":       Parameter(input_items, [])
+    "stream":      Parameter(boolean,       False)
+    "temperature": Parameter(number(0, 2),  1.0,    True)
+    """
+
+    check: Check
+    default: Any = None
+    echo: bool = False  # the response object has a member of this name
+
+
+def input_items(value: Any, path: str) -> Any:
+    """Return the items of the input; a text is a message of the user."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return list_of(mapping, messages.MAX_ITEMS)(value, path)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request, in the same form for all APIs."""
+
+    model: str
+    owner: str  # who asks: digest of the API key; "": the server needs none
+    explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
+    not_run: tuple[str, ...]  # unknown parameters and types of tools: accepted, and without any effect
+    messages: messages.Messages
+    sampling: Object  # a value for each name in SAMPLING; seed None: another one each time
+    max_tokens: int | None  # None: as far as the context reaches
+    stream: bool
+    echo: Object  # Responses: the members of the response object that repeat the request
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    n: int  # choices
+    tools: list[Object]  # as chat templates take them, even if tool_choice is none
+    response_format: Object  # of the text, in Responses' form, as an upstream is asked for it
+    reasoning_effort: str | None
+    include_usage: bool  # chat: one more chunk with the usage
+    n_top_logprobs: int | None  # None: no logprobs
+    stop: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool  # go on after the model's stop token
+    parallel_tool_calls: bool
+    template_kwargs: Object  # variables of the chat template, such as enable_thinking
+    # Tools that may be called, by their names in `tools`; {}: tool_choice is none.
+    called: dict[str, Tool] = field(default_factory=dict)
+    structured_output: StructuredOutput | None = None  # None: the model may say anything
+    named_call: bool = False  # tool_choice names the one tool to call
+    store: bool = False  # Responses: keep the response, so that it can be retrieved and continued
+    truncate: bool = False  # drop the oldest messages rather than refuse a prompt that is too long
+    seal_reasoning: bool = False  # Responses: reasoning items carry `encrypted_content`
+    background: bool = False  # Responses: the run does not end with the HTTP request
+    generate: bool = True  # False: compute the prompt for the prefix cache, and answer nothing
+    compacts: bool = False  # the model's text is the summary that becomes a compaction
+
+
+# --- reading them -------------------------------------------------------------------------------------------
+
+
+def model_name(body: Any) -> str:
+    """Return the model that a request names, which decides who serves it; raises BadInput."""
+    if not isinstance(body, dict):
+        raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", code="invalid_type")
+    return str(COMMON["model"].check(body.get("model"), "model"))
+
+
+def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: str = "") -> Object:
+    """Return the value of every parameter in the table, each checked by itself, and a few more by name:
+    `explicit`, `not_run`, `owner`. Raises BadInput.
+
+    `defaults` are the model's own (generation_config.json).
+    """
+    values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
+    given = [name for name in body if body[name] is not None]
+    known = [name for name in given if name in rows]
+    values |= {name: rows[name].check(body[name], name) for name in known}
+    if "stream_options" in given and not values["stream"]:
+        raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
+    not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
+    return values | {"explicit": frozenset(known), "not_run": not_run, "owner": owner}
+
+
+def responses_request(values: Object, chain: messages.Items, input: messages.Items) -> Request:
+    """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
+    conversation = messages.from_responses(input, values["instructions"], chain)
+    generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
+    echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
+        "tools": [entry.echo for entry in values["tools"]],
+        "reasoning": {"effort": None, "summary": None} | values["reasoning"],
+        "text": {"format": FREE_TEXT} | values["text"],
+        "service_tier": SERVICE_TIER,
+    }
+    by_chats_names = {
+        "echo": echo,
+        # A warm-up chooses one token, with the last row of the prompt; the client does not see it.
+        "max_tokens": values["max_output_tokens"] if generate else 1,
+        "logprobs": LOGPROBS in values["include"],
+        "response_format": echo["text"]["format"],
+        "reasoning_effort": echo["reasoning"]["effort"],
+        "generate": generate,
+        "truncate": values["truncation"] == "auto",
+        "seal_reasoning": SEALED_REASONING in values["include"],
+    }
+    return request(values | by_chats_names, "text.format.schema", conversation)
+
+
+def request(values: Object, schema_path: str, conversation: messages.Conversation) -> Request:
+    """Return the Request of parameters that have chat's names, and of what was said before.
+
+    `schema_path` is the place of the text's schema in the body.
+    """
+    not_run = values["not_run"] + conversation.not_read
+    values = values | {"messages": conversation.messages, "not_run": not_run}
+    is_free = values["tool_choice"] == "auto" and values["response_format"] == FREE_TEXT
+    if values["tools"] or conversation.brought or not is_free:
+        values |= demands(values, conversation.brought, schema_path)
+    not_run = [*dict.fromkeys(filter(None, values["not_run"]))][:MAX_NOT_RUN]
+    # Most fields of Request are parameters of the same name, in `values`. Fields in neither dict keep their
+    # defaults: those that this API lacks, what only tools demand, and `compacts`, which
+    # items.summary_request() sets.
+    known = values | {
+        "not_run": tuple(map(printable, not_run)),
+        "include_usage": values["stream_options"].get("include_usage") or not values["stream"],
+        "sampling": {name: values[name] for name in SAMPLING},
+        "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
+        "template_kwargs": VARIABLES.get(values["reasoning_effort"], {}) | values["chat_template_kwargs"],
+    }
+    return Request(**{name: known[name] for name in Request.__annotations__.keys() & known})
+
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+MAX_NAME = 64  # characters of a name in Request.not_run
 MAX_BIASES = 300  # OpenAI's limit
 MAX_STOP = 1024  # characters of a stop string: while it may be coming, so many are held back
 count = integer(1, 2**31)
@@ -79,12 +225,12 @@ EFFORTS = {
     "max":     "high",
 }
 # fmt: on
+# Variables for the chat templates of reasoning models.
+VARIABLES = {
+    effort: {"enable_thinking": effort != "none", "reasoning_effort": known}
+    for effort, known in EFFORTS.items()
+}
 
-MAX_NOT_RUN = 8  # names in Request.not_run
-MAX_NAME = 64  # characters of each
-SERVICE_TIER = "default"  # the only one here
-SEALED_REASONING = "reasoning.encrypted_content"
-LOGPROBS = "message.output_text.logprobs"
 INCLUDES = (  # openai.types.responses.ResponseIncludable
     "file_search_call.results",
     "web_search_call.results",
@@ -110,28 +256,11 @@ NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_ge
 
 reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
 text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
-stream_options = members(include_usage=boolean)
 NOT_HERE = "This server does not implement it: leave it out."
 TOOLS_INSTEAD = "This server does not implement it: use 'tools' and 'tool_choice'."
 
 
-# --- the parameters -----------------------------------------------------------------------------------------
-
-
-class Parameter(NamedTuple):
-    check: Check
-    default: Any = None
-    echo: bool = False  # the response object has a member of this name
-
-
-# --- checks of one parameter each ---------------------------------------------------------------------------
-
-
-def input_items(value: Any, path: str) -> Any:
-    """Return the items of the input; a text is a message of the user."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return list_of(mapping, messages.MAX_ITEMS)(value, path)
+# --- the parameters of Responses ----------------------------------------------------------------------------
 
 
 def stop(value: Any, path: str) -> Any:
@@ -177,7 +306,7 @@ SAMPLING = {
 COMMON = SAMPLING | {
     "model":                  Parameter(string(1, 256)),
     "stream":                 Parameter(boolean,                         False),
-    "stream_options":         Parameter(stream_options,                  {}),
+    "stream_options":         Parameter(members(include_usage=boolean),  {}),
     "top_logprobs":           Parameter(integer(0, 20),                  0,          True),
     "stop":                   Parameter(stop,                            []),
     "stop_token_ids":         Parameter(list_of(integer(0, 2**31), 128), []),
@@ -217,139 +346,7 @@ RESPONSES = COMMON | {
     **moved(MOVED),
 }
 # fmt: on
-ALIAS = "default"  # a name that any model answers to
-
-
-@dataclass(frozen=True)
-class Request:
-    """A checked request, in the same form for all APIs."""
-
-    model: str
-    owner: str  # who asks: digest of the API key; "": the server needs none
-    explicit: frozenset[str]  # parameters that the client has set; the others have their defaults
-    not_run: tuple[str, ...]  # unknown parameters and types of tools: accepted, and without any effect
-    messages: messages.Messages
-    tools: list[Object]  # as chat templates take them, even if tool_choice is none
-    called: dict[str, Tool]  # tools that may be called, by their names in `tools`; {}: tool_choice is none
-    response_format: Object  # of the text, in Responses' form, as an upstream is asked for it
-    reasoning_effort: str | None
-    structured_output: StructuredOutput | None  # None: the model may say anything
-    named_call: bool  # tool_choice names the one tool to call
-    stream: bool
-    include_usage: bool  # chat: one more chunk with the usage
-    n: int  # choices
-    max_tokens: int | None  # None: as far as the context reaches
-    sampling: Object  # a value for each name in SAMPLING; seed None: another one each time
-    n_top_logprobs: int | None  # None: no logprobs
-    stop: list[str]
-    stop_token_ids: list[int]
-    ignore_eos: bool  # go on after the model's stop token
-    parallel_tool_calls: bool
-    template_kwargs: Object  # variables of the chat template, such as enable_thinking
-    echo: Object  # Responses: the members of the response object that repeat the request
-    store: bool = False  # Responses: keep the response, so that it can be retrieved and continued
-    truncate: bool = False  # drop the oldest messages rather than refuse a prompt that is too long
-    seal_reasoning: bool = False  # Responses: reasoning items carry `encrypted_content`
-    background: bool = False  # Responses: the run does not end with the HTTP request
-    generate: bool = True  # False: compute the prompt for the prefix cache, and answer nothing
-    compacts: bool = False  # the model's text is the summary that becomes a compaction
-
-
-# --- reading them -------------------------------------------------------------------------------------------
-
-
-def model_name(body: Any) -> str:
-    """Return the model that a request names, which decides who serves it; raises BadInput."""
-    if not isinstance(body, dict):
-        raise BadInput(f"The request body must be a JSON object, got {shown(body)}.", code="invalid_type")
-    return str(COMMON["model"].check(body.get("model"), "model"))
-
-
-def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: str = "") -> Object:
-    """Return the value of every parameter in the table, each checked by itself, and a few more by name:
-    `explicit`, `not_run`, `owner`. Raises BadInput.
-
-    `defaults` are the model's own (generation_config.json).
-    """
-    values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
-    given = [name for name in body if body[name] is not None]
-    known = [name for name in given if name in rows]
-    values |= {name: rows[name].check(body[name], name) for name in known}
-    if "stream_options" in given and not values["stream"]:
-        raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
-    not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
-    return values | {"explicit": frozenset(known), "not_run": not_run, "owner": owner}
-
-
-def responses_request(values: Object, chain: messages.Items, input: messages.Items) -> Request:
-    """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
-    conversation, brought, not_read = messages.from_responses(input, values["instructions"], chain)
-    generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
-    echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
-        "tools": [entry.echo for entry in values["tools"]],
-        "reasoning": {"effort": None, "summary": None} | values["reasoning"],
-        "text": {"format": {"type": "text"}} | values["text"],
-        "service_tier": SERVICE_TIER,
-    }
-    by_chats_names = {
-        "messages": conversation,
-        "not_run": values["not_run"] + not_read,
-        "echo": echo,
-        # A warm-up chooses one token, with the last row of the prompt; the client does not see it.
-        "max_tokens": values["max_output_tokens"] if generate else 1,
-        "logprobs": LOGPROBS in values["include"],
-        "response_format": echo["text"]["format"],
-        "reasoning_effort": echo["reasoning"]["effort"],
-        "generate": generate,
-        "truncate": values["truncation"] == "auto",
-        "seal_reasoning": SEALED_REASONING in values["include"],
-    }
-    return request(values | by_chats_names, "text.format.schema", brought)
-
-
-def request(values: Object, schema_path: str, brought: list[DeclaredTool]) -> Request:
-    """Return the Request of parameters that have chat's names, and of the tools that items have brought.
-
-    `schema_path` is the place of the text's schema in the body.
-    """
-    own, others = (
-        [(tool.qualified_name, tool) for entry in entries for tool in entry.tools]
-        for entries in (values["tools"], brought)
-    )
-    if len(dict(own)) < len(own):
-        raise wrong_value("tools", "every name once", [name for name, _ in own])
-    tools = dict([*own, *others, *own])  # in this order; of one name the request's own, else the newest
-    choice = tool_choice(tools, values["tool_choice"])
-    must = structured_output(
-        tools, choice, values["response_format"], schema_path, values["parallel_tool_calls"]
-    )
-    not_offered = [entry.echo["type"] for entry in [*values["tools"], *brought] if not entry.tools]
-    not_run = [*dict.fromkeys(filter(None, values["not_run"] + not_offered))][:MAX_NOT_RUN]
-    effort = values["reasoning_effort"]
-    thinking = {}  # variables for the chat templates of reasoning models
-    if effort:
-        thinking = {"enable_thinking": effort != "none", "reasoning_effort": EFFORTS[effort]}
-    # Most fields of Request are parameters of the same name, in `values`. Fields in neither dict keep their
-    # defaults: those that this API lacks, and `compacts`, which items.summary_request() sets.
-    known = values | {
-        # As much of each name as a header may repeat: printable ASCII without quotes.
-        "not_run": tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in not_run),
-        "tools": [tool.definition() for tool in tools.values()],
-        "called": {} if choice.calls == "none" else tools,
-        "structured_output": must,
-        "named_call": choice.named,
-        "include_usage": values["stream_options"].get("include_usage") or not values["stream"],
-        "sampling": {name: values[name] for name in SAMPLING},
-        "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
-        "template_kwargs": thinking | values["chat_template_kwargs"],
-    }
-    return Request(**{name: known[name] for name in Request.__annotations__.keys() & known})
-
-
-# --- the fold: a plain streamed request passes what stands above --------------------------------------------
-
-
-# --- the parameters -----------------------------------------------------------------------------------------
+# --- the parameters of the two other APIs -------------------------------------------------------------------
 
 # fmt: off
 #   thinking.type     effort, if output_config has none
@@ -384,7 +381,7 @@ CHAT = COMMON | {
     "max_tokens":             Parameter(count),
     "max_completion_tokens":  Parameter(count),
     "logprobs":               Parameter(boolean,                         False),
-    "response_format":        Parameter(text_format,                     {}),
+    "response_format":        Parameter(text_format,                     FREE_TEXT),
     "reasoning_effort":       Parameter(one_of(*EFFORTS)),
     "modalities":             Parameter(refused("This server takes and gives text.", ["text"])),
 }
@@ -406,7 +403,7 @@ MESSAGES = CHAT | {
     "tool_choice":            Parameter(place,                           Place({"type": "auto"}, "")),
     "thinking":               Parameter(thinking,                        {}),
     "output_config":          Parameter(output_config,                   {}),
-    "output_format":          Parameter(nameless_format,                 {}),  # its older name
+    "output_format":          Parameter(nameless_format,                 FREE_TEXT),  # its older name
     "metadata":               Parameter(hint),
     "cache_control":          Parameter(hint),  # the prefix cache needs none
     "n":                      Parameter(refused("A message has one answer: send several requests.", 1), 1),
@@ -421,6 +418,11 @@ del MESSAGES["context_management"]  # a hint of Claude Code's, and named as any 
 # --- reading them -------------------------------------------------------------------------------------------
 
 
+def printable(name: str) -> str:
+    """Return as much of a name as a header may repeat: ASCII without quotes."""
+    return re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME])
+
+
 def from_responses(body: Any, defaults: Defaults, owner: str = "") -> Request:
     """Check a body of POST /v1/responses that refers to nothing; raises BadInput."""
     values = read(RESPONSES, body, defaults, owner)
@@ -433,8 +435,8 @@ def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
     values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
     if values["top_logprobs"] and not values["logprobs"]:
         raise wrong_value("top_logprobs", "'logprobs' to be true when it is set", values["top_logprobs"])
-    values["messages"] = messages.from_chat(values["messages"])
-    return request(values, "response_format.json_schema.schema", [])
+    conversation = messages.from_chat(values["messages"])
+    return request(values, "response_format.json_schema.schema", conversation)
 
 
 def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool = False) -> Request:
@@ -446,14 +448,12 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool =
     calls: Any = TOOL_CHOICES[choice.need("type", one_of(*TOOL_CHOICES))]
     if calls == "function":
         calls = {"type": calls, "name": choice.need("name", text)}
-    told, left_out = messages.from_blocks(values["messages"], values["system"])
-    hints = [f"thinking.{name}" for name in values["thinking"] if name != "type"]
+    conversation = messages.from_blocks(values["messages"], values["system"])
     config = values["output_config"]
     effort = THINKING.get(values["thinking"].get("type"))
     if effort != "none":
         effort = config.get("effort", effort)
     by_chats_names = {
-        "messages": told,
         "echo": {},
         "max_tokens": values["max_tokens"] or 1,
         "generate": values["max_tokens"] != 0,
@@ -463,6 +463,6 @@ def from_messages(body: Any, defaults: Defaults, owner: str = "", counts: bool =
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", boolean, False),
         "response_format": config.get("format", values["output_format"]),
         "reasoning_effort": effort,
-        "not_run": values["not_run"] + hints + left_out,
+        "not_run": values["not_run"] + [f"thinking.{name}" for name in values["thinking"] if name != "type"],
     }
-    return request(values | by_chats_names, "output_config.format.schema", [])
+    return request(values | by_chats_names, "output_config.format.schema", conversation)

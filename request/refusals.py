@@ -125,8 +125,14 @@ def error_body(error: BadInput) -> Object:
     """Return the body of an error: one object with all four keys, as openai-openapi, `Error`, has it."""
     others = "server_error" if error.status >= 500 else "invalid_request_error"
     type_ = ERROR_TYPES.get(error.status, others)
-    members = {"message": error.message, "type": type_, "param": error.param, "code": error.code or None}
-    return {"error": members}
+    return {
+        "error": {
+            "message": error.message,
+            "type": type_,
+            "param": error.param,
+            "code": error.code or None,
+        }
+    }
 
 
 def messages_error(error: BadInput, request_id: str) -> Object:
@@ -135,5 +141,5 @@ def messages_error(error: BadInput, request_id: str) -> Object:
     if error.code == "context_length_exceeded":  # by these words Claude Code knows that it has to compact
         message = f"prompt is too long: {message}"
     others = "api_error" if error.status >= 500 else "invalid_request_error"
-    members = {"type": MESSAGES_TYPES.get(error.status, others), "message": message}
-    return {"type": "error", "error": members, "request_id": request_id}
+    told = {"type": MESSAGES_TYPES.get(error.status, others), "message": message}
+    return {"type": "error", "error": told, "request_id": request_id}

@@ -36,31 +36,12 @@ T = TypeVar("T")
 # wants back after each system call: with six threads at work, a turn of the event loop took 0.2 s.
 N_THREADS = 2
 
-MAX_BODY_BYTES = 2 * 2**20  # as the default of --max-body: 500,000 tokens of text
-BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
-MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
-MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
-N_PARSED = 2  # large bodies that are parsed, or checked, at once
-
 
 # --- what requests hold -------------------------------------------------------------------------------------
 
 
 class Rooms:
-    """What all clients of a server hold together."""
-
-    def __init__(
-        self, max_streams: int, max_body_bytes: int = MAX_BODY_BYTES, is_shared: bool = False
-    ) -> None:
-        n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
-        self.max_body_bytes = max_body_bytes
-        self.streams = Room("open requests", max_streams, is_shared)
-        self.sockets = Room("open WebSockets", MAX_SOCKETS, is_shared)
-        self.bytes = Room("bytes of bodies", n_bytes, is_shared)
-        self.parsing = Turns(N_PARSED)
-        self.parts = Turns(1)  # of large bodies, and WebSocket messages
-        # Ids of the requests whose answers have not begun: a stop waits for them.
-        self.unanswered: set[str] = set()
+    """What all clients of a server hold together: streams, WebSockets, bytes of bodies; and who waits."""
 
     @contextmanager
     def visit(self, owner: str | None) -> Iterator["Visit"]:
@@ -71,6 +52,19 @@ class Rooms:
         finally:
             for room in visit.held:
                 visit.set_held(room, 0)
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def __init__(self, max_streams: int, max_body_bytes: int, is_shared: bool) -> None:
+        n_bytes = max(max_streams * BYTES_A_STREAM, MIN_LARGEST_BODIES * max_body_bytes)
+        self.max_body_bytes = max_body_bytes
+        self.streams = Room("open requests", max_streams, is_shared)
+        self.sockets = Room("open WebSockets", MAX_SOCKETS, is_shared)
+        self.bytes = Room("bytes of bodies", n_bytes, is_shared)
+        self.parsing = Turns(N_PARSED)
+        self.parts = Turns(1)  # of large bodies, and WebSocket messages
+        # Ids of the requests whose answers have not begun: a stop waits for them.
+        self.unanswered: set[str] = set()
 
 
 # --- room ---------------------------------------------------------------------------------------------------
@@ -203,4 +197,8 @@ class Threads(Turns):
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
+BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
+MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
+MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
+N_PARSED = 2  # large bodies that are parsed, or checked, at once
 BETWEEN_PARTS_S = 0.001  # pause between the parts of bodies: the event loop has this time for others

@@ -34,20 +34,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-BLANKS = " \t\r\n▁"  # some vocabularies have runs of blanks as added tokens, which control nothing
-
 # Blanks have no letter of their own: templates trim them. Nor has what is not ASCII, such as DeepSeek's ｜.
-PRINTING = [chr(code) for code in range(0x21, 0x7F)]
-ALPHABET = str.maketrans({character: chr(0xD800 + ord(character)) for character in PRINTING})
-PLAIN = str.maketrans({0xD800 + ord(character): character for character in PRINTING})
+ALPHABET = {character: 0xD800 + character for character in range(0x21, 0x7F)}  # for str.translate()
+PLAIN = {own: character for character, own in ALPHABET.items()}
 OWN_LETTERS = re.compile("[\ud800-\udfff]+")
 REQUESTS_LETTER = re.compile("[!-~]")
-
-
-def followed(name: str) -> Any:
-    """Return a method of str that works on the printed text; there the request's text alone is unchanged."""
-    method = getattr(str, name)
-    return lambda self, *arguments: Own.read(method(self.printed, *arguments))
 
 
 def plain(text: str) -> str:
@@ -57,10 +48,6 @@ def plain(text: str) -> str:
 
 class SpecialTokens:
     """The added tokens of a vocabulary, kept apart from text that spells them."""
-
-    def __init__(self, added: Iterable[str]) -> None:
-        tokens = [token for token in added if len(token) > 1 and token.strip(BLANKS)]
-        self._pattern = re.compile(longest_of(tokens) if tokens else "(?!)")
 
     def cut(self, prompt: str, trace: str) -> list[str]:
         """Return the prompt, cut inside each special token that has a character of the request.
@@ -82,17 +69,22 @@ class SpecialTokens:
         texts.append(prompt[start:])
         return texts
 
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def __init__(self, added: Iterable[str]) -> None:
+        tokens = [token for token in added if len(token) > 1 and token.strip(BLANKS)]
+        self._pattern = re.compile(longest_of(tokens) if tokens else "(?!)")
+
 
 class Own(str):
     """A text of the template: it compares as it reads, and prints in the template's own alphabet."""
 
-    def __init__(self, text: str, printed: str = "") -> None:
-        self.printed = printed or text.translate(ALPHABET)
+    printed: str
 
     def __new__(cls, text: str, printed: str = "") -> "Own":
-        return super().__new__(cls, text)
-
-    strip, lstrip, rstrip, replace = map(followed, ("strip", "lstrip", "rstrip", "replace"))
+        own = super().__new__(cls, text)
+        own.printed = printed or text.translate(ALPHABET)
+        return own
 
     @classmethod
     def read(cls, value: Any) -> Any:
@@ -101,19 +93,21 @@ class Own(str):
             return cls(plain(value), value)
         return value
 
-    def __add__(self, other: Any) -> "Own":
-        return Own(super().__add__(other), self.printed + str(other))
+    def __add__(self, other: Any) -> Any:
+        return self.read(self.printed + str(other))
 
     def __str__(self) -> str:  # Jinja prints this, and joins it with ~
         return self.printed
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
-    def __radd__(self, other: str) -> "Own":
-        return Own(other + plain(self.printed), other + self.printed)
+    def __radd__(self, other: str) -> Any:
+        return self.read(other + self.printed)
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+BLANKS = " \t\r\n▁"  # some vocabularies have runs of blanks as added tokens, which control nothing
 
 
 def longest_of(words: Iterable[str]) -> str:
@@ -127,3 +121,13 @@ def longest_of(words: Iterable[str]) -> str:
     ends_here = endings.pop("", [])
     branches = [re.escape(character) + longest_of(longer) for character, longer in endings.items()]
     return f"(?:{'|'.join(branches + ends_here)})"  # the shortest word, "", comes last
+
+
+def followed(name: str) -> Any:
+    """Return a method of str that works on the printed text; there the request's text alone is unchanged."""
+    method = getattr(str, name)
+    return lambda self, *arguments: Own.read(method(self.printed, *arguments))
+
+
+for method in ("strip", "lstrip", "rstrip", "replace"):
+    setattr(Own, method, followed(method))

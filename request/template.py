@@ -36,7 +36,7 @@ from jinja2.visitor import NodeTransformer
 
 from request.messages import Message, Messages, arguments_as_text, paragraphs
 from request.refusals import BadInput, unsupported
-from request.special_tokens import ALPHABET, Own, plain
+from request.special_tokens import ALPHABET, Own
 from request.tools import Tool, as_json
 from sse import Object
 
@@ -126,11 +126,8 @@ class ChatTemplate:
     def _fill(
         self, messages: Messages, tools: Tools, now: datetime, kwargs: Object, traced: bool = False
     ) -> str:
-        template, own, read = self._forms[traced]
-        told = [
-            _with_reasoning(message) | {"role": own(message["role"]), "content": read(message["content"])}
-            for message in messages
-        ]
+        template, own = self._forms[traced]
+        told = [_with_reasoning(message) | {"role": own(message["role"])} for message in messages]
         variables = {
             **{name: own(token) for name, token in self.tokens.items()},
             **kwargs,
@@ -161,8 +158,8 @@ class ChatTemplate:
             tracing = Tracing()
             traced = tracing.visit(copy.deepcopy(tree))  # Jinja folds the constants of what it compiles
             traced = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
-            # By `traced`: the template, and what a role or a token, and a content, is to it.
-            self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str, plain), (traced, Own, Own.read)]
+            # By `traced`: the template, and what a role or a token is to it.
+            self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str), (traced, Own)]
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import sse
-from channels import Accepted, Arguments, Call, Close, Finish, Output
+from channels import Arguments, Call, Close, Finish, WorkerOutput
 from request.tools import Tool, tool_called
 
 
@@ -35,8 +35,17 @@ class Restorer:
         self._arguments: list[str] = []  # of that call, as the model wrote them
         self._broken = ""  # the name in the last call that cannot be run
 
-    def feed(self, output: Accepted | Output | Finish) -> Iterator[Accepted | Output | Finish]:
-        """Yield the outputs that the client gets. A call that cannot be run fails the answer: rule 3."""
+    def feed(self, output: WorkerOutput) -> Iterator[WorkerOutput]:
+        """Yield the outputs that the client gets."""
+        if self._call or self._broken or isinstance(output, Call):
+            yield from self._restored(output)
+        else:
+            yield output
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def _restored(self, output: WorkerOutput) -> Iterator[WorkerOutput]:
+        """Yield the outputs from the first call on. A call that cannot be run fails the answer: rule 3."""
         call = self._call
         if isinstance(output, Arguments):
             self._arguments.append(output.text)

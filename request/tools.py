@@ -1,9 +1,8 @@
 """Tools: the client's tools, their definitions for the model, the allowed calls, the form of the answer.
 
     tools                           --read_tool()---> echo, [Tool, ...]
-    tool_choice                     --tool_choice()-> ToolChoice            all three
-    text.format or response_format  --text_format()-> schema                --structured_output()-->
-                                                                            StructuredOutput or None
+    tool_choice                     --tool_choice()-> StructuredOutput      all three --demands()-->
+    text.format or response_format  --text_format()-> schema                fields of Request
     Tool --Tool.definition()--> the definition of a function, for the chat template
 
 Authority: https://platform.openai.com/docs/guides/function-calling (custom tools, namespaces, tool_choice,
@@ -26,7 +25,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from request.refusals import BadInput, shown, unsupported, wrong_value
 from request.validation import Place, boolean, list_of, mapping, members, one_of, place, refused, string, text
@@ -38,9 +37,21 @@ MAX_TOOLS = 128
 CLIENT_TOOLS = ("function", "custom")
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}}  # if the client has left them out
 Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_QUALIFIED_NAME = 130  # characters of Tool.qualified_name: two names, and "__" between them
+MAX_GRAMMAR = 2**16  # characters
 
 
 # --- a tool -------------------------------------------------------------------------------------------------
+
+
+def flat(value: Any, path: str) -> Place:
+    """Return an object with its members beside its type: rule 1."""
+    given = place(value, path)
+    type_ = str(given.members.get("type"))
+    if given.members.get(type_) is None:
+        return given
+    return Place(given.need(type_, mapping) | {"type": type_}, f"{path}.{type_}")
 
 
 class Grammar(NamedTuple):
@@ -61,8 +72,6 @@ class Tool(NamedTuple):
     strict: bool = False  # held to `parameters`; else what of them cannot be enforced is passed over
     custom: bool = False
     grammar: Grammar | None = None  # a custom tool's; None: it takes any text
-
-    # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     @property
     def qualified_name(self) -> str:
@@ -87,105 +96,12 @@ class Tool(NamedTuple):
 
     def definition(self) -> Object:
         """Return the tool as chat templates take it: always a function, and one that has a description."""
-        function: Object = {"name": self.qualified_name, "description": self.description or ""}
-        function["parameters"] = self.schema() or NO_PARAMETERS  # templates iterate over the properties
+        function = {
+            "name": self.qualified_name,
+            "description": self.description or "",
+            "parameters": self.schema() or NO_PARAMETERS,  # templates iterate over the properties
+        }
         return {"type": "function", "function": function}
-
-
-# --- tools of a request -------------------------------------------------------------------------------------
-
-
-class DeclaredTool(NamedTuple):
-    """One entry of `tools`, read."""
-
-    echo: Object  # the entry as the response object repeats it
-    tools: list[Tool]  # the tools that the model may call: a namespace has several, any other type none
-
-
-# --- tool_choice --------------------------------------------------------------------------------------------
-
-
-class ToolChoice(NamedTuple):
-    calls: Calls
-    allowed: list[Tool]  # the tools that may be called
-    named: bool = False  # it names one tool, which must be called once
-
-
-# --- what the answer must be --------------------------------------------------------------------------------
-
-
-class StructuredOutput(NamedTuple):
-    """What the answer must be, after the reasoning."""
-
-    calls: Calls
-    tools: tuple[Tool, ...] = ()  # that may be called
-    one_call: bool = False  # at most one
-    schema: Schema | None = None  # the schema of the text; None: any text
-    schema_path: str = ""  # the place of `schema` in the request, if it has one
-
-
-def tool_choice(by_name: ByName, value: Any) -> ToolChoice:
-    """Return whether tools may or must be called, and which; raises BadInput."""
-    if isinstance(value, str):
-        choice = ToolChoice(one_of(*get_args(Calls))(value, "tool_choice"), [*by_name.values()])
-    else:
-        given = flat(value, "tool_choice")
-        type_ = given.need("type", text)
-        if type_ in CLIENT_TOOLS:
-            choice = ToolChoice("required", _referred(by_name, value, "tool_choice"), named=True)
-        elif type_ == "allowed_tools":
-            lists = given.need("tools", list_of(partial(_referred, by_name), MAX_TOOLS))
-            mode = given.need("mode", one_of("auto", "required"))
-            choice = ToolChoice(mode, [tool for tools in lists for tool in tools])
-        else:
-            why = f"This server runs no tools, so none can be forced: {shown(type_)}"
-            raise unsupported("tool_choice.type", why)
-    if choice.allowed:
-        return choice
-    if choice.calls == "required":
-        raise wrong_value("tool_choice", "functions or custom tools to choose from", value)
-    return ToolChoice("none", [])
-
-
-def structured_output(
-    tools: ByName, choice: ToolChoice, format_: Object, path: str, parallel: bool
-) -> StructuredOutput | None:
-    """Return what to enforce, None if the model may say anything. Raises BadInput.
-
-    `format_` is the result of text_format() for the text, {} for none; `path` is the place of its schema.
-    """
-    schema = format_.get("schema")
-    if format_.get("type") == "json_object":
-        schema = schema or {"type": "object"}
-    # Without a grammar if the model may answer freely: all calls that it could write may come.
-    held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.allowed]
-    if schema is None and (choice.calls == "none" or (choice.calls == "auto" and not held)):
-        return None
-    for tool in choice.allowed:
-        if tool.schema().get("type", "object") != "object":
-            why = f"Invalid schema for '{tool.qualified_name}': expected a schema of type object."
-            raise BadInput(why, param="tools", code="invalid_json_schema")
-    one_call = choice.named or not parallel
-    return StructuredOutput(choice.calls, tuple(choice.allowed), one_call, schema, path)
-
-
-# --- the fold: a plain streamed request passes what stands above --------------------------------------------
-
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-MAX_QUALIFIED_NAME = 130  # characters of Tool.qualified_name: two names, and "__" between them
-MAX_GRAMMAR = 2**16  # characters
-
-
-def flat(value: Any, path: str) -> Place:
-    """Return an object with its members beside its type: rule 1."""
-    given = place(value, path)
-    type_ = str(given.members.get("type"))
-    if given.members.get(type_) is None:
-        return given
-    return Place(given.need(type_, mapping) | {"type": type_}, f"{path}.{type_}")
-
-
-# --- a tool -------------------------------------------------------------------------------------------------
 
 
 def identifier(value: Any, path: str) -> Any:
@@ -212,6 +128,14 @@ as_json = partial(json.dumps, ensure_ascii=False)  # as a model reads it: text w
 
 
 # --- tools of a request -------------------------------------------------------------------------------------
+
+
+class DeclaredTool(NamedTuple):
+    """One entry of `tools`, read."""
+
+    echo: Object  # the entry as the response object repeats it
+    tools: list[Tool]  # the tools that the model may call: a namespace has several, any other type none
+
 
 # A function has all of these in the response object: zod schema of github.com/openresponses/openresponses.
 NOT_GIVEN = {"description": None, "parameters": None, "strict": False}
@@ -242,18 +166,17 @@ def read_tool(value: Any, path: str, namespace: str = "") -> DeclaredTool:
         inner = tool.get("tools", list_of(partial(read_tool, namespace=name), MAX_TOOLS), [])
         echo["tools"] = [entry.echo for entry in inner]
         return DeclaredTool(echo, [tool for entry in inner for tool in entry.tools])
-    made = Tool(name, namespace, echo.get("description"))
+    made = Tool(name, namespace, echo.get("description"), custom=type_ == "custom")
     if type_ == "function":
         echo = NOT_GIVEN | echo
-        return DeclaredTool(echo, [made._replace(parameters=echo["parameters"], strict=echo["strict"])])
-    grammar = None
-    if "format" in echo:
+        made = made._replace(parameters=echo["parameters"], strict=echo["strict"])
+    elif "format" in echo:
         input_format = flat(echo["format"], f"{tool.path}.format")
         if input_format.need("type", one_of("text", "grammar")) == "grammar":
             syntax = input_format.need("syntax", one_of("lark", "regex"))
             definition = input_format.need("definition", string(1, MAX_GRAMMAR))
-            grammar = Grammar(syntax, definition, f"{input_format.path}.definition")
-    return DeclaredTool(echo, [made._replace(custom=True, grammar=grammar)])
+            made = made._replace(grammar=Grammar(syntax, definition, f"{input_format.path}.definition"))
+    return DeclaredTool(echo, [made])
 
 
 def read_client_tool(value: Any, path: str) -> DeclaredTool:
@@ -268,17 +191,51 @@ def read_client_tool(value: Any, path: str) -> DeclaredTool:
 # --- tool_choice --------------------------------------------------------------------------------------------
 
 
-def _referred(by_name: ByName, value: Any, path: str) -> list[Tool]:
+class StructuredOutput(NamedTuple):
+    """What the answer must be, after the reasoning; tool_choice() leaves the text free."""
+
+    calls: Calls
+    tools: tuple[Tool, ...] = ()  # that may be called
+    one_call: bool = False  # at most one; tool_choice names it
+    schema: Schema | None = None  # the schema of the text; None: any text
+    schema_path: str = ""  # the place of `schema` in the request, if it has one
+
+
+def tool_choice(by_name: ByName, value: Any) -> StructuredOutput:
+    """Return whether tools may or must be called, and which; raises BadInput."""
+    if isinstance(value, str):
+        calls = one_of("none", "auto", "required")(value, "tool_choice")
+        choice = StructuredOutput(calls, tuple(by_name.values()))
+    else:
+        given = flat(value, "tool_choice")
+        type_ = given.need("type", text)
+        if type_ in CLIENT_TOOLS:
+            choice = StructuredOutput("required", _referred(by_name, value, "tool_choice"), one_call=True)
+        elif type_ == "allowed_tools":
+            lists = given.need("tools", list_of(partial(_referred, by_name), MAX_TOOLS))
+            mode = given.need("mode", one_of("auto", "required"))
+            choice = StructuredOutput(mode, sum(lists, ()))
+        else:
+            why = f"This server runs no tools, so none can be forced: {shown(type_)}"
+            raise unsupported("tool_choice.type", why)
+    if choice.tools:
+        return choice
+    if choice.calls == "required":
+        raise wrong_value("tool_choice", "functions or custom tools to choose from", value)
+    return StructuredOutput("none")
+
+
+def _referred(by_name: ByName, value: Any, path: str) -> tuple[Tool, ...]:
     """Return the tool that a reference names; raises BadInput for a tool that a server would run itself."""
     given = flat(value, path)
     type_ = given.need("type", text)
     if type_ not in CLIENT_TOOLS:
-        return []
+        return ()
     name = called_name(given)
     tool = by_name.get(name)
     if tool is None or tool.custom != (type_ == "custom"):
         raise wrong_value("tool_choice", "the type and name of one of 'tools'", name)
-    return [tool]
+    return (tool,)
 
 
 # --- what the answer must be --------------------------------------------------------------------------------
@@ -291,3 +248,49 @@ def text_format(value: Any, path: str) -> Object:
         given.need("name", identifier)
         given.need("schema", mapping)
     return dict(check_members(*given))
+
+
+def structured_output(
+    tools: ByName, choice: StructuredOutput, values: Object, schema_path: str
+) -> StructuredOutput | None:
+    """Return what to enforce, None if the model may say anything. Raises BadInput."""
+    form = values["response_format"]
+    schema = form.get("schema")
+    if form["type"] == "json_object":
+        schema = schema or {"type": "object"}
+    # Without a grammar if the model may answer freely: all calls that it could write may come.
+    held = [tool for tool in tools.values() if tool.strict or tool.grammar or tool not in choice.tools]
+    if schema is None and (choice.calls == "none" or (choice.calls == "auto" and not held)):
+        return None
+    for tool in choice.tools:
+        if tool.schema().get("type", "object") != "object":
+            why = f"Invalid schema for '{tool.qualified_name}': expected a schema of type object."
+            raise BadInput(why, param="tools", code="invalid_json_schema")
+    one_call = choice.one_call or not values["parallel_tool_calls"]
+    return choice._replace(one_call=one_call, schema=schema, schema_path=schema_path)
+
+
+# --- all three ----------------------------------------------------------------------------------------------
+
+
+def demands(values: Object, brought: list[DeclaredTool], schema_path: str) -> Object:
+    """Return the fields of a Request that tools, tool_choice and the format of the text decide.
+
+    `values` are parameters by chat's names; `brought`: tools of items; `schema_path`: the place of the text's
+    schema in the body. Raises BadInput.
+    """
+    names = [tool.qualified_name for entry in values["tools"] for tool in entry.tools]
+    if len({*names}) < len(names):
+        raise wrong_value("tools", "every name once", names)
+    # The request's own come first; of one name we take its own, else the newest.
+    entries = [*values["tools"], *brought, *values["tools"]]
+    tools = {tool.qualified_name: tool for entry in entries for tool in entry.tools}
+    choice = tool_choice(tools, values["tool_choice"])
+    not_offered = [entry.echo["type"] for entry in entries if not entry.tools]
+    return {
+        "tools": [tool.definition() for tool in tools.values()],
+        "called": {} if choice.calls == "none" else tools,
+        "structured_output": structured_output(tools, choice, values, schema_path),
+        "named_call": choice.one_call,
+        "not_run": values["not_run"] + not_offered,
+    }

@@ -43,12 +43,9 @@ def of_type(value: Any, path: str, expected: str, *types: type) -> Any:
 
 
 boolean = of_type("a boolean", bool)
-whole = of_type("an integer", int)
-real = of_type("a number", int, float)
 text = of_type("a string", str)
 array = of_type("an array", list)
 text_or_array = of_type("a string or an array", str, list)
-text_or_object = of_type("a string or an object", str, dict)
 mapping = of_type("an object", dict)
 
 
@@ -62,8 +59,7 @@ def bounded(
     return value
 
 
-number = partial(bounded, real, pos, "a number")
-integer = partial(bounded, whole, pos, "an integer")
+number = partial(bounded, of_type("a number", int, float), pos, "a number")
 string = partial(bounded, text, len, "a string with a length")
 
 
@@ -82,13 +78,15 @@ class Place(NamedTuple):
     members: Object
     path: str
 
-    def get(self, name: str, check: Check, default: Any) -> Any:
-        """Return a checked member, the default if it is null or empty."""
-        return self.need(name, check) if self.members.get(name) else default
-
     def need(self, name: str, check: Check) -> Any:
         """Return a checked member, which the object must have."""
         return check(self.members.get(name), f"{self.path}.{name}")
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def get(self, name: str, check: Check, default: Any) -> Any:
+        """Return a checked member, the default if it is null or empty."""
+        return self.need(name, check) if self.members.get(name) else default
 
 
 def place(value: Any, path: str) -> Place:
@@ -107,6 +105,9 @@ def one_of(value: Any, path: str, *allowed: str) -> Any:
 
 
 # --- scalars ------------------------------------------------------------------------------------------------
+
+text_or_object = of_type("a string or an object", str, dict)
+integer = partial(bounded, of_type("an integer", int), pos, "an integer")
 
 
 def hint(value: Any, path: str) -> Any:

@@ -33,7 +33,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from channels import Accepted, Finish, Output, Usage
+from channels import Accepted, Finish, Usage, WorkerOutput
 
 log = logging.getLogger("runs")
 
@@ -135,7 +135,7 @@ class Stopwatch:
     has_begun: bool = False
     finish: Finish = BROKEN_OFF  # until the worker reports another
 
-    def note(self, outputs: Sequence[Accepted | Output | Finish]) -> None:
+    def note(self, outputs: Sequence[WorkerOutput]) -> None:
         """Note what a step has brought: the first piece, and how the run ends."""
         for output in outputs:
             if isinstance(output, Accepted):

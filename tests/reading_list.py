@@ -6,8 +6,8 @@
     python tests/reading_list.py --write     puts them into docs/reading.md; test_walkthrough.py checks that
 
 The server is the real one, in this process, with the tiny model and NumpyOps; a thread of it is the client.
-Above a fold stand the functions that the request calls, and what declares their values: types, tables, the
-`__init__` of what lives longer than a request. What runs at the start and at the end of the server is below.
+Above a fold stand the functions that the request calls, and what declares their values. Tables of which it
+uses a few rows are below, such as those of the parameters, and what runs when the server starts or ends.
 """
 
 import ast

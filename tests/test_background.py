@@ -21,8 +21,8 @@ from channels import Accepted, Compaction, Delta, Finish, Take, TokenLogprob, Us
 from event_log import FRAMES_A_READ, EventLog, encode_event
 from helpers import laws
 from helpers.limits import PATIENCE_S
-from jobs import UNFINISHED, Job, Said
-from request import params
+from jobs import UNFINISHED, Job
+from request import items, params
 from request.refusals import BadInput
 from responses import Builder
 from service.metrics import Metrics, Stopwatch
@@ -38,7 +38,7 @@ FULL = "PRAGMA max_page_count = 1"  # SQLite's own limit: as much as there is, a
 NOT_FULL = "PRAGMA max_page_count = 1000000"
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 
-Says = Callable[[], AsyncIterator[Said]]
+Says = Callable[[], AsyncIterator[items.Said]]
 numbers = itertools.count()
 
 
@@ -108,7 +108,7 @@ async def started(registry: Registry, row: Row, says: Says) -> EventLog:
     return job.log
 
 
-async def hello() -> AsyncIterator[Said]:
+async def hello() -> AsyncIterator[items.Said]:
     yield Delta("final", "Hello")
     yield DONE
 
@@ -121,7 +121,7 @@ class Held:
         self.runs = asyncio.Event()
         self.go_on = asyncio.Event()
 
-    async def __call__(self) -> AsyncIterator[Said]:
+    async def __call__(self) -> AsyncIterator[items.Said]:
         yield Delta("analysis", "Hm.")
         yield Delta("final", "Hel")
         self.runs.set()
@@ -202,7 +202,7 @@ async def test_a_reader_gets_what_waits_in_pieces() -> None:
 NOT_UTF_8 = Delta("final", "x", (TokenLogprob("\ud800", -1, b"x"),))  # half a surrogate pair
 
 #   how a run ends            what it says or raises last        status        of the error message
-ENDS: dict[str, tuple[Said | Exception | None, str, str | None]] = {
+ENDS: dict[str, tuple[items.Said | Exception | None, str, str | None]] = {
     "completes":              (DONE,                             "completed",  None),
     "is cut":                 (Finish("length", Usage(3, 1)),    "incomplete", None),
     "fails":                  (Finish("failed", message="Gone"), "failed",     "Gone"),
@@ -219,7 +219,7 @@ async def test_how_a_run_ends(how: str, in_background: bool) -> None:
     """Bugs of others: runs without an end, readers that wait for ever (BUGS.md)."""
     last, status, error = ENDS[how]
 
-    async def says() -> AsyncIterator[Said]:
+    async def says() -> AsyncIterator[items.Said]:
         yield Delta("final", "Hel")
         if isinstance(last, Exception):
             raise last
@@ -307,7 +307,7 @@ async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "MAX_RUNNING", 1)
     order: list[str] = []
 
-    async def says(name: str) -> AsyncIterator[Said]:
+    async def says(name: str) -> AsyncIterator[items.Said]:
         order.append(name)
         yield DONE
 
@@ -478,7 +478,7 @@ async def test_what_the_builder_cannot_end_ends_all_the_same(in_background: bool
     def seal(type: str, text: str) -> str:
         raise ZeroDivisionError(type, text)
 
-    async def thinks() -> AsyncIterator[Said]:
+    async def thinks() -> AsyncIterator[items.Said]:
         yield Delta("analysis", "Hm.")
         yield DONE
 

@@ -149,7 +149,7 @@ def test_without_keys_only_who_knows_the_address_is_served(host: str) -> None:
     """Bug: a page of evil.com, whose name suddenly points to this machine, had it compute (DNS rebinding)."""
     page = {"host": host, "origin": f"http://{host}", "content-type": "text/plain", "content-length": "2"}
     for path in ("/v1/models", "/metrics", "/health", "/"):
-        scope = {"type": "http", "method": "GET", "path": path, "visit": Visit(Rooms(1), "")}
+        scope = {"type": "http", "method": "GET", "path": path, "visit": Visit(Rooms(1, 2**20, False), "")}
         for names, status in zip(
             ({"localhost"}, {"localhost", "example.org"}), TABLE["hosts"][host], strict=True
         ):
@@ -266,7 +266,7 @@ def api_of(workers: SlowWorkers) -> Api:
 async def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
     """Bug: those of other owners had none."""
     chat_body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 2**16}]}).encode()
-    workers, rooms = SlowWorkers(), Rooms(100)
+    workers, rooms = SlowWorkers(), Rooms(100, 2**20, False)
     visits = [Visit(rooms, owner) for owner in "mmmmmmmmmmy"]
     asked = [api_of(workers)._prompt(parsed(chat_body, visit), visit, api.CHAT) for visit in visits]
     tasks = [asyncio.create_task(each) for each in asked]
@@ -281,7 +281,7 @@ async def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -
     row = Row("resp_1", "", 0, 1, False, False, False, "{}", "[]", "completed", '{"output": []}')
 
     async def small_after(**members: str) -> bool:
-        workers, visit = SlowWorkers(), Visit(Rooms(100), "")
+        workers, visit = SlowWorkers(), Visit(Rooms(100, 2**20, False), "")
         text = json.dumps({"model": "m", "input": "hi"} | members).encode()
         begin = api_of(workers).begin(parsed(text, visit), visit, memory={"resp_1": row})
         beginning = asyncio.create_task(begin)

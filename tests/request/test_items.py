@@ -73,7 +73,7 @@ def test_an_item_says_which_response_it_is_of(prefix: str) -> None:
 @pytest.mark.bug("F14")
 def test_a_response_is_looked_up_once_and_only_if_it_is_named() -> None:
     references = [{"type": "item_reference", "id": item["id"]} for item in OUTPUT]
-    assert resolved(references) == ([], OUTPUT, [KEPT])
+    assert resolved(references) == ([], OUTPUT, {KEPT})
     assert resolved([QUESTION | {"id": "msg_2"}], KEPT)[0] == [QUESTION, *OUTPUT]
 
 

@@ -63,7 +63,7 @@ def test_what_a_template_renders_is_read_back(text: str) -> None:
     """A custom call in the history is written as the model would write it now."""
     call = {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": text}
     output = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"}
-    messages, *_ = from_responses([{"role": "user", "content": "hi"}, call, output], None, [])
+    messages = from_responses([{"role": "user", "content": "hi"}, call, output], None, []).messages
     prompt = scripted.TEMPLATES["hermes"].render(messages, [PATCH.definition()], datetime(2026, 1, 1))
     written = prompt[prompt.rindex("<tool_call>") : prompt.rindex("</tool_call>") + len("</tool_call>")]
     restorer, parser = Restorer(TOOLS), Parser(DIALECTS["hermes"])
@@ -107,7 +107,7 @@ def test_what_the_model_is_told() -> None:
 @pytest.mark.parametrize("row", TABLE["told"], ids=lambda row: row["function"])
 def test_told_as_calls_of_functions(row: Json) -> None:
     """It was a 400, and the end of the session."""
-    (turn, *outcome), *_ = from_responses(row["items"], None, [])
+    turn, *outcome = from_responses(row["items"], None, []).messages
     (said,) = turn["tool_calls"]
     assert said["function"] == {"name": row["function"], "arguments": row["arguments"]}
     told = {"role": "tool", "tool_call_id": said["id"], "name": row["function"]}
@@ -146,7 +146,7 @@ def test_images_are_refused_by_their_place_or_told_of(item: Json, param: str) ->
         from_responses([before, item], None, [])
     assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")
     assert "--images placeholder" in refusal.value.message
-    told, *_ = from_responses([before, *with_image_texts([item])], None, [])
+    told = from_responses([before, *with_image_texts([item])], None, []).messages
     assert IMAGE_TEXT in str(told)
 
 
