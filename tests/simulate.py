@@ -219,7 +219,8 @@ class Connection:
         finally:
             took_s = self.world.now - self.left_at
             self.world.law(took_s < MAX_SILENCE_S or self.world.is_slow, self.label, "left", took_s, "s ago")
-            self.world.tell(self.label, "->", self.status or "cut", "" if self.is_whole else "(not whole)")
+            how = "" if self.is_whole else "(not whole)"
+            self.world.tell(self.label, "->", self.status or "cut", how, self.request_id)
             self._end()
             if self.request_id and not self.is_outlived:
                 self.world.gone.add(self.request_id)
@@ -595,6 +596,7 @@ class Clients:
 
         def say(type: str, **members: Any) -> None:
             data = json.dumps({"type": type, **members}).encode()
+            world.tell(connection.label, "says", data.decode()[:200])
             connection.messages.put_nowait({"type": "websocket.receive", "bytes": data})
 
         newest = dict[str, str]()  # response of a lane
@@ -608,6 +610,8 @@ class Clients:
             event = json.loads(text)
             lane, type_, response = event.get("stream_id", ""), event["type"], event.get("response", {})
             of_lane = {"stream_id": lane, "previous_response_id": response.get("id")}
+            if response or "steer" in type_ or type_ == "error":
+                world.tell(connection.label, "hears in lane", lane, type_, response.get("id", ""))
             n_ended += type_ == "error" or response.get("status") in TERMINAL
             if type_ == "error":  # what it continues may be forgotten, or too long; "no": an upstream's
                 known = ("previous_response_not_found", "context_length_exceeded", "no")
@@ -924,7 +928,8 @@ def outcomes(seeds: list[int], n_at_once: int = 1, *args: Any) -> Iterator[Json]
 
     def begin(seed: int) -> Any:
         reading, writing = fork.Pipe(duplex=False)
-        fork.Process(target=lambda: writing.send(run(seed, *args))).start()
+        # A daemon: the end of this process does not wait for what it will not read.
+        fork.Process(target=lambda: writing.send(run(seed, *args)), daemon=True).start()
         writing.close()
         return reading
 

@@ -448,7 +448,9 @@ class SimEngine(engine.Engine):
 
         def check_and_feed(step: engine.StepOutput) -> bool:
             for token in step.tokens:
-                WORLD.law(token.token_id == next(expected, -1), "other tokens than alone")
+                past = f"preempted {sequence.n_preemptions} times, {sequence.n_cached} tokens from the cache"
+                is_right = token.token_id == next(expected, -1)
+                WORLD.law(is_right, "other tokens than alone:", sequence.request_id, past)
             return on_step(step)
 
         try:
