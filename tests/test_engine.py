@@ -25,12 +25,6 @@ def engine() -> Iterator[WatchedEngine]:
         yield running
 
 
-def test_text_is_the_models(engine: Engine) -> None:
-    """What the forward pass says without an engine."""
-    asked = endless(50, 20)
-    assert alone(engine, asked).ids == engines.tiny().greedy(asked.prompt, 20)
-
-
 # ---- Who leaves, and who runs when -------------------------------------------------------------------------
 
 
