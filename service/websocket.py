@@ -154,13 +154,16 @@ class Connection:
         parent_id = steer.get("previous_response_id")
         lane = next((each for each in self.lanes.values() if each.response_id == parent_id), lane)
         job = lane.job
+        items = list[Item]()
+        with suppress(BadInput):
+            items = params.input_items(steer.get("input"), "input")
         if lane.response_id != parent_id:
             code = "response_not_found"
         elif not job:
             code = "response_already_completed"
         elif len(self.steers.get(parent_id, ())) == MAX_STEERS:
             code = "too_many_pending_steers"
-        elif not isinstance(steer.get("input"), str | list):
+        elif not items:
             code = "invalid_input"
         else:
             steer["id"] = new_id("steer")

@@ -183,7 +183,7 @@ def test_far_too_large(client: ClientConnection, n_fragments: int) -> None:
 # --- steering -----------------------------------------------------------------------------------------------
 
 
-def steer(client: ClientConnection, id: Any, said: str = "Stop now.") -> None:
+def steer(client: ClientConnection, id: Any, said: Any = "Stop now.") -> None:
     client.send(json.dumps({"type": "response.steer", "previous_response_id": id, "input": said}))
 
 
@@ -262,17 +262,17 @@ def test_a_response_is_not_steered(client: ClientConnection) -> None:
     send(client, RUNS | {"stream_id": "a", "max_output_tokens": 100})
     created = json.loads(client.recv(PATIENCE_S))
     id_ = created["response"]["id"]
-    client.send(json.dumps({"type": "response.steer", "previous_response_id": id_, "input": 5}))
+    wrong: list[Any] = [5, [], ["Stop now."]]
+    for what in wrong:
+        steer(client, id_, what)
     events = [created, *received(client)]
     assert events[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    (failed,) = [event for event in events if event["type"] == "response.steer.failed"]
-    assert (failed["error"]["code"], failed["steer"]["input"]) == ("invalid_input", 5)
     steer(client, id_)
     events.append(json.loads(client.recv(PATIENCE_S)))
-    assert events[-1]["type"] == "response.steer.failed"
-    assert events[-1]["steer"] == {"input": "Stop now.", "previous_response_id": id_}
-    why = events[-1]["error"]
-    assert (why["type"], why["code"]) == ("invalid_request_error", "response_already_completed")
+    failed = [event for event in events if event["type"] == "response.steer.failed"]
+    told = [(event["steer"]["input"], event["error"]["code"]) for event in failed]
+    assert told == [*((what, "invalid_input") for what in wrong), ("Stop now.", "response_already_completed")]
+    assert failed[-1]["error"]["type"] == "invalid_request_error"
     assert {event["stream_id"] for event in events} == {"a"}
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
 
