@@ -44,7 +44,7 @@ class Mutant(NamedTuple):
     undoes: str
     old: str
     new: str
-    test: str
+    test: str = ""  # "": explore.py or simulate.py finds it
 
     def __str__(self) -> str:
         return f"{self.file}: {self.undoes}: {self.test}"
@@ -54,8 +54,8 @@ class Mutant(NamedTuple):
         return self.module if self.module.endswith(".cu") else f"{self.module}.py"
 
 
-def mutants() -> Iterator[Mutant]:
-    rows = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text(encoding="utf-8"))
+def mutants(file: str = "mutants.toml") -> Iterator[Mutant]:
+    rows = tomllib.loads((ROOT / "tests" / file).read_text(encoding="utf-8"))
     for module, changes in rows.items():
         yield from (Mutant(module, **change) for change in changes)
 

@@ -36,7 +36,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -980,9 +979,7 @@ def plant(mutant: Mutant, n_seeds: int) -> str:
 
 def planted() -> Iterator[Mutant]:
     """Yield bugs that a run should find: those of planted.toml, and those of the life of responses."""
-    rows = tomllib.loads((ROOT / "tests/planted.toml").read_text(encoding="utf-8"))
-    for module, changes in rows.items():
-        yield from (Mutant(module, **change, test="planted") for change in changes)
+    yield from mutants("planted.toml")
     yield from (each for each in mutants() if each.module in LIFE)
 
 
