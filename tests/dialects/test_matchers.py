@@ -21,14 +21,9 @@ from dialects.json_schema import BadGrammar
 from dialects.matcher_process import MAX_BYTES, MAX_COMPILE_S
 from dialects.matchers import N_CHECKS, Constraint, Grammars, Mask
 from dialects.structured_output import AnswerGrammar, answer_grammar
-from helpers.grammars import Followed
+from helpers.grammars import Followed, costly
 from helpers.serving import TINY, Json, http_bytes, serve, until
 from request.tools import StructuredOutput
-
-
-def costly(multiple: int = 99_999_989) -> Json:
-    """Compiling it takes minutes, and gigabytes."""
-    return {"type": "integer", "multipleOf": multiple, "minimum": -1e15, "maximum": 1e15}
 
 
 @pytest.fixture

@@ -26,6 +26,11 @@ def grammars_of(tokenizer: Path = TOKENIZER, vocab_size: int = 2048) -> Grammars
     return STARTED[-1]
 
 
+def costly(multiple: int = 99_999_989) -> dict[str, Any]:
+    """Return a schema that takes minutes to compile, and gigabytes."""
+    return {"type": "integer", "multipleOf": multiple, "minimum": -1e15, "maximum": 1e15}
+
+
 def end_all() -> None:
     """End the processes; whoever asks for a mask again starts them again."""
     for grammars in STARTED:

@@ -193,7 +193,7 @@ def listening(process: subprocess.Popen[str] | forked.Forked, folder: Path) -> s
         return re.findall(r"^listening +(\S+)\n", (folder / "said").read_text(), re.MULTILINE)
 
     until(lambda: bool(urls()) or process.poll() is not None, "it listens", START_S)
-    assert urls(), f"the server ended without listening:\n{(folder / 'log').read_text(encoding='utf-8')}"
+    assert urls(), f"it ended with {process.poll()}:\n{(folder / 'log').read_text(encoding='utf-8')}"
     return urls()[0]
 
 

@@ -333,14 +333,6 @@ def refused_handshake(server: Server, **settings: Any) -> tuple[int, str]:
     return reply.status_code, error["code"]
 
 
-def test_a_page_gives_its_key_as_a_subprotocol(locked: Server) -> None:
-    """A browser lets it set no header, and wants one of the subprotocols that it has offered."""
-    with locked.websocket(subprotocols=["responses", "openai-insecure-api-key.mine"]) as client:
-        assert client.subprotocol == "responses"
-        assert answer(client, ASKED)["status"] == "completed"
-    assert refused_handshake(locked, subprotocols=["openai-insecure-api-key.nope"])[0] == 401
-
-
 def test_a_page_of_another_site_opens_none(server: Server, locked: Server) -> None:
     assert refused_handshake(server, origin=PAGE) == (403, "origin_not_allowed")
     ours, allowed = (server, {"origin": server.url}), (locked, {"origin": PAGE, "additional_headers": MINE})
