@@ -7,13 +7,12 @@ model. Their weights are random, in bfloat16, or MXFP4 where a model has that, a
 zeros is faster. All are views of the same numbers, which no kernel can tell, and so an 8B takes seconds.
 
 The floor of a step is the bytes that it must read (weights once, of experts those that are chosen, the KV
-cache of every sequence) over the bandwidth: of a CPU that of a plain read, measured in the same rounds, of a
-GPU that of its data sheet.
+cache of every sequence) over the bandwidth, that of a plain read, measured in the same rounds.
 
-On a GPU the page says what the check of a start found (devices/check.py). `gpu-parts 1`, `2` and `3` are
-commands of less than ten minutes. A step of one is a process of its own, for an error of CUDA spoils the
-process that it comes in. If a step fails, which each does without a device, the next one runs, and the
-command fails.
+On a GPU the page says what the check of a start found (devices/check.py). `gpu-report` has the time of each
+op of a step as well, in all layers together. `gpu-parts 1`, `2` and `3` are commands of less than ten
+minutes. A step of one is a process of its own, for an error of CUDA spoils the process that it comes in. If a
+step fails, which each does without a device, the next one runs, and the command fails.
 
 Not here: other servers (servers.py); whether the answers are right (tests/gpu, tests/perplexity.py); each
 kernel by itself (nsys and ncu of NVIDIA).
@@ -21,7 +20,6 @@ kernel by itself (nsys and ncu of NVIDIA).
 
 import argparse
 import asyncio
-import importlib
 import itertools
 import json
 import math
@@ -30,23 +28,26 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benches.harness import FOLDER, ROOT, Answer, Case, Figures, figures, report
+from benches.harness import FOLDER, ROOT, Answer, Case, figures, report
 from checkpoint import hub
 from checkpoint.config import Config, parse_config, read_config
 from checkpoint.weights import all_parts, map_tensors, n_weight_bytes
+from devices.cuda import NO_GRAPHS, OPS, PRODUCTS
 from engine import Engine, StepOutput
-from model import NumpyOps
-from sampling import Sampling
+from model import PAGE, NumpyOps, Span
+from sampling import Context, Sampling
 from scheduler import Sequence
 from service.loading import generation_defaults, make_runner, ops_of
 
@@ -57,18 +58,11 @@ N_WORDS = 512  # tokens that every vocabulary has
 SHAPES: dict[str, dict[str, Any]] = json.loads((FOLDER / "shapes.json").read_text(encoding="utf-8"))
 
 ROUNDED = "bfloat16", "int8", "int4"  # as --weights; the other contenders: file, numpy, cuda
-N_READ = 1 << 30  # bytes, to measure the memory of a CPU
-CLOCK, BUS = 36, 37  # kHz and bits: cudaDevAttrMemoryClockRate, cudaDevAttrGlobalMemoryBusWidth
+N_READ = 1 << 29  # bytes, to measure the memory
+N_LAUNCHES = 20  # whose time is taken together
 
+GREEDY = Sampling(temperature=0)
 _random = np.random.default_rng(0)  # no run finds its prompt in a prefix cache
-
-
-class Row(NamedTuple):
-    name: str
-    batch: int
-    n_prompt: int
-    n_new: int  # 1: the row is about the prompt
-    sampling: Sampling = Sampling(temperature=0)
 
 
 # --- models -------------------------------------------------------------------------------------------------
@@ -87,22 +81,24 @@ def random_tensors(config: Config, _: Path) -> dict[str, NDArray[Any]]:
     }
 
 
-def step_bytes(config: Config, batch: int, context: int, packed: float = 1) -> int:
-    """Return what a decoding step reads at least: weights and the KV cache of all sequences.
+def op_bytes(config: Config, batch: int, context: int, packed: float = 1) -> dict[str, float]:
+    """Return what each op of a decoding step reads at least: weights and the KV cache of all sequences.
 
     Of the experts as many are read as rows choose that choose at random; an embedding only if it is the head.
     A layer with a window reads no more of the cache than that. The weights take `packed` times what they take
-    in bfloat16.
+    in bfloat16. What is no matrix is little, and counted with the embedding; `pick` reads what a cache has.
     """
-    total = 0.0
+    op_of = {matrix: op for op, (matrix, _) in PRODUCTS.items()} | {"embed": "logits", "router": "experts"}
+    found: dict[str, float] = defaultdict(float, embed=0, pick=0)
     for part in all_parts(config):
-        n_bytes = math.prod(part.shape) * (1 if part.is_mxfp4 else 2)
+        n_bytes = packed * math.prod(part.shape) * (1 if part.is_mxfp4 else 2)
         if config.experts and ".experts." in part.name:
-            total += n_bytes * (1 - (1 - config.experts.n_chosen / config.experts.n) ** batch)
+            found["experts"] += n_bytes * (1 - (1 - config.experts.n_chosen / config.experts.n) ** batch)
         elif part.field != "embed" or config.tied:
-            total += n_bytes
+            found[op_of.get(part.field, "embed")] += n_bytes
     n_seen = sum(min(context, window or context) for window in config.windows)
-    return round(total * packed) + 4 * batch * n_seen * config.n_kv_heads * config.head_dim
+    found["attend"] = 4 * batch * n_seen * config.n_kv_heads * config.head_dim
+    return {op: found[op] for op in OPS if op in found}
 
 
 def load(contender: str, directory: Path, config: Config, length: int, max_batch: int) -> Any:
@@ -126,12 +122,42 @@ def bandwidth_of_cpu() -> float:
         return N_READ / (time.perf_counter() - began)
 
 
-def bandwidth_of_gpu() -> float:
-    attribute = importlib.import_module("cupy").cuda.runtime.deviceGetAttribute
-    return float(2e3 * attribute(CLOCK, 0) * attribute(BUS, 0) / 8)  # two transfers a cycle
+def op_times(stream: Any, launches: Iterable[Callable[[], Any]]) -> list[float]:
+    """Return the µs that each launch takes on a GPU."""
+    times = []
+    for launch in launches:
+        stream.synchronize()
+        began = time.perf_counter()
+        for _ in range(N_LAUNCHES):
+            launch()
+        stream.synchronize()
+        times.append(1e6 * (time.perf_counter() - began) / N_LAUNCHES)
+    return times
 
 
-def speed(engine: Engine, row: Row) -> Figures:
+def bandwidth_of_gpu(cp: Any) -> float:
+    x = cp.zeros(N_READ // 4, "f4")
+    [time_us] = op_times(cp.cuda.get_current_stream(), [x.sum])
+    return 1e6 * N_READ / time_us
+
+
+def op_launches(ops: Any, batch: int, context: int, names: Iterable[str]) -> list[Any]:
+    """Return what launches each op by itself, over all layers of a decoding step, as a CUDA graph."""
+    n = -(-ops.max_seq_len // PAGE)
+    pages = np.arange(batch * n).reshape(batch, n) % ops.n_pages
+    spans = [Span(slot, list(of_slot), [0], context, 1) for slot, of_slot in enumerate(pages)]
+    launches = []
+    with ops._stream:
+        _, step = ops._upload_step(spans, [Context(GREEDY, [], [])] * batch)
+        for name in names:
+            others: Any = dict.fromkeys(OPS.keys() - {name}, lambda *_: None)
+            with patch.multiple(ops, **others):
+                ops._compute(step)  # everything is loaded then
+                launches.append(partial(ops._capture(step).launch, ops._stream))
+    return launches
+
+
+def speed(batch: int, n_prompt: int, n_new: int, sampling: Sampling, engine: Engine) -> list[float]:
     """Return tokens a second: of the prompt if one token is said, else of all answers after the first ones.
 
     The engine is asked for all answers together, as the server asks it.
@@ -147,18 +173,52 @@ def speed(engine: Engine, row: Row) -> Figures:
             assert step.finish != "failed", step.message
             return True
 
-        prompt = _random.integers(N_WORDS, size=row.n_prompt).tolist()
-        await engine.generate(Sequence(prompt, row.n_new, frozenset(), row.sampling), read)
+        prompt = _random.integers(N_WORDS, size=n_prompt).tolist()
+        await engine.generate(Sequence(prompt, n_new, frozenset(), sampling), read)
         answers.append(Answer(asked_at, times, len(times)))
 
     async def together() -> None:
-        await asyncio.gather(*(one() for _ in range(row.batch)))
+        await asyncio.gather(*(one() for _ in range(batch)))
 
     asyncio.run(together())
     found = figures(answers)
-    if row.n_new == 1:
-        return {row.name: 1e3 * row.n_prompt / found["first text, ms"]}
-    return {row.name: found["tokens/s"]}
+    return [1e3 * n_prompt / found["first text, ms"] if n_new == 1 else found["tokens/s"]]
+
+
+def floors(bandwidth: Callable[[], float], batch: int, all_bytes: Iterable[float]) -> list[float]:
+    """Return the tokens a second of a step that reads so many bytes in its ops, and the µs of each op."""
+    at_once = bandwidth()
+    times = [n_bytes / at_once for n_bytes in all_bytes]
+    return [batch / sum(times), *(1e6 * time_s for time_s in times)]
+
+
+def all_cases(args: argparse.Namespace, ops: dict[str, Any], config: Config) -> Iterator[Case]:
+    """Yield a case for each prompt, and for each context and batch: of a step, and of its ops."""
+    first, *_ = ops.values()
+    packed, bandwidth = first.weights.nbytes / n_weight_bytes(config), bandwidth_of_cpu
+    if "cuda" in ops:
+        packed, bandwidth = 1, partial(bandwidth_of_gpu, first._cp)
+    engines = {name: Engine(each) for name, each in ops.items()}
+    for n in args.prompts:
+        yield Case([f"prompt of {n}, tokens/s"], engines, partial(speed, 1, n, 1, GREEDY))
+    for context, batch in itertools.product(args.contexts, args.batches):
+        title = f"{batch} x {context}"
+        of_ops = op_bytes(config, batch, context, packed)
+        lines = [f"decode, {title}, tokens/s"]
+        yield Case(lines, engines, partial(speed, batch, context, args.new, GREEDY))
+        if args.table.get("ops") and NO_GRAPHS not in first.degraded:
+            of_each = [f"{op}, {title}, µs" for op in of_ops]
+            yield Case(
+                of_each,
+                {"cuda": op_launches(first, batch, context, of_ops)},
+                partial(op_times, first._stream),
+            )
+            lines += of_each
+        yield Case(lines, {"floor": of_ops.values()}, partial(floors, bandwidth, batch))
+    own = Sampling(**generation_defaults(config.generation))
+    sampled = partial(speed, batch, context, args.new, own)
+    yield Case([f"sampled, decode, {title}, tokens/s"], engines, sampled)
+    yield Case(["memory, GB/s"], {"floor": bandwidth}, lambda measure: [measure() / 1e9])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -172,29 +232,13 @@ def run(args: argparse.Namespace) -> None:
     sizes = max(*args.prompts, *args.contexts) + args.new + 1, max(args.batches)
     with patch("checkpoint.weights.map_tensors", read):
         ops = {name: load(name, directory, config, *sizes) for name in args.contenders}
-    engines = {name: Engine(each) for name, each in ops.items()}
-    rows = [Row(f"prompt of {n}, tokens/s", 1, n, 1) for n in args.prompts]
-    for context, batch in itertools.product(args.contexts, args.batches):
-        rows.append(Row(f"decode, {batch} x {context}, tokens/s", batch, context, args.new))
-    own = Sampling(**generation_defaults(config.generation))
-    rows.append(rows[-1]._replace(name=f"sampled, {rows[-1].name}", sampling=own))
     first, *_ = ops.values()
-    packed, bandwidth = first.weights.nbytes / n_weight_bytes(config), bandwidth_of_cpu
     about = [f"{name}: {value}." for name, value in (first.about | first.degraded).items()]
     if "cuda" in ops:
-        packed, bandwidth = 1, bandwidth_of_gpu
+        cp = first._cp
+        about.append(f"Driver {cp.cuda.runtime.driverGetVersion()}, CuPy {cp.__version__}.")
         about += [f"{op}: {share:.2%} from plain kernels." for op, share in first.differences.items()]
-
-    def floor(row: Row) -> Figures:
-        n_bytes = step_bytes(config, row.batch, row.n_prompt, packed)
-        return {row.name: row.batch * bandwidth() / n_bytes}
-
-    cases: list[Case] = []
-    for row in rows:
-        cases.append((engines, partial(speed, row=row)))
-        if row.n_new > 1:
-            cases.append(({"floor": row}, floor))
-    report(args, "\n".join([directory.name, *about]), cases)
+    report(args, "\n".join([directory.name, *about]), [*all_cases(args, ops, config)])
 
 
 def run_part(args: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """What all measurements share: rounds, medians and tables, and what the times of answers say.
 
-    [(contenders, measure), ...] --rounds()--> {row: {contender: median}} --table()--> Markdown
+    [Case, ...] --rounds()--> {row: {contender: median}} --table()--> Markdown
 
 Rules of this file:
 1. Contenders take turns in each round: when the machine is busy for a while, it is busy for all of them.
@@ -14,18 +14,21 @@ Not here: what is asked.
 """
 
 import argparse
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+BEGAN_AT = time.monotonic()
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 GOOD_FIRST_MS = 1000
@@ -33,23 +36,28 @@ GOOD_BETWEEN_S = 0.1  # on average
 N_WARM = 2  # ticks, while streams are still being opened
 
 Figures = Mapping[str, float]  # by row of the table
-Case = tuple[Mapping[str, Any], Callable[[Any], Figures]]  # contenders by name, and what measures one of them
-Medians = dict[str, dict[str, float]]  # by row, by contender
+Medians = dict[str, dict[str, float]]  # by row, by contender; NaN: not run
 
 
-def rounds(cases: Sequence[Case], n_rounds: int) -> Medians:
-    """Run all cases n_rounds times and once before, and return the medians."""
-    seen: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for number in range(n_rounds + 1):
-        for contenders, measure in cases:
-            for name, contender in contenders.items():
-                for row, value in measure(contender).items():
-                    line = f"round {number}/{n_rounds}  {row:40} {name:24} {value:.1f}"
-                    print(line, file=sys.stderr)
-                    seen[row, name].append(value)
+class Case(NamedTuple):
+    rows: Sequence[str]  # of the table
+    contenders: Mapping[str, Any]  # by name
+    measure: Callable[[Any], Iterable[float]]  # a contender to its value in each row
+
+
+def rounds(cases: Sequence[Case], n_rounds: int, end_at: float) -> Medians:
+    """Run all cases n_rounds times and once before, as long as there is time, and return the medians."""
+    seen = {(row, name): list[float]() for case in cases for row in case.rows for name in case.contenders}
+    for number, case in product(range(n_rounds + 1), cases):
+        for name, contender in case.contenders.items():
+            if time.monotonic() > end_at:
+                continue
+            for row, value in zip(case.rows, case.measure(contender), strict=False):
+                print(f"round {number}/{n_rounds}  {row:40} {name:24} {value:.1f}", file=sys.stderr)
+                seen[row, name].append(value)
     medians: Medians = defaultdict(dict)
     for (row, name), values in seen.items():
-        medians[row][name] = median(values[1:])
+        medians[row][name] = median(values[1:] or [math.nan])
     return medians
 
 
@@ -59,9 +67,10 @@ def table(medians: Medians) -> Iterator[str]:
     yield f"| median (ratio to the first) | {' | '.join(contenders)} |"
     yield "|---" * (1 + len(contenders)) + "|"
     for row, values in medians.items():
-        first = next(iter(values.values())) or float("nan")
+        first = next(iter(values.values())) or math.nan
         cells = {name: f"{value:#.3g} ({value / first:.2f})" for name, value in values.items()}
-        yield f"| {row} | {' | '.join(cells.get(name, '') for name in contenders)} |"
+        line = f"| {row} | {' | '.join(cells.get(name, '') for name in contenders)} |"
+        yield line.replace("nan (nan)", "not run")
 
 
 def report(args: argparse.Namespace, about: str, cases: Sequence[Case]) -> None:
@@ -69,8 +78,11 @@ def report(args: argparse.Namespace, about: str, cases: Sequence[Case]) -> None:
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    print(f"{date.today()}, commit {commit.stdout.strip()}, {machine}.\n{about}\n")
-    print(*table(rounds(cases, args.repeat)), sep="\n")
+    lines = table(rounds(cases, args.repeat, BEGAN_AT + 60 * args.minutes))
+    page = "\n".join([f"{date.today()}, commit {commit.stdout.strip()}, {machine}.", about, "", *lines])
+    print(page)
+    if args.file:
+        Path(args.file).write_text(f"{page}\n")
 
 
 class Answer(NamedTuple):

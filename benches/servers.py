@@ -35,7 +35,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx2 as httpx
 
-from benches.harness import ROOT, Answer, Case, Figures, figures, prose, report
+from benches.harness import ROOT, Answer, Case, figures, prose, report
 from checkpoint import hub
 
 TEXT = re.compile(rb'"(?:content|reasoning_content|reasoning|delta)": ?"(?!")')  # that is not empty
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
     names = {"model": str(hub.find(args.model or None))}
     servers: dict[str, Server] = {}
 
-    def measure(name: str, row: Row) -> Figures:
+    def measure(name: str, row: Row) -> list[float]:
         is_fresh = "kB a stream" in row.figures  # of a server that has had no streams
         running_one = started(*commands[name], **names) if is_fresh else nullcontext(servers[name])
         with running_one as server:
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
             answers = asyncio.run(together(server, row))
             spent = [after - at for at, after in zip(before, server.spent(), strict=True)]
         found = figures(answers, *spent)
-        return {f"{row.name}, {kind}": found[kind] for kind in row.figures}
+        return [found[kind] for kind in row.figures]
 
     with ExitStack() as stack:
         for name in args.servers:
@@ -167,5 +167,6 @@ def run(args: argparse.Namespace) -> None:
         for row in [Row(*fields) for fields in args.table["rows"]]:
             contenders = {name: name for name in servers if name in (row.servers or servers)}
             if args.only in row.name:
-                cases.append((contenders, partial(measure, row=row)))
+                lines = [f"{row.name}, {kind}" for kind in row.figures]
+                cases.append(Case(lines, contenders, partial(measure, row=row)))
         report(args, args.table["about"], cases)

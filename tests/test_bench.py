@@ -2,7 +2,9 @@
 
 import argparse
 import itertools
+import math
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import cast
 
@@ -10,8 +12,8 @@ import pytest
 
 import bench
 from benches import decoding, servers
-from benches.decoding import SHAPES, load, step_bytes
-from benches.harness import Figures, rounds, table
+from benches.decoding import SHAPES, load, op_bytes
+from benches.harness import Case, rounds, table
 from checkpoint.config import parse_config, read_config
 from checkpoint.weights import n_params, n_weight_bytes
 from devices import check
@@ -42,7 +44,7 @@ def test_cpu(model: str, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> Non
     bench.main(["cpu", "--model", model, *flags])
     rows = printed_rows(capsys)
     decoded = {"decode, 2 x 32, tokens/s", "sampled, decode, 2 x 32, tokens/s"}
-    assert rows.keys() == decoded | {"prompt of 64, tokens/s"}
+    assert rows.keys() == decoded | {"memory, GB/s", "prompt of 64, tokens/s"}
     assert len(rows["decode, 2 x 32, tokens/s"]) == 2  # the floor is one
 
 
@@ -63,7 +65,11 @@ def measured(command: str, names: list[str]) -> set[str]:
     rows = [servers.Row(*row) for row in full["rows"]]
     commands = {name: [path, words.replace("0000", "")] for name, (path, words) in full["servers"].items()}
     settings = {"about": "", "rows": [*map(small, rows)], "servers": commands}
-    servers.run(argparse.Namespace(table=settings, servers=names, model=str(TINY), only="", repeat=1))
+    servers.run(
+        argparse.Namespace(
+            table=settings, servers=names, model=str(TINY), only="", repeat=1, minutes=9, file=""
+        )
+    )
     return {f"{row.name}, {kind}" for row in rows for kind in row.figures}
 
 
@@ -101,15 +107,19 @@ def test_rounds() -> None:
     """Contenders take turns, the first round does not count, and ratios are to the first contender."""
     said: list[list[float]] = []
 
-    def measure(values: list[float]) -> Figures:
+    def measure(values: list[float]) -> list[float]:
         said.append(values)
-        return {"speed": values.pop(0)}
+        return [values.pop(0)]
 
     contenders: dict[str, list[float]] = {"ours": [99, 4, 1, 2], "theirs": [99, 8, 5, 200]}
-    medians = rounds([(contenders, measure)], 3)
+    medians = rounds([Case(["speed"], contenders, measure)], 3, math.inf)
     assert said == [*contenders.values()] * 4
     assert medians == {"speed": {"ours": 2, "theirs": 8}}
     assert list(table(medians))[2] == "| speed | 2.00 (1.00) | 8.00 (4.00) |"
+    assert (
+        list(table(rounds([Case(["speed"], contenders, measure)], 3, 0)))[2]
+        == "| speed | not run | not run |"
+    )
 
 
 # ---- Shapes ------------------------------------------------------------------------------------------------
@@ -124,15 +134,15 @@ def test_shapes_are_those_of_the_models() -> None:
 
 def test_a_row_reads_the_experts_that_it_chooses() -> None:
     config = parse_config(SHAPES["gpt-oss-20b"], {})
-    n_all = step_bytes(config, 10**6, 0)
+    n_all, n_one, n_two = (sum(op_bytes(config, batch, 0).values()) for batch in (10**6, 1, 2))
     assert n_all == n_weight_bytes(config) - 2 * config.vocab_size * config.dim  # without the embedding
-    n_one, n_two = n_all - step_bytes(config, 1, 0), n_all - step_bytes(config, 2, 0)
+    n_one, n_two = n_all - n_one, n_all - n_two
     assert n_two / n_one == pytest.approx(28 / 32)
 
 
 def test_a_step_reads_the_weights_and_what_its_windows_see() -> None:
     config = parse_config(SHAPES["qwen3-0.6b"], {})
-    assert step_bytes(config, 1, 320) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
+    assert sum(op_bytes(config, 1, 320).values()) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
 
 
 # ---- A GPU, which the emulator stands for ------------------------------------------------------------------
@@ -146,17 +156,22 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_gpu_report(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what a check found."""
+def test_gpu_report(capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what a check found, and how long each op takes; the page is in a file as well."""
     monkeypatch.setattr(check, "STEPS", check.STEPS[:1])
     monkeypatch.setattr(check, "N_LAYERS", 1)
-    flags = "--prompts 5 --new 2 --batches 2 --contexts 9 --repeat 1"
+    monkeypatch.setattr(decoding, "N_READ", 1 << 20)
+    monkeypatch.setattr(decoding, "N_LAUNCHES", 1)
+    flags = f"--prompts 5 --new 2 --batches 2 --contexts 9 --repeat 1 --file {tmp_path}/page.md"
     bench.main(["gpu-report", "--model", "dry", *flags.split()])
-    text = capsys.readouterr().out
-    assert "checked on the emulator: 8 ops, largest difference 0." in text
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "checked on the emulator: 9 ops, largest difference 0." in text
+    rows = printed_rows(capsys)
     for op in ("embed", "qkv", "attend", "out", "gate_up", "down", "logits", "pick"):
         assert f"{op}: 0." in text
-    assert "| decode, 2 x 9, tokens/s | " in text
+        time_us, floor_us = (float(cell.partition(" ")[0]) for cell in rows[f"{op}, 2 x 9, µs"])
+        assert floor_us >= 0 < time_us
+    assert len(rows["decode, 2 x 9, tokens/s"]) == 2
 
 
 @pytest.mark.skipif(not cuda_module.missing(), reason="there is a GPU")

@@ -293,7 +293,6 @@ class Emulator:
             runtime=SimpleNamespace(
                 getDeviceProperties=lambda i: PROPERTIES,
                 driverGetVersion=lambda: 13000,
-                deviceGetAttribute=lambda attribute, i: 1000,
             ),
         )
 
