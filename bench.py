@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
         kind = argparse.ArgumentDefaultsHelpFormatter
         command = commands.add_parser(name, help=table["about"], formatter_class=kind)
         command.set_defaults(table=table)
-        for option, default in {"--repeat": 5, "--minutes": 600, "--file": "", **table["options"]}.items():
+        for option, default in {"--repeat": 5, **table["options"]}.items():
             nargs = "+" if isinstance(default, list) else None
             convert = type(default[0] if nargs else default)
             command.add_argument(option, type=convert, nargs=nargs, default=default, help=HELP[option])

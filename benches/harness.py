@@ -78,11 +78,12 @@ def report(args: argparse.Namespace, about: str, cases: Sequence[Case]) -> None:
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    lines = table(rounds(cases, args.repeat, BEGAN_AT + 60 * args.minutes))
+    end_at = BEGAN_AT + 60 * getattr(args, "minutes", math.inf)
+    lines = table(rounds(cases, args.repeat, end_at))
     page = "\n".join([f"{date.today()}, commit {commit.stdout.strip()}, {machine}.", about, "", *lines])
     print(page)
-    if args.file:
-        Path(args.file).write_text(f"{page}\n")
+    if file := getattr(args, "file", ""):
+        Path(file).write_text(f"{page}\n", encoding="utf-8")
 
 
 class Answer(NamedTuple):
