@@ -70,11 +70,11 @@ class Api:
 
     registry: Registry
     secret: bytes  # signs what clients keep for the server
-    done_line: bool = True  # a stream of a response ends with [DONE]
-    temporary: bool = True  # background responses with store=false are accepted, and kept for a while
-    reasoning_events: str = "openai"  # a key of responses.REASONING_EVENTS
-    image_texts: bool = False  # True: the model is told that there was an image; False: images are refused
-    steps: Steps | None = None  # of the local worker's engine, if they are shown
+    done_line: bool  # a stream of a response ends with [DONE]
+    temporary: bool  # background responses with store=false are accepted, and kept for a while
+    reasoning_events: str  # a key of responses.REASONING_EVENTS
+    image_texts: bool  # True: the model is told that there was an image; False: images are refused
+    steps: Steps | None  # of the local worker's engine, if they are shown
 
     def __post_init__(self) -> None:
         self.workers = self.registry.workers

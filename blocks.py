@@ -18,6 +18,7 @@ Rules of this file:
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import sse
@@ -83,7 +84,7 @@ BLOCKS = {
     "tool_use":    BlockKind({"input": {}},                     "input_json_delta", "partial_json"),
 }
 
-#   finish reason    stop_reason; after any other it is Builder._end
+#   finish reason    stop_reason; after any other it is Builder.end
 STOP_REASONS = {
     "length":         "max_tokens",
     "content_filter": "refusal",
@@ -94,20 +95,17 @@ STOP_REASONS = {
 # --- the builder --------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Builder:
-    """Builds one message.
+    """Builds one message."""
 
-    `head`: its id and model. `new_id(prefix)` draws an id; `seal(type, text)` signs a thought.
-    """
-
-    def __init__(self, head: Event, new_id: Callable[[str], str], seal: Callable[[str, str], str]) -> None:
-        self.state = "start"
-        self._head = head
-        self._new_id = new_id
-        self._seal = seal
-        self._index = 0  # of the open block, or the next
-        self._thought: list[str] = []  # of the open block
-        self._end = "end_turn"  # the stop_reason, unless a limit or a stop sequence ends the message
+    head: Event  # its id and model
+    new_id: Callable[[str], str]  # draws an id with this prefix
+    seal: Callable[[str, str], str]  # signs a thought: type, text
+    state: str = "start"
+    index: int = 0  # of the open block, or the next
+    thought: list[str] = field(default_factory=list)  # the open block's
+    end: str = "end_turn"  # the stop_reason, unless a limit or a stop sequence ends the message
 
     def feed(self, _: int, said: Accepted | Output | Compaction | Finish) -> list[Event]:
         """Return the events of one thing that the client is shown; a message has one choice."""
@@ -116,7 +114,7 @@ class Builder:
                 message = {
                     "type": "message",
                     "role": "assistant",
-                    **self._head,
+                    **self.head,
                     "content": [],
                     "stop_reason": None,
                     "stop_sequence": None,
@@ -125,20 +123,20 @@ class Builder:
                 return [self._event("message_start", message=message)]
             case Delta(channel, text):
                 if channel == "refusal":
-                    self._end = "refusal"
+                    self.end = "refusal"
                 type_ = "thinking" if channel == "analysis" else "text"
                 started = [] if not text or self.state == type_ else self._start(type_)
                 return [*started, *self._grow(text)]
             case Call(name, _, _, extra):
-                self._end = "tool_use"
-                return self._start("tool_use", id=self._new_id("toolu"), name=name, **extra)
+                self.end = "tool_use"
+                return self._start("tool_use", id=self.new_id("toolu"), name=name, **extra)
             case Arguments(text):
                 return self._grow(text)
             case Finish("failed"):
                 error = {"type": "api_error", "message": said.message}
                 return [*self._stop(), self._event("error", error=error)]
             case Finish(reason, usage):
-                why = STOP_REASONS.get(reason, self._end)
+                why = STOP_REASONS.get(reason, self.end)
                 if said.stop_sequence:
                     why = "stop_sequence"
                 delta = {"stop_reason": why, "stop_sequence": said.stop_sequence or None}
@@ -161,20 +159,20 @@ class Builder:
         if not (text and kind):
             return []
         if self.state == "thinking":
-            self._thought.append(text)
+            self.thought.append(text)
         return [self._event("content_block_delta", delta={"type": kind.delta, kind.member: text})]
 
     def _stop(self) -> list[Event]:
         """Stop the open block, a thought with its signature."""
         events = []
         if self.state == "thinking":
-            sealed = self._seal("thinking", "".join(self._thought))
+            sealed = self.seal("thinking", "".join(self.thought))
             signature = {"type": "signature_delta", "signature": sealed}
             events = [self._event("content_block_delta", delta=signature)]
-            self._thought = []
+            self.thought = []
         if self.state != "between":
             events.append(self._event("content_block_stop"))
-            self._index += 1
+            self.index += 1
         return events
 
     def _event(self, type_: str, **members: Any) -> Event:
@@ -184,7 +182,7 @@ class Builder:
         if (self.state, label) not in GRAMMAR:
             raise IllegalEvent(f"can't send {label} in state {self.state!r}")
         self.state = GRAMMAR[self.state, label]
-        place = {"index": self._index} if type_.startswith("content_block") else {}
+        place = {"index": self.index} if type_.startswith("content_block") else {}
         return {"type": type_, **place, **members}
 
 

@@ -228,32 +228,23 @@ def usage_object(usage: Usage) -> Object:
     }
 
 
+@dataclass
 class Builder:
-    """Builds one response.
+    """Builds one response. The event loop alone calls a builder."""
 
-    `head` holds the members of the response object that do not change: id, created_at, model and the resolved
-    parameters of the request. `new_id(prefix)` draws an id. `seal(type, text)` makes the encrypted_content of
-    a compaction, and with `seals_reasoning` that of a reasoning item; else the member is left out, because
-    Open Responses' schema does not allow null there.
-    `reasoning_events` is a key of REASONING_EVENTS. The event loop alone calls a builder.
-    """
+    # The members of the response object that do not change: id, created_at, model, parameters of the request.
+    head: Object
+    new_id: Callable[[str], str]  # draws an id with this prefix
+    seal: Callable[[str, str], str]  # makes the encrypted_content of a compaction: type, text
+    # Reasoning items have it too; else it is left out: Open Responses' schema does not allow null there.
+    seals_reasoning: bool = False
+    reasoning_events: str = "openai"  # a key of REASONING_EVENTS
 
-    def __init__(
-        self,
-        head: Object,
-        new_id: Callable[[str], str],
-        seal: Callable[[str, str], str],
-        seals_reasoning: bool = False,
-        reasoning_events: str = "openai",
-    ) -> None:
+    def __post_init__(self) -> None:
         self.state = "start"
         self.output: list[Object] = []  # closed items
         self._item: _Item | None = None  # the open one
-        self._head = dict(head)
-        self._new_id = new_id
-        self._seal = seal
-        self._seals_reasoning = seals_reasoning
-        reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[reasoning_events])
+        reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[self.reasoning_events])
         self._kinds = KINDS | {"analysis": reasoning}
 
     def feed(self, output: Accepted | Output | Compaction) -> list[Event]:
@@ -268,9 +259,9 @@ class Builder:
             case Accepted():
                 return self.start()
             case Compaction(summary):
-                return [*self._close("completed"), *self._compaction(self._seal("compaction", summary))]
+                return [*self._close("completed"), *self._compaction(self.seal("compaction", summary))]
             case Call(name, custom, namespace, extra):
-                call: Event = {"call_id": self._new_id("call"), "name": name, **extra}
+                call: Event = {"call_id": self.new_id("call"), "name": name, **extra}
                 if namespace:
                     call["namespace"] = namespace
                 return self._open("custom" if custom else "call", call)
@@ -288,7 +279,7 @@ class Builder:
 
     def _envelope(self, type_: str, status: str, **members: Any) -> Event:
         """Make an event with the response object so far; `members` are set at its end."""
-        response = self._head | {
+        response = self.head | {
             "status": status,
             "completed_at": None,
             "error": None,
@@ -312,7 +303,7 @@ class Builder:
         """Close the open item; announce another one, and its content part if it has one."""
         events = self._close("completed")
         kind = self._kinds[key]
-        fields = {"id": self._new_id(kind.prefix), "type": kind.item, "status": "in_progress"}
+        fields = {"id": self.new_id(kind.prefix), "type": kind.item, "status": "in_progress"}
         announced = {**fields, **call, **kind.members}
         # The output_index of an item, fixed here: rule 3.
         index = len(self.output)
@@ -336,8 +327,8 @@ class Builder:
             events.append(self._event("response.content_part.done", {**item.location, "part": item.part()}))
         else:
             closed[item.kind.field] = item.text()
-        if self._seals_reasoning and item.kind.item == "reasoning":
-            closed["encrypted_content"] = self._seal("reasoning", item.text())
+        if self.seals_reasoning and item.kind.item == "reasoning":
+            closed["encrypted_content"] = self.seal("reasoning", item.text())
         done = {"output_index": item.output_index, "item": closed}
         events.append(self._event("response.output_item.done", done))
         self.output.append(closed)
@@ -357,7 +348,7 @@ class Builder:
         closing = self._close(ending.item_status)
         members: Object = {}
         if ending.status == "completed":
-            members["completed_at"] = max(now, self._head["created_at"])  # a clock may be set back
+            members["completed_at"] = max(now, self.head["created_at"])  # a clock may be set back
         if ending.status == "failed":
             members["error"] = {"code": finish.code, "message": finish.message}
         if ending.incomplete_reason:
@@ -392,7 +383,7 @@ class Builder:
 
     def _compaction(self, encrypted_content: str) -> list[Event]:
         """Announce and close an item that does not grow; it has no status."""
-        item = {"id": self._new_id("cmp"), "type": "compaction", "encrypted_content": encrypted_content}
+        item = {"id": self.new_id("cmp"), "type": "compaction", "encrypted_content": encrypted_content}
         index = len(self.output)
         self.output.append(item)
         announced = item | {"encrypted_content": ""}

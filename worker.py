@@ -30,9 +30,9 @@ import bisect
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -57,7 +57,6 @@ from scheduler import Sequence
 from sse import Object
 from tokenizer import Decoder, Tokenizer
 
-MAX_OUTPUT_TOKENS = 4096  # tokens of an answer, without --max-output-tokens
 FEW_CHARACTERS = 1024  # of a short prompt
 CHARACTERS_A_MESSAGE = 50  # to render a message takes as long as so many characters of it
 MAX_LOGPROBS = 75_000  # of a request, some 8 MB of JSON: about 3,500 tokens with top_logprobs 20
@@ -170,8 +169,18 @@ class LocalPrompt(NamedTuple):
         return {"prompt": pieces, "token_ids": self.token_ids, "template": template.source}
 
 
+@dataclass(eq=False)
 class LocalWorker:
     """Turns requests into prompts for the engine of this process."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    grammars: Grammars
+    dialect: str | None  # the name of one, in place of that of the template
+    names: list[str]  # of the model, in requests
+    defaults: Mapping[str, Any]  # of parameters, by name: the model's own
+    max_output_tokens: int  # of an answer; a request may ask for fewer
 
     def serves(self, model: str) -> bool:
         return model in (*self.names, ALIAS)
@@ -195,7 +204,7 @@ class LocalWorker:
         else:
             text, token_ids = self._encode(request, request.messages)
         self._check_token_ids(request, token_ids)
-        max_tokens = min(self._max_output_tokens, self.engine.max_seq_len - len(token_ids))
+        max_tokens = min(self.max_output_tokens, self.engine.max_seq_len - len(token_ids))
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
         if request.tools and not request.called:  # tool_choice is none
             request = self._without_calls(request)
@@ -258,34 +267,11 @@ class LocalWorker:
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        grammars: Grammars,
-        dialect_name: str | None = None,
-        names: Iterable[str] = ("model",),
-        defaults: Mapping[str, Any] | None = None,
-        max_output_tokens: int = MAX_OUTPUT_TOKENS,
-    ) -> None:
-        """Take the parts of a loaded model: service/loading.py makes them.
-
-        `names`: of the model in requests. `dialect_name`: instead of that of the template.
-        `max_output_tokens`: of an answer, of which a request may ask for fewer.
-        """
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.grammars = grammars
-        self.names = list(names)
-        self.defaults = defaults or {}
+    def __post_init__(self) -> None:
         self._threads = Threads()
-        self.template = template
-        self._max_output_tokens = max_output_tokens
-        self._special_tokens = SpecialTokens(tokenizer.added)
-        self.dialect_name = dialect_name or families.recognised(
-            template.with_tools.source, template.with_tools.takes_tools
-        )
+        self._special_tokens = SpecialTokens(self.tokenizer.added)
+        with_tools = self.template.with_tools
+        self.dialect_name = self.dialect or families.recognised(with_tools.source, with_tools.takes_tools)
         self._family = families.DIALECTS[self.dialect_name]
 
     def models(self) -> dict[str, Object]:

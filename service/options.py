@@ -24,7 +24,6 @@ from request.params import ALIAS
 from responses import REASONING_EVENTS
 from service import logs
 from store import IN_MEMORY, Retention
-from worker import MAX_OUTPUT_TOKENS
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 MAX_DRAFTS = 16  # per sequence and step: a GPU verifies 16 in the time of one
@@ -148,7 +147,7 @@ OPTIONS: dict[str, list[Any]] = {
          "seconds that running requests get to finish at a stop"),
     ],
     "answers": [
-        ("--max-output-tokens N",   positive, MAX_OUTPUT_TOKENS,
+        ("--max-output-tokens N",   positive, 4096,
          "tokens of an answer; a request may ask for fewer"),
         ("--images",                ("refuse", "placeholder"), "refuse",
          "images in requests: refuse them, or show the model a placeholder"),

@@ -796,7 +796,7 @@ class Simulation:
         self.n_places = min(max_batch - 1, background.MAX_RUNNING)
         runner = HashRunner(CONFIG, self.n_pages, max_batch, choice((0, 0, 1, 2)))
         self.engine = SimEngine(runner, choice((0, 3)), self.loop)
-        local = LocalWorker(self.engine, TOKENIZER, TEMPLATE, GRAMMARS, names=["tiny"], max_output_tokens=60)
+        local = LocalWorker(self.engine, TOKENIZER, TEMPLATE, GRAMMARS, None, ["tiny"], {}, 60)
         timeouts = Timeouts(5, 20, 10, 60, probe_s=30)
         remote = RemoteWorker(["http://far/v1", "http://farther/v1"], {}, timeouts)
         args: Any = SimpleNamespace(

@@ -260,7 +260,7 @@ class SlowWorkers(Workers):
 
 
 def api_of(workers: SlowWorkers) -> Api:
-    return Api(Registry(Store(":memory:", Retention()), workers), b"")
+    return Api(Registry(Store(":memory:", Retention()), workers), b"", True, True, "openai", False, None)
 
 
 async def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:

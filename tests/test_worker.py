@@ -111,8 +111,8 @@ def local(engine: Engine) -> LocalWorker:
 
 
 def worker_in(engine: Engine, dialect: str | None = None) -> LocalWorker:
-    tokenizer = Tokenizer(TINY / "tokenizer.json")
-    return LocalWorker(engine, tokenizer, ChatTemplate.load(TINY), grammars_of(), dialect)
+    tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
+    return LocalWorker(engine, tokenizer, template, grammars_of(), dialect, ["model"], {}, 4096)
 
 
 @pytest.mark.parametrize(("syntax", "definition"), [("lark", "start: nowhere"), ("regex", "a(")])

@@ -82,7 +82,7 @@ def walkthrough() -> str:
     engine = TracedEngine(NumpyOps(config, read_weights(TINY, config, NumpyOps.pack), 256, 4, 1))
     values = params.read(params.RESPONSES, sse.loads(BODY), {})
     request = params.responses_request(values, [], values["input"])
-    asyncio.run(run(LocalWorker(engine, tokenizer, template, grammars), engine, request))
+    asyncio.run(run(LocalWorker(engine, tokenizer, template, grammars, None, [], {}, 99), engine, request))
     engine.close()
 
     prompt = template.render(request.messages, None, datetime.min)

@@ -116,7 +116,7 @@ def worker_of(
     max_output_tokens: int = 4096,
 ) -> LocalWorker:
     engine = cast(Engine, ScriptedEngine(tokenizer, steps, max_seq_len))
-    return LocalWorker(engine, tokenizer, template, grammars_of(), max_output_tokens=max_output_tokens)
+    return LocalWorker(engine, tokenizer, template, grammars_of(), None, ["model"], {}, max_output_tokens)
 
 
 def in_steps(token_ids: abc.Sequence[int], sizes: Iterable[int]) -> list[abc.Sequence[int]]:

@@ -95,7 +95,7 @@ async def test_options_and_the_end_of_the_tokenizer_reach_the_worker(tmp_path: P
     (directory / "generation_config.json").write_text('{"eos_token_id": 2039}')
     args = options.arguments().parse_args(["--device", "cpu", "--max-output-tokens", "3"])
     worker = loading.load(directory, args)
-    assert (worker._max_output_tokens, {*worker.engine.config.eos_token_ids}) == (3, {2039, 2041})
+    assert (worker.max_output_tokens, {*worker.engine.config.eos_token_ids}) == (3, {2039, 2041})
     await worker.close()
 
 
