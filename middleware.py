@@ -108,7 +108,7 @@ def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: S
     """
 
     async def scrape(_: HttpRequest, visit: Visit) -> Response:
-        await visit.until_next_part()  # a scrape takes the event loop 5 ms: scrapes, too, come one by one
+        await visit.until_its_turn()  # a scrape takes the event loop 5 ms: scrapes, too, come one by one
         return Response(api.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:

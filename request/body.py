@@ -8,7 +8,7 @@ https://httpd.apache.org/docs/2.4/mod/mod_reqtimeout.html
 
 Rules of this file:
 1. A body must arrive within MAX_BODY_S seconds plus one second per BODY_BYTES_A_S bytes received. We reserve
-   room (room.py) for a large body before we keep it, and owners take turns to have its parts read: reading a
+   room (room.py) for a large body before we keep it, and owners take turns to have its chunks read: reading a
    hundred large bodies at once would fill every turn of the event loop.
 2. Bytes and the number of values are bounded before anything is built from them, and nesting before anything
    recurses into them.
@@ -67,7 +67,7 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
                 if n_bytes > SMALL_BODY_BYTES:
                     timeout.reschedule(began_at + MAX_BODY_S + n_bytes / BODY_BYTES_A_S)
                     visit.set_held(visit.rooms.bytes, n_bytes)
-                    await visit.until_next_part()
+                    await visit.until_its_turn()
     except TimeoutError as error:
         expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received"
         message = f"Expected the whole body {expected}; only a part came."

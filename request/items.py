@@ -25,7 +25,7 @@ Rules of this file:
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from itsdangerous import BadData, URLSafeSerializer
@@ -183,6 +183,7 @@ def new_row(request: Request, values: Object, conversation: Sequence[Item]) -> R
 # --- compactions and warm-ups -------------------------------------------------------------------------------
 
 
+@dataclass
 class OutputFilter:
     """The part of a model's output that the client sees: all, except for a compaction or a warm-up.
 
@@ -196,15 +197,14 @@ class OutputFilter:
     A run that was cancelled shows no Finish: the canceller decides how its answer ends.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._texts: list[str] = []
+    request: Request
+    texts: list[str] = field(default_factory=list)  # of the summary
 
     def feed(self, said: WorkerOutput) -> list[Said]:
         match said:
             case Finish("cancelled"):
                 return []
-            case _ if self._request.generate and not self._request.compacts:
+            case _ if self.request.generate and not self.request.compacts:
                 return [said]
         return self._at_end(said)
 
@@ -216,11 +216,11 @@ class OutputFilter:
             case Accepted() | Finish("failed" | "content_filter"):
                 return [said]
             case Delta("final", text):
-                self._texts.append(text)
-            case Finish(_, usage) if not self._request.compacts:
+                self.texts.append(text)
+            case Finish(_, usage) if not self.request.compacts:
                 return [Finish("stop", usage and replace(usage, output_tokens=0, reasoning_tokens=0))]
             case Finish(_, usage):
-                if summary := "".join(self._texts):
+                if summary := "".join(self.texts):
                     return [Compaction(summary), Finish("stop", usage)]
                 return [Finish("failed", usage, "The model wrote no summary.")]
         return []

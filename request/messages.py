@@ -1,8 +1,8 @@
 """Messages: the input items of Responses, or the messages of chat, to those that a chat template takes.
 
-    items, instructions, chain --from_responses()--> [Message, ...]
-    messages                   --from_chat()-------> [Message, ...]
-    system, messages           --from_blocks()-----> [Message, ...]
+    items, instructions, chain --from_items()---------> Conversation
+    messages                   --from_chat_messages()-> Conversation
+    system, messages           --from_blocks()--------> Conversation
 
     reasoning "Hm.", message "Sure.", function_call f, function_call_output "42"
       --> {role: assistant, reasoning_content: "Hm.", content: "Sure.", tool_calls: [f]}, {role: tool, "42"}
@@ -53,7 +53,7 @@ Items = list[Object]
 # --- Responses: input items ---------------------------------------------------------------------------------
 
 
-def from_responses(items: Items, instructions: str | None, chain: Items) -> "Conversation":
+def from_items(items: Items, instructions: str | None, chain: Items) -> "Conversation":
     """Return the conversation of the items of a chain, and then of the input; raises BadInput."""
     conversation = Conversation()
     if instructions:
@@ -286,7 +286,7 @@ def add_tool_item(conversation: Conversation, item: Place, type_: str, function:
 # --- Chat Completions: messages -----------------------------------------------------------------------------
 
 
-def from_chat(messages: list[Place]) -> Conversation:
+def from_chat_messages(messages: list[Place]) -> Conversation:
     """Return the conversation of a Chat Completions request; raises BadInput."""
     conversation = Conversation()
     for message in messages:

@@ -160,7 +160,7 @@ def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: st
 
 def responses_request(values: Object, chain: messages.Items, input: messages.Items) -> Request:
     """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
-    conversation = messages.from_responses(input, values["instructions"], chain)
+    conversation = messages.from_items(input, values["instructions"], chain)
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
     echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
         "tools": [entry.echo for entry in values["tools"]],
@@ -435,7 +435,7 @@ def from_chat(body: Any, defaults: Defaults, owner: str = "") -> Request:
     values["max_tokens"] = values["max_completion_tokens"] or values["max_tokens"]  # the older name
     if values["top_logprobs"] and not values["logprobs"]:
         raise wrong_value("top_logprobs", "'logprobs' to be true when it is set", values["top_logprobs"])
-    conversation = messages.from_chat(values["messages"])
+    conversation = messages.from_chat_messages(values["messages"])
     return request(values, "response_format.json_schema.schema", conversation)
 
 

@@ -62,7 +62,7 @@ class Rooms:
         self.sockets = Room("open WebSockets", MAX_SOCKETS, is_shared)
         self.bytes = Room("bytes of bodies", n_bytes, is_shared)
         self.parsing = Turns(N_PARSED)
-        self.parts = Turns(1)  # of large bodies, and WebSocket messages
+        self.chunks = Turns(1)  # of large bodies, of streams of steps; WebSocket messages, scrapes
         # Ids of the requests whose answers have not begun: a stop waits for them.
         self.unanswered: set[str] = set()
 
@@ -137,10 +137,10 @@ class Visit:
         room = self.rooms.bytes
         self.set_held(room, self.held[room] + min(n_bytes, room.n_total // 4))
 
-    async def until_next_part(self) -> None:
-        """Wait for a turn to read on: parts of large bodies, and WebSocket messages, come one by one."""
-        async with self.rooms.parts.turn(self.owner):
-            await asyncio.sleep(BETWEEN_PARTS_S)
+    async def until_its_turn(self) -> None:
+        """Wait for a turn: chunks of large bodies, WebSocket messages, and scrapes come one by one."""
+        async with self.rooms.chunks.turn(self.owner):
+            await asyncio.sleep(BETWEEN_TURNS_S)
 
 
 # --- turns --------------------------------------------------------------------------------------------------
@@ -201,4 +201,4 @@ BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
 MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
 N_PARSED = 2  # large bodies that are parsed, or checked, at once
-BETWEEN_PARTS_S = 0.001  # pause between the parts of bodies: the event loop has this time for others
+BETWEEN_TURNS_S = 0.001  # the event loop has this time for others

@@ -20,24 +20,25 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import sse
 from channels import Arguments, Call, Close, Finish, WorkerOutput
 from request.tools import Tool, tool_called
 
 
+@dataclass
 class Restorer:
     """Translate the calls of one answer into the client's words, and mark those that can be run (rule 3)."""
 
-    def __init__(self, tools: Mapping[str, Tool]) -> None:
-        self._tools = tools  # of the request, by Tool.qualified_name
-        self._call: Call | None = None  # the open call, in the client's words
-        self._arguments: list[str] = []  # of that call, as the model wrote them
-        self._broken = ""  # the name in the last call that cannot be run
+    tools: Mapping[str, Tool]  # of the request, by Tool.qualified_name
+    call: Call | None = None  # the open call, in the client's words
+    broken: str = ""  # the name in the last call that cannot be run
+    arguments: list[str] = field(default_factory=list)  # of the open call, as the model wrote them
 
     def feed(self, output: WorkerOutput) -> Iterator[WorkerOutput]:
         """Yield the outputs that the client gets."""
-        if self._call or self._broken or isinstance(output, Call):
+        if self.call or self.broken or isinstance(output, Call):
             yield from self._restored(output)
         else:
             yield output
@@ -46,33 +47,33 @@ class Restorer:
 
     def _restored(self, output: WorkerOutput) -> Iterator[WorkerOutput]:
         """Yield the outputs from the first call on. A call that cannot be run fails the answer: rule 3."""
-        call = self._call
+        call = self.call
         if isinstance(output, Arguments):
-            self._arguments.append(output.text)
+            self.arguments.append(output.text)
             if not (call and call.custom):
                 yield output
             return
         may_be_cut = isinstance(output, Finish) and output.reason != "stop"
         if call:  # any other output ends it
-            self._call = None
-            arguments = "".join(self._arguments)
+            self.call = None
+            arguments = "".join(self.arguments)
             if call.custom:
                 if text := input_of(arguments):
                     yield Arguments(text)
             elif not (may_be_cut or sse.is_object(arguments)):
-                self._broken = call.name
+                self.broken = call.name
                 yield Close(is_cut=True)
                 if isinstance(output, Close):
                     return
         match output:
             case Call(name):
-                tool = tool_called(self._tools, name)
-                output = self._call = output._replace(
+                tool = tool_called(self.tools, name)
+                output = self.call = output._replace(
                     name=tool.name, custom=tool.custom, namespace=tool.namespace
                 )
-                self._arguments = []
-            case Finish("stop", usage) if self._broken:
-                message = f"The arguments of the call of '{self._broken}' are not a JSON object."
+                self.arguments = []
+            case Finish("stop", usage) if self.broken:
+                message = f"The arguments of the call of '{self.broken}' are not a JSON object."
                 output = Finish("failed", usage, message)
         yield output
 

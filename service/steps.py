@@ -131,6 +131,6 @@ class Steps:
                     ]
                     frames += sse.encode(step | {"sequences": sequences})
                 yield frames
-                await visit.until_next_part()
+                await visit.until_its_turn()
             else:
                 await asyncio.sleep(POLL_S)

@@ -125,7 +125,7 @@ class Connection:
                 await self._read(message["bytes"])
             except BadInput as refusal:
                 await self._refuse(refusal)
-            await self.visit.until_next_part()
+            await self.visit.until_its_turn()
 
     async def _read(self, json_text: bytes) -> None:
         """Do what a message asks for; raises BadInput."""

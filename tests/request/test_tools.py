@@ -16,7 +16,7 @@ from helpers.tables import table
 from request import params
 from request.ids import PREFIXES
 from request.items import with_image_texts
-from request.messages import from_responses
+from request.messages import from_items
 from request.refusals import BadInput
 from request.tool_calls import Restorer, input_of
 from request.tool_items import IMAGE_TEXT, TOOL_ITEM
@@ -63,7 +63,7 @@ def test_what_a_template_renders_is_read_back(text: str) -> None:
     """A custom call in the history is written as the model would write it now."""
     call = {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": text}
     output = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"}
-    messages = from_responses([{"role": "user", "content": "hi"}, call, output], None, []).messages
+    messages = from_items([{"role": "user", "content": "hi"}, call, output], None, []).messages
     prompt = scripted.TEMPLATES["hermes"].render(messages, [PATCH.definition()], datetime(2026, 1, 1))
     written = prompt[prompt.rindex("<tool_call>") : prompt.rindex("</tool_call>") + len("</tool_call>")]
     restorer, parser = Restorer(TOOLS), Parser(DIALECTS["hermes"])
@@ -107,7 +107,7 @@ def test_what_the_model_is_told() -> None:
 @pytest.mark.parametrize("row", TABLE["told"], ids=lambda row: row["function"])
 def test_told_as_calls_of_functions(row: Json) -> None:
     """It was a 400, and the end of the session."""
-    turn, *outcome = from_responses(row["items"], None, []).messages
+    turn, *outcome = from_items(row["items"], None, []).messages
     (said,) = turn["tool_calls"]
     assert said["function"] == {"name": row["function"], "arguments": row["arguments"]}
     told = {"role": "tool", "tool_call_id": said["id"], "name": row["function"]}
@@ -143,10 +143,10 @@ IMAGE = {"type": "input_image", "image_url": "x"}
 def test_images_are_refused_by_their_place_or_told_of(item: Json, param: str) -> None:
     before = {"type": "computer_call", "call_id": "c", "action": {"type": "click", "x": 1, "y": 2}}
     with pytest.raises(BadInput) as refusal:
-        from_responses([before, item], None, [])
+        from_items([before, item], None, [])
     assert (refusal.value.param, refusal.value.code) == (param, "unsupported_parameter")
     assert "--images placeholder" in refusal.value.message
-    told = from_responses([before, *with_image_texts([item])], None, []).messages
+    told = from_items([before, *with_image_texts([item])], None, []).messages
     assert IMAGE_TEXT in str(told)
 
 
@@ -163,5 +163,5 @@ def test_a_part_whose_type_is_not_a_text_is_refused_with_placeholders_too() -> N
     odd: list[Any] = [{"role": "user", "content": [{"type": []}]}, {"type": {}, "content": [{"type": []}]}]
     assert with_image_texts(odd) == odd
     with pytest.raises(BadInput) as refusal:
-        from_responses(with_image_texts(odd), None, [])
+        from_items(with_image_texts(odd), None, [])
     assert (refusal.value.param, refusal.value.code) == ("input[0].content[0].type", "invalid_type")
