@@ -52,10 +52,7 @@ VALUE_BYTES = 64  # Python's memory for a value, even an empty one
 BYTES = f"bytes ({VALUE_BYTES} for each value of its JSON)"
 MAX_REFERENCED = 256  # responses, each of which is read from the store
 
-# role of a message, or type of an item -> type of the part that a string in place of the parts becomes
-TEXT_TYPES = {"assistant": "output_text", "reasoning": "reasoning_text"}  # for all others "input_text"
 TRIGGER = {"type": "compaction_trigger"}  # asks for a compaction of all items before it
-SEALED = {"reasoning": "content", "compaction": "summary"}  # the member that a blob becomes, by type of item
 
 
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
@@ -198,7 +195,6 @@ class OutputFilter:
     """
 
     request: Request
-    texts: list[str] = field(default_factory=list)  # of the summary
 
     def feed(self, said: WorkerOutput) -> list[Said]:
         match said:
@@ -209,6 +205,8 @@ class OutputFilter:
         return self._at_end(said)
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    texts: list[str] = field(default_factory=list)  # of the summary
 
     def _at_end(self, said: WorkerOutput) -> list[Said]:
         """Return what replaces the model's words when they have ended."""
@@ -230,6 +228,8 @@ class OutputFilter:
 
 
 # --- references, chains, sealed blobs -----------------------------------------------------------------------
+
+SEALED = {"reasoning": "content", "compaction": "summary"}  # the member that a blob becomes, by type of item
 
 
 def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
@@ -314,6 +314,9 @@ def with_image_texts(value: Any) -> Any:
 
 
 # --- the long form ------------------------------------------------------------------------------------------
+
+# role of a message, or type of an item -> type of the part that a string in place of the parts becomes
+TEXT_TYPES = {"assistant": "output_text", "reasoning": "reasoning_text"}  # for all others "input_text"
 
 
 def retained(row: Row) -> list[Item]:

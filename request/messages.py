@@ -43,8 +43,6 @@ MAX_ITEMS = 4096  # in a conversation: each costs time in the template, even if 
 Message = Object  # role, content (a string); reasoning_content, tool_calls; tool_call_id, name
 Messages = list[Message]
 
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-
 objects = list_of(place, MAX_ITEMS)
 every = list_of(place, 2**31)  # items.py has bounded them
 Items = list[Object]
@@ -193,6 +191,7 @@ PART_TEXTS = {
 }
 # fmt: on
 IMAGES = ("input_image", "image_url", "image")  # types of parts
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
 def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) -> None:

@@ -61,12 +61,7 @@ from request.validation import (
 from sse import Object
 
 Defaults = Mapping[str, Any]  # of a model's parameters, by their names (generation_config.json)
-MAX_NOT_RUN = 8  # names in Request.not_run
-SERVICE_TIER = "default"  # the only one here
-SEALED_REASONING = "reasoning.encrypted_content"
-LOGPROBS = "message.output_text.logprobs"
 FREE_TEXT = {"type": "text"}  # a response_format
-ALIAS = "default"  # a name that any model answers to
 
 
 # --- the parameters -----------------------------------------------------------------------------------------
@@ -187,9 +182,12 @@ def request(values: Object, schema_path: str, conversation: messages.Conversatio
 
     `schema_path` is the place of the text's schema in the body.
     """
-    not_run = values["not_run"] + conversation.not_read
-    values = values | {"messages": conversation.messages, "not_run": not_run}
+    values = values | {
+        "messages": conversation.messages,
+        "not_run": values["not_run"] + conversation.not_read,
+    }
     is_free = values["tool_choice"] == "auto" and values["response_format"] == FREE_TEXT
+    # A plain request demands no form of its answer.
     if values["tools"] or conversation.brought or not is_free:
         values |= demands(values, conversation.brought, schema_path)
     not_run = [*dict.fromkeys(filter(None, values["not_run"]))][:MAX_NOT_RUN]
@@ -208,7 +206,10 @@ def request(values: Object, schema_path: str, conversation: messages.Conversatio
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
-MAX_NAME = 64  # characters of a name in Request.not_run
+ALIAS = "default"  # a name that any model answers to
+SERVICE_TIER = "default"  # the only one here
+MAX_NOT_RUN = 8  # names in Request.not_run
+MAX_NAME = 64  # characters of each
 MAX_BIASES = 300  # OpenAI's limit
 MAX_STOP = 1024  # characters of a stop string: while it may be coming, so many are held back
 count = integer(1, 2**31)
@@ -231,6 +232,8 @@ VARIABLES = {
     for effort, known in EFFORTS.items()
 }
 
+SEALED_REASONING = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
 INCLUDES = (  # openai.types.responses.ResponseIncludable
     "file_search_call.results",
     "web_search_call.results",

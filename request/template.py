@@ -41,7 +41,6 @@ from request.tools import Tool, as_json
 from sse import Object
 
 Tools = list[Object] | None  # None: none are offered
-MAX_REASON = 300  # characters of what a template raises: it may quote the messages
 TURNS = "turns left"  # the variable; a template has no name for it, because of the blank
 # gpt-oss's template goes through all messages for each call: 6 million turns for 2,500 calls, in 1 s.
 MIN_TURNS, TURNS_A_CHARACTER, MAX_TURNS = 20_000, 10, 10_000_000
@@ -57,13 +56,13 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     digits (server.py).
     """
 
-    intercepted_binops = frozenset(["*", "**"])
-
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         next(__context.parent[TURNS])
         return super().call(__context, __obj, *args, **kwargs)
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    intercepted_binops = frozenset(["*", "**"])
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
@@ -211,6 +210,8 @@ class ChatTemplate:
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+MAX_REASON = 300  # characters of what a template raises: it may quote the messages
 
 
 # --- messages for templates that take less ------------------------------------------------------------------

@@ -34,7 +34,6 @@ class Restorer:
     tools: Mapping[str, Tool]  # of the request, by Tool.qualified_name
     call: Call | None = None  # the open call, in the client's words
     broken: str = ""  # the name in the last call that cannot be run
-    arguments: list[str] = field(default_factory=list)  # of the open call, as the model wrote them
 
     def feed(self, output: WorkerOutput) -> Iterator[WorkerOutput]:
         """Yield the outputs that the client gets."""
@@ -44,6 +43,8 @@ class Restorer:
             yield output
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    arguments: list[str] = field(default_factory=list)  # of the open call, as the model wrote them
 
     def _restored(self, output: WorkerOutput) -> Iterator[WorkerOutput]:
         """Yield the outputs from the first call on. A call that cannot be run fails the answer: rule 3."""
