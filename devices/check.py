@@ -48,7 +48,8 @@ SLOTS = 4  # sequences of a batch, which have the same tokens; a power of two: n
 N_LAYERS = 4  # among which are windows, layers without rotation and experts, if the model has any
 PENALISED = Sampling(top_k=50, repetition_penalty=1.2, logit_bias={3: 2.0}, n_top_logprobs=MAX_TOP)
 DRAWN = Sampling(top_k=50, top_p=0.95, n_top_logprobs=MAX_TOP)
-LIMIT = 0.03  # see gap(): four steps of bfloat16
+LIMIT = 0.03  # see gaps(): four steps of bfloat16
+ROWS = {"experts": 0.9}  # share of the rows that must be right: of a near tie another expert may be chosen
 EXACT = "count", "pick"  # they add whole numbers
 SIZES = "n_rows", "n_wanted", "n_split_tiles", "n_whole_tiles"  # of a step: each sequence has as many
 NUMPY_LIMIT = 0.2  # of the median of logprobs: NumPy rounds nothing, and so may choose another expert
@@ -68,11 +69,11 @@ def run(ops: Any, n_slots: int, n_steps: int = len(STEPS)) -> list[list[list[Cho
     return list(map(ops.read, tickets))
 
 
-def gap(found: Any, expected: Any) -> float:
-    """Return the largest difference of a number, as a share of it and of its row's mean; NaN for a NaN."""
+def gaps(found: Any, expected: Any) -> Any:
+    """Return the largest difference in each row, as a share of a number and its row's mean; NaN for a NaN."""
     found, expected = unpacked(found), unpacked(expected)
     size = np.abs(expected)
-    return float(np.max(np.abs(found - expected) / (size + size.mean(-1, keepdims=True) + 1e-9)))
+    return np.max(np.abs(found - expected) / (size + size.mean(-1, keepdims=True) + 1e-9), axis=-1)
 
 
 def compare(ops: CudaOps, op: str, compute: Any, *arguments: Any) -> None:
@@ -101,10 +102,11 @@ def compare(ops: CudaOps, op: str, compute: Any, *arguments: Any) -> None:
     expected = computed(batch)
     del ops.degraded[how]
     if not why:
-        difference = np.max([*map(gap, found, expected)])
+        of_rows, *others = map(gaps, found, expected)
+        difference = np.max([np.quantile(of_rows, ROWS.get(op, 1)), *map(np.max, others)])
         limit = LIMIT * (op not in EXACT)
         if not difference <= limit:  # it may be NaN
-            why = f"{difference:.2g} of a number is other than by plain kernels"
+            why = f"it differs from them by {difference:.2g} of a number"
         elif limit and not np.array_equal(np.resize(alone[: n // SLOTS], alone.shape), found[0]):
             why = "a row has other bits in a batch"
         else:

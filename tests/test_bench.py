@@ -65,11 +65,7 @@ def measured(command: str, names: list[str]) -> set[str]:
     rows = [servers.Row(*row) for row in full["rows"]]
     commands = {name: [path, words.replace("0000", "")] for name, (path, words) in full["servers"].items()}
     settings = {"about": "", "rows": [*map(small, rows)], "servers": commands}
-    servers.run(
-        argparse.Namespace(
-            table=settings, servers=names, model=str(TINY), only="", repeat=1, minutes=9, file=""
-        )
-    )
+    servers.run(argparse.Namespace(table=settings, servers=names, model=str(TINY), only="", repeat=1))
     return {f"{row.name}, {kind}" for row in rows for kind in row.figures}
 
 
