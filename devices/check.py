@@ -103,7 +103,7 @@ def compare(ops: CudaOps, op: str, compute: Any, *arguments: Any) -> None:
     del ops.degraded[how]
     if not why:
         of_rows, *others = map(gaps, found, expected)
-        difference = np.max([np.quantile(of_rows, ROWS.get(op, 1)), *map(np.max, others)])
+        difference = float(np.max([np.quantile(of_rows, ROWS.get(op, 1)), *map(np.max, others)]))
         limit = LIMIT * (op not in EXACT)
         if not difference <= limit:  # it may be NaN
             why = f"it differs from them by {difference:.2g} of a number"
