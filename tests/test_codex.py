@@ -51,8 +51,6 @@ def test_a_turn(server: Server) -> None:
     assert "tool_search, web_search" in server.log()
 
 
-# --- what newer versions send -------------------------------------------------------------------------------
-
 TRIGGER = {"type": "compaction_trigger"}
 
 

@@ -53,8 +53,6 @@ headers = st.dictionaries(st.sampled_from(TABLE["headers"]), contents, max_size=
 FLAGS = ("--max-model-len", "128")
 
 
-# --- what meets it ------------------------------------------------------------------------------------------
-
 JSON = {"Content-Type": "application/json"}
 methods = st.sampled_from(["GET", "POST", "POST", "POST", "DELETE", "PUT", "OPTIONS", "HEAD", "BREW"])
 paths = st.builds(str.format, st.sampled_from(TABLE["paths"]), ids)

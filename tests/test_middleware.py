@@ -43,9 +43,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert "Traceback" not in started.log()
 
 
-# --- whose responses are whose ------------------------------------------------------------------------------
-
-
 def test_to_another_key_neither_a_response_nor_an_item_exists(server: Server) -> None:
     """Nor an item that its client keeps for us. Paths with the id of another's response are simulate.py's."""
     said = {"role": "user", "content": "hi"}
@@ -201,28 +198,21 @@ def test_a_websocket_is_told_to_use_http(server: Server, path: str) -> None:
 # --- limits -------------------------------------------------------------------------------------------------
 
 
-def hold(server: Server, held: ExitStack, **more: Any) -> str:
-    """Open a stream and keep it open; returns the response's id."""
-    client = held.enter_context(server.connect(http_bytes(RESPONSES, ENDLESS | more, **MINE)))
-    first = next(http_frames(client))
-    return str(json.loads(first.split(b"data: ")[1])["response"]["id"])
-
-
 @pytest.mark.bug("I06")
 def test_there_is_room_for_so_many_streams() -> None:
-    with serve("--api-key", "mine", "--max-streams", "2") as server, ExitStack() as held:
-        first, _ = hold(server, held, background=True), hold(server, held)
-        refused = server.post(RESPONSES, HI, **MINE)
-        assert error(refused, 503)["code"] == "server_is_overloaded"
-        assert int(refused.headers["retry-after"]) > 0
-        error(server.get(f"{RESPONSES}/{first}?stream=true", **MINE), 503)
-        for path in (CHAT, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"):
-            error(server.post(path, HI, **MINE), 503)
-        assert server.get(f"{RESPONSES}/{first}?stream=false", **MINE).status == 200  # it ends at once
-        until(lambda: server.get(f"{RESPONSES}/{first}", **MINE).json["status"] == "in_progress", "it runs")
-        assert server.post(f"{RESPONSES}/{first}/cancel", {}, **MINE).json["status"] == "cancelled"
+    with serve("--max-streams", "2") as server, ExitStack() as held:
+        for more in ({}, {"background": True}):
+            client = held.enter_context(server.connect(http_bytes(RESPONSES, ENDLESS | more)))
+            first = json.loads(next(http_frames(client)).split(b"data: ")[1])
+        path = f"{RESPONSES}/{first['response']['id']}"
+        error(server.get(path + "?stream=true"), 503)
+        assert server.get(path + "?stream=false").status == 200  # it ends at once
+        for asked in (CHAT, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact", RESPONSES):
+            refused = server.post(asked, HI)
+            assert error(refused, 503)["code"] == "server_is_overloaded"
+            assert int(refused.headers["retry-after"]) > 0
         held.close()
-        until(lambda: server.post(RESPONSES, HI, **MINE).status == 200, "there is room again")
+        until(lambda: server.post(RESPONSES, HI).status == 200, "there is room again")
 
 
 @pytest.mark.bug("I01", "I06")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dialects.families import DIALECTS
 from dialects.structured_output import answer_grammar
 from helpers.device_models import SAMPLINGS, sampling_of
-from helpers.engines import Answer, WatchedEngine, alone, endless, play, started, steps_of
+from helpers.engines import Answer, WatchedEngine, alone, play, started, steps_of
 from helpers.grammars import grammars_of
 from model import PAGE
 from parity import TINY
@@ -99,14 +99,3 @@ def test_nothing_disturbs_a_sequence(
                 expected = undisturbed(one._replace(leaves=None))
                 assert expected.finish != "failed"
                 assert tokens == expected.tokens[: len(tokens) if one.leaves else None]
-
-
-def test_drafts_are_accepted_when_the_text_repeats() -> None:
-    asked = replace(endless(20, 200), prompt=TEXTS[2][:200])
-    with started(speculate=5) as engine:
-        steps = play(steps_of(engine, asked))
-        counts = engine.counts()
-    assert counts["accepted"] > 100
-    assert counts["drafted"] < 2 * counts["accepted"]
-    assert max(len(step.tokens) for step in steps) == 6  # they come as one step
-    assert counts["steps"] == 1 + 200 - counts["accepted"]  # two chunks, and one step less a draft

@@ -538,9 +538,8 @@ class SimUpstream(httpx.AsyncBaseTransport):
         def chunk(i: int, delta: Json, reason: str | None = None) -> bytes:
             return event(head | {"choices": [{"index": i, "delta": delta, "finish_reason": reason}]})
 
-        texts = [
-            {"role": "assistant", "content": text[start : start + 5]} for start in range(0, len(text), 5)
-        ]
+        cuts = range(0, len(text), 5)
+        texts = [{"role": "assistant", "content": text[cut : cut + 5]} for cut in cuts]
         frames: list[bytes | Exception | None] = [chunk(i, delta) for i in range(n) for delta in texts]
         ends = [chunk(i, {}, "stop") for i in range(n)]
         last = [event(head | {"choices": [], "usage": usage}), DONE]
