@@ -250,7 +250,8 @@ def test_without_memory_the_cpu_serves(
     n = int(1e9 - cp.n_left)
     for n_left in np.linspace(1, n - 1, min(n, n_tried)).astype(int):
         caplog.clear()
-        worker = load(Short(n_left), monkeypatch, "--check-kernels")
+        with monkeypatch.context() as patches:  # which keeps what it replaces
+            worker = load(Short(n_left), patches, "--check-kernels")
         assert loading.facts(worker)["degraded"].startswith("by the CPU (out of memory allocating")
         assert not worker.engine.about["device"].startswith("CUDA")
         assert "the CPU serves, because the GPU cannot: out of memory allocating" in caplog.text
