@@ -33,7 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoint.weights import Mxfp4, unpacked
-from devices.cuda import NO_GRAPHS, OPS, CudaOps, on_device, plainly
+from devices.cuda import NO_GRAPHS, OPS, CudaOps, plainly
 from devices.kernels import ANY_SHAPE, MAX_TOP, cache_file, options
 from devices.step_memory import DeviceStep
 from model import PAGE, NumpyOps, Span
@@ -116,10 +116,21 @@ def compare(ops: CudaOps, op: str, compute: Any, *arguments: Any) -> None:
         delattr(ops, op)  # it needs no comparison any more
 
 
-def download(array: Any) -> Any:
-    if isinstance(array, tuple):
-        return unpacked(Mxfp4(*(part.get() for part in array)))
-    return None if array is None else unpacked(array.get())
+class OnHost:
+    """Weights or a layer for NumPy, in float32: an array comes when it is asked for, so the host has one."""
+
+    nbytes = 0
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.of, name)
+        if name == "layers":
+            return list(map(OnHost, found))
+        if isinstance(found, tuple):
+            return unpacked(Mxfp4(*(part.get() for part in found)))
+        return None if found is None else unpacked(found.get())
 
 
 def check(ops: CudaOps) -> None:
@@ -139,7 +150,8 @@ def check(ops: CudaOps) -> None:
     ops.degraded[NO_GRAPHS] = "not yet"
     beside = small()
     vars(beside).update({op: partial(compare, beside, op, getattr(beside, op)) for op in OPS})
-    numpy = NumpyOps(ops.config, on_device(weights, download), *sizes)
+    host: Any = OnHost(weights)
+    numpy = NumpyOps(ops.config, host, *sizes)
     runs = run(beside, SLOTS)[:FOR_NUMPY], run(numpy, 1, FOR_NUMPY)
     tops: Any = [[choice.top for choices, *_ in steps for choice in choices] for steps in runs]
     distance = np.median(np.abs(np.subtract(*tops)[..., 1]))
