@@ -57,7 +57,7 @@ def from_items(items: Items, instructions: str | None, chain: Items) -> "Convers
     if instructions:
         conversation.add_text("system", instructions)
     for item in every(chain, "previous_response_id") + every(items, "input"):
-        type_ = item.members.get("type", "message")
+        type_ = item.members.get("type") or "message"
         if type_ == "message":
             add_message(conversation, item)
         else:
