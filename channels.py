@@ -446,7 +446,7 @@ class Trimming:
 
     def __init__(self, enabled: bool, after_marker: bool) -> None:
         self._enabled = enabled
-        self._after_marker = enabled and after_marker  # <think> | "\na": the next newlines belong to it
+        self._after_marker = enabled and after_marker  # <think> | "\na": newlines that come next are dropped
         self._has_text = False  # <think> | " " | </think>: any whitespace is held until the first text
         self._held_pieces: list[Piece] = []  # "a\n" | <think>: whitespace that a marker drops
 

@@ -138,8 +138,8 @@ class Engine:
     async def generate(self, sequence: Sequence, on_step: OnStep) -> None:
         """Hand the tokens of one sequence to its reader, step by step, and return after the last.
 
-        Call it in the event loop; always in the same one. To abort, cancel the caller: however
-        this ends, the sequence is removed. An exception that on_step() raises is raised here.
+        Call it in the event loop; always in the same one. To abort, cancel the caller: however this ends,
+        Scheduler.remove() frees its pages in the engine's thread. An exception of on_step() is raised here.
         """
         self._event_loop = asyncio.get_running_loop()
         ended = self._event_loop.create_future()
@@ -184,7 +184,7 @@ class Engine:
         step = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
         if step:
             self._launch(step)
-        # 3. The tokens of the step that was read before, to the event loop.
+        # 3. To the event loop: that prompts have begun and, if steps run ahead (GPU), the tokens read before.
         self._flush_outbox()
         # 4. The oldest step in flight, if n_ahead others follow it, or there is nothing to launch.
         read: Read = [], [], 0.0

@@ -9,8 +9,8 @@ Rules of this file:
 1. An event's number is its place in the log: 0, 1, 2, ... without a gap. Chunks of a completion and
    events of a message have none. A WebSocket goes on counting between two responses (service/websocket.py).
 2. An event is encoded when it is appended, together with its response object. Readers, the store and GET
-   share those bytes. Nothing changes them. Two kinds are encoded before, to be stored first: the last event
-   of a foreground response (jobs.py), and those of a response that is queued (background.py).
+   share those bytes. Nothing changes them. Two kinds are encoded once before, to be stored first: the last
+   event of a foreground response (jobs.py), and those of a response that is queued (background.py).
 3. Readers see an event of a background response only after a write of it, so a restart takes back nothing
    that they saw. One write takes all events since the last one began: tokens do not wait for the disk. If
    the write fails, readers see its events all the same, and the next write takes them too.

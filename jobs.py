@@ -14,7 +14,8 @@ Rules of this file:
 1. A foreground response is stored before its last event is shown; if that fails, the event says
    `store: false`.
 2. A response ends once, in its log: a cancel before the last event wins, a later one has no effect.
-3. Everything ends: a run that returns, raises, is cancelled or was killed leaves a terminal event.
+3. Everything ends: a response that has begun gets a terminal event, from this process or the next, also if
+   its run raises, is cancelled or was killed. One that raises before its first event refuses the request.
 """
 
 import asyncio
@@ -152,7 +153,7 @@ class Job:
                     await run(prompt, self.feed, self.log, self.watch)
                     assert self.log.status, "a run has made no event"
             except asyncio.CancelledError:
-                # Not raised again: by its traceback the task would hold itself, and the whole request.
+                # Not raised again: its traceback would keep the task and the request in a reference cycle.
                 self.finish = self.if_cancelled
             except Exception as error:
                 if not self.log.status:  # no event yet: the error becomes the answer to the request

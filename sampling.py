@@ -17,7 +17,7 @@ Rules of this file:
 
 Why functions over one row of logits, and not processors that each rewrite all logits: top_k, top_p and min_p
 each keep the likeliest tokens, so each is a threshold, and most tokens never reach the exponential. The price
-is that the order of the steps is fixed here, as in the table of each parameter's paper.
+is that the order of the steps is fixed here.
 """
 
 import math

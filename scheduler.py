@@ -43,7 +43,7 @@ from pages import OutOfPages, PagePool, PrefixHash, prefix_hash, root_hash
 from sampling import NO_TOKEN, Choice, Context, Sampling
 
 MAX_CHUNKS = 2  # chunks whose rows a step may have for prompts: one prompt alone may take all
-MIN_ROWS = 8  # of prompts, beside sequences that decode: a prompt advances on the slowest machine
+MIN_ROWS = 8  # of prompts that a step allows while others decode, however slow the machine is
 
 # --- Theory of operation ------------------------------------------------------------------------------------
 #

@@ -9,7 +9,8 @@ Rules of this file:
 1. Before the first byte, an error has its status code. After it, only the last event can report a failure.
 2. When the client leaves, the task that works for it alone is cancelled, and with it the engine's sequence.
 3. A write holds whole events, because some parsers lose one that is cut. Waiting events share one write.
-4. Back-pressure ends here: a client that reads slowly delays its own frames, and no other client's.
+4. Back-pressure ends here: a client that reads slowly delays its own frames, and no other client's. One that
+   reads nothing for --reader-timeout is dropped (service/connections.py).
 
 Why not Starlette's StreamingResponse: it runs a second task for each stream, cannot turn an error before the
 first event into a status, and ends a stream cleanly when its generator raises. Why a log between the work and

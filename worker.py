@@ -75,7 +75,7 @@ class Prompt(Protocol):
     @property
     def request(self) -> Request: ...
     @property
-    def headers(self) -> dict[str, str]: ...  # of its answer: an upstream's Warning comes before Accepted
+    def headers(self) -> dict[str, str]: ...  # of the HTTP answer, such as an upstream's Warning
 
     @property
     def token_ids(self) -> list[int]: ...  # raises BadInput, if it is another server that renders it
@@ -137,7 +137,7 @@ class LocalPrompt(NamedTuple):
         )
 
         accepted = Accepted(len(self.token_ids))  # prepare() has checked all: only an upstream may refuse
-        is_queued = self.request.background  # until its prompt is launched: an output without tokens
+        is_queued = self.request.background  # until an output without tokens says that it begins
 
         def on_step(output: StepOutput) -> bool:
             nonlocal is_queued
@@ -153,7 +153,7 @@ class LocalPrompt(NamedTuple):
             await self.worker.engine.generate(sequence, on_step)
         except asyncio.CancelledError:
             if not answer.has_finished:
-                is_computed = answer.usage.output_tokens > 0  # else the prompt may not be
+                is_computed = answer.usage.output_tokens > 0  # else the prompt may not have been
                 take([Finish("cancelled", answer.usage if is_computed else None)])
             raise
 

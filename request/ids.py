@@ -7,7 +7,7 @@ Authority: https://platform.openai.com/docs/api-reference/responses/object: an o
 
 Rules of this file:
 1. An id cannot be guessed.
-2. The id of an item contains that of its response, as OpenAI's do: an `item_reference` gives no other name.
+2. The id of an item contains that of its response, as OpenAI's do: an `item_reference` has only this id.
 """
 
 import contextvars

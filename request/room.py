@@ -6,7 +6,8 @@
     await Threads.call(owner, function, ...)           a thread runs it when its owner's turn has come
 
 A resource that may stay full for long is refused (Room); a request waits for one that is free again soon
-(Turns). Both are coarse on purpose: we do not count how long an owner has kept its turns.
+(Turns). Both are coarse on purpose: Turns do not count how long an owner has kept one. Rooms has those for
+bodies, streams and WebSockets; that for background responses is in background.py (MAX_LIVE_BYTES).
 
 Authority: A. K. Choudhury and E. L. Hahne, "Dynamic queue length thresholds for shared-memory packet
 switches", IEEE/ACM Transactions on Networking 6 (1998), for rule 1; round robin for rule 2.
@@ -101,7 +102,7 @@ class Visit:
     owner: str
     has_key: bool = True  # a valid one, or the server has no keys
     held: Counter[Room] = field(default_factory=Counter)
-    is_small: bool = False  # its body is, and it continues or refers to no other response
+    is_small: bool = False  # a small body that neither continues nor refers to another response
 
     def set_streams(self, n: int = 1) -> None:
         """Hold n streams, one for each choice, in place of as many as now; raises BadInput.
