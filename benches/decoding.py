@@ -142,13 +142,17 @@ def bandwidth_of_gpu(cp: Any) -> float:
 
 
 def op_launches(ops: Any, batch: int, context: int, names: Iterable[str]) -> list[Any]:
-    """Return what launches each op by itself, over all layers of a decoding step, as a CUDA graph."""
+    """Return what computes a decoding step, and a CUDA graph of each of its ops by itself, over all layers.
+
+    They run in this order: a step uploads its numbers, and `pick`, the last op, makes those of the next.
+    """
     n = -(-ops.max_seq_len // PAGE)
     pages = np.arange(batch * n).reshape(batch, n) % ops.n_pages
     spans = [Span(slot, list(of_slot), [0], context, 1) for slot, of_slot in enumerate(pages)]
-    launches = []
+    contexts = [Context(GREEDY, [], [])] * batch
+    launches = [lambda: ops.read(ops.launch(spans, contexts))]
     with ops._stream:
-        _, step = ops._upload_step(spans, [Context(GREEDY, [], [])] * batch)
+        _, step = ops._upload_step(spans, contexts)
         for name in names:
             others: Any = dict.fromkeys(OPS.keys() - {name}, lambda *_: None)
             with patch.multiple(ops, **others):
@@ -186,10 +190,10 @@ def speed(batch: int, n_prompt: int, n_new: int, sampling: Sampling, engine: Eng
 
 
 def floors(bandwidth: Callable[[], float], batch: int, all_bytes: Iterable[float]) -> list[float]:
-    """Return the tokens a second of a step that reads so many bytes in its ops, and the µs of each op."""
+    """Return the best of a step that reads so many bytes in its ops: tokens a second, its µs, those of each."""
     at_once = bandwidth()
     times = [n_bytes / at_once for n_bytes in all_bytes]
-    return [batch / sum(times), *(1e6 * time_s for time_s in times)]
+    return [batch / sum(times), *(1e6 * time_s for time_s in (sum(times), *times))]
 
 
 def all_cases(args: argparse.Namespace, ops: dict[str, Any], config: Config) -> Iterator[Case]:
@@ -207,7 +211,7 @@ def all_cases(args: argparse.Namespace, ops: dict[str, Any], config: Config) -> 
         lines = [f"decode, {title}, tokens/s"]
         yield Case(lines, engines, partial(speed, batch, context, args.new, GREEDY))
         if args.table.get("ops") and NO_GRAPHS not in first.degraded:
-            of_each = [f"{op}, {title}, µs" for op in of_ops]
+            of_each = [f"{op}, {title}, µs" for op in ("a step", *of_ops)]
             yield Case(
                 of_each,
                 {"cuda": op_launches(first, batch, context, of_ops)},
