@@ -190,7 +190,7 @@ def speed(batch: int, n_prompt: int, n_new: int, sampling: Sampling, engine: Eng
 
 
 def floors(bandwidth: Callable[[], float], batch: int, all_bytes: Iterable[float]) -> list[float]:
-    """Return the best of a step that reads so many bytes in its ops: tokens a second, its µs, those of each."""
+    """Return the best of a step that reads so many bytes in its ops: tokens a second, its µs, each op's."""
     at_once = bandwidth()
     times = [n_bytes / at_once for n_bytes in all_bytes]
     return [batch / sum(times), *(1e6 * time_s for time_s in (sum(times), *times))]
