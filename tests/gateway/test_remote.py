@@ -72,14 +72,6 @@ def test_each_choice_of_a_relayed_chat_is_a_stream() -> None:
         front.process.kill()
 
 
-def test_models_are_the_workers(server: Server, worker: Server) -> None:
-    assert server.get("/v1/models").json["data"][0]["id"] == "tiny"
-    assert server.get("/v1/models/tiny").json == worker.get("/v1/models/tiny").json
-    assert server.get("/v1/models/default").json["id"] == "default"
-    reply = server.post(CHAT, {"model": "nope", "messages": []})
-    assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
-
-
 TOO_LONG = "hi" * 9000
 
 
