@@ -110,6 +110,13 @@ async def served(owners: Sequence[str], n_places: int = 1, leave: Sequence[int] 
         return order
 
 
+async def test_a_turn_is_given_back() -> None:
+    turns = Turns(1)
+    for _ in range(2):
+        async with asyncio.timeout(1), turns.turn("a"):
+            pass
+
+
 @given(st.lists(OWNERS, max_size=12))
 def test_owners_take_turns(owners: list[str]) -> None:
     """One who asks a hundred times kept all others out until all hundred were done."""
