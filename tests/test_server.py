@@ -217,8 +217,7 @@ def test_elsewhere(server: Server, method: str, path: str, status: int, code: st
 
 
 # --- responses that outlive their request -------------------------------------------------------------------
-# What clients may rely on has rules in audit/stored.py, which tests/wire asks of this server.
-# Restarts, and what happens in which order, are simulate.py's. Here: the official client, and a real kill.
+# Rules of audit/stored.py, which tests/wire asks, and simulate.py have the rest: here a client and a kill.
 
 LONG: Json = HI | NO_END | {"max_output_tokens": 1900}  # seconds
 BACKGROUND: Json = {"background": True}

@@ -41,6 +41,7 @@ def started(flags: Sequence[str], environment: Mapping[str, str], folder: Path) 
 
 def run(flags: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
     """Become such a server; what it prints goes to files of the folder."""
+    os.chdir(Path(__file__).parents[2])
     os.environ.clear()
     os.environ.update(environment)
     for number, name in ((1, "said"), (2, "log")):
