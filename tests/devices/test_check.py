@@ -244,18 +244,18 @@ class Short(Emulator):
 def test_without_memory_the_cpu_serves(
     n_tried: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the first allocation, in the middle of the check, ...: wherever the memory ends."""
+    """From the first allocation to the last: wherever the memory ends."""
     cp = Short(1e9)
     load(cp, monkeypatch)
     n = int(1e9 - cp.n_left)
-    for n_left in np.linspace(1, n - 1, min(n, n_tried)).astype(int):
+    for n_left in np.linspace(0, n - 1, min(n, n_tried)).astype(int):
         caplog.clear()
         with monkeypatch.context() as patches:  # which keeps what it replaces
             worker = load(Short(n_left), patches, "--check-kernels")
         assert loading.facts(worker)["degraded"].startswith("by the CPU (out of memory allocating")
         assert not worker.engine.about["device"].startswith("CUDA")
         assert "the CPU serves, because the GPU cannot: out of memory allocating" in caplog.text
-    row("memory", f"each of {min(n, n_tried)} of {n} allocations", worker.engine.degraded)
+    row("memory", f"{min(n, n_tried)} of {n} allocations, one at a time", worker.engine.degraded)
     with pytest.raises(ValueError, match="--device cuda: out of memory allocating"):
         load(Short(n_left), monkeypatch, "--check-kernels", "--device", "cuda")
 
