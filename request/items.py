@@ -67,8 +67,9 @@ def named(values: Object) -> set[str]:
 
 def is_reference(item: Item) -> bool:
     """True for an item_reference; the SDK's shortest form has an id and no type."""
-    is_shortest = item.get("type") is item.get("role") is None and item.get("id") is not None
-    return is_shortest or item.get("type") == "item_reference"
+    if item.get("type") is None:
+        return item.get("role") is None and item.get("id") is not None
+    return bool(item["type"] == "item_reference")
 
 
 def resolve(values: Object, found: Found, sealer_of: SealerOf) -> tuple[list[Item], list[Item]]:

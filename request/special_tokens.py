@@ -104,6 +104,14 @@ class Own(str):
     def __radd__(self, other: str) -> Any:
         return self.read(other + self.printed)
 
+    @staticmethod
+    def _followed(name: str) -> Any:
+        """Return a method of str for the printed text, in which the request's text alone is unchanged."""
+        method = getattr(str, name)
+        return lambda self, *arguments: Own.read(method(self.printed, *arguments))
+
+    strip, lstrip, rstrip, replace = map(_followed, ("strip", "lstrip", "rstrip", "replace"))
+
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
@@ -121,13 +129,3 @@ def longest_of(words: Iterable[str]) -> str:
     ends_here = endings.pop("", [])
     branches = [re.escape(character) + longest_of(longer) for character, longer in endings.items()]
     return f"(?:{'|'.join(branches + ends_here)})"  # the shortest word, "", comes last
-
-
-def followed(name: str) -> Any:
-    """Return a method of str that works on the printed text; there the request's text alone is unchanged."""
-    method = getattr(str, name)
-    return lambda self, *arguments: Own.read(method(self.printed, *arguments))
-
-
-for method in ("strip", "lstrip", "rstrip", "replace"):
-    setattr(Own, method, followed(method))

@@ -410,7 +410,7 @@ def explored(n_large: int = 0) -> Iterator[Explored]:
 
 def bugs() -> list[Mutant]:
     """Return the mutants of scheduler and pages in mutants.toml, then those of explored.toml."""
-    planted = [Mutant(**row, test="") for row in PLANTED["bug"]]
+    planted = [Mutant(**row) for row in PLANTED["bug"]]
     return [mutant for mutant in mutants() if mutant.module in ("scheduler", "pages")] + planted
 
 
