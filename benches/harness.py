@@ -97,22 +97,22 @@ class Answer(NamedTuple):
 def figures(answers: list[Answer], wall_s: float = 1, cpu_s: float = 0, kb: float = 0) -> Figures:
     """Return all that can be said of some answers; a row picks what it is about.
 
-    Tokens a second are those from when all have begun until one has ended; 0 if one ended before that. A
-    delta is late by the time since the tick of all streams.
+    Tokens a second are counted from the first of any answer to the last of all. A delta is late by the time
+    since the tick of all streams.
     """
-    firsts = [answer.times[0] for answer in answers]
-    start, end = max(firsts), min(answer.times[-1] for answer in answers)
-    n_tokens = sum(start < time <= end for answer in answers for time in answer.times)
+    times = [time for answer in answers for time in answer.times]
+    start, end = min(times), max(times)
+    n_later = sum(time > start for time in times)
     waits_ms = [1e3 * (answer.times[0] - answer.asked_at) for answer in answers]
     n_good = 0
-    for wait_ms, (_, times, _n) in zip(waits_ms, answers, strict=True):
-        n_good += wait_ms < GOOD_FIRST_MS and times[-1] - times[0] < GOOD_BETWEEN_S * len(times)
+    for wait_ms, (_, own, _n) in zip(waits_ms, answers, strict=True):
+        n_good += wait_ms < GOOD_FIRST_MS and own[-1] - own[0] < GOOD_BETWEEN_S * len(own)
     late_ms = sorted(1e3 * time % 1e3 for answer in answers for time in answer.times[N_WARM:]) or [0.0]
     n_events = sum(answer.n_events for answer in answers)
     return {
         "first text, ms": median(waits_ms),
         "last first text, ms": max(waits_ms),
-        "tokens/s": n_tokens and n_tokens / (end - start),
+        "tokens/s": n_later and n_later / (end - start),
         "good answers/s": n_good / wall_s,
         "events/s": n_events / wall_s,
         "CPU µs an event": 1e6 * cpu_s / n_events,
