@@ -4,7 +4,8 @@
 
 A compiler does not keep the sums of a tile in registers by itself, so this one loop is written in LLVM's own
 language: up to 8 x WIDTH sums, and for each block of inputs one load of the weights, which all rows share.
-8 x 32 sums are 16 registers of AVX-512; the other half hold the factors.
+8 x 32 sums are 16 registers of AVX-512; the other half hold the factors. AVX2 has 16 registers of half the
+size, of which 6 x 16 sums take 12.
 
 Each format, the form of x that it needs (cpu.py rounds x), and the sum:
 
@@ -21,10 +22,10 @@ Each format, the form of x that it needs (cpu.py rounds x), and the sum:
 Two instructions do twice the products of `vfmadd`, if a processor has them. `vpdpwssd` (AVX512-VNNI)
 multiplies 32 pairs of 16-bit integers and adds them to 16 sums; x has 16 bits rather than the usual 8,
 because rounding x to 8 bits costs more than rounding the weights. A processor without it gets the same bits
-by other instructions (portable_dot). `vdpbf16ps` (AVX512-BF16) multiplies pairs of bfloat16 and adds them to
-16 float32 sums. AMD's processors from Zen 4 on run it at full speed; a Xeon of 2023 does half as many
-products with it as with `vfmadd`. So x is rounded to bfloat16 on the former only (FAST_BFLOAT16); rows have
-other bits there than on the latter.
+by `vpmaddwd` (AVX2) and an addition, or by what all processors have (portable_dot). `vdpbf16ps` (AVX512-BF16)
+multiplies pairs of bfloat16 and adds them to 16 float32 sums. AMD's processors from Zen 4 on run it at full
+speed; a Xeon of 2023 does half as many products with it as with `vfmadd`. So x is rounded to bfloat16 on the
+former only (FAST_BFLOAT16); rows have other bits there than on the latter.
 
 Authority: "BLIS: A Framework for Rapidly Instantiating BLAS Functionality" (Van Zee, van de Geijn 2015);
 https://llvm.org/docs/LangRef.html; Intel's Intrinsics Guide, _mm512_dpwssd_epi32 and _mm512_dpbf16_ps; for
@@ -49,8 +50,16 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-TILES = 8, 4, 3, 2, 1  # rows of a tile: as many of the largest as there are, then of the next
-LANES = 16  # numbers of 32 bits in a register of AVX-512; elsewhere LLVM splits it into smaller ones
+llvmlite.binding.initialize_native_asmparser()  # for the instructions that are written as such
+codegen: Any = cpu_target.target_context.codegen()
+_, PROCESSOR, target_features = codegen.magic_tuple()  # $NUMBA_CPU_NAME and $NUMBA_CPU_FEATURES change them
+FEATURES = set(target_features.split(","))
+HAS_AVX512 = "+avx512bw" in FEATURES
+HAS_VNNI = "+avx512vnni" in FEATURES
+FAST_BFLOAT16 = "+avx512bf16" in FEATURES and PROCESSOR.startswith("znver")
+
+TILES = 8 if HAS_AVX512 else 6, 4, 3, 2, 1  # rows of a tile: as many of the largest as fit, then of the next
+LANES = 16 if HAS_AVX512 else 8  # numbers of 32 bits in a register; LLVM splits it if registers are smaller
 VECTORS = 2  # registers side by side
 WIDTH = VECTORS * LANES  # outputs of a tile, and of a panel
 CACHE_LINE = 64  # bytes
@@ -75,11 +84,6 @@ SIXTEENS = ir.VectorType(ir.IntType(16), LANES)
 Value = Any  # of LLVM
 Variables = list[list[Value]]  # (rows, VECTORS) pointers to sums, which LLVM keeps in registers
 
-llvmlite.binding.initialize_native_asmparser()  # for the instructions that are written as such
-codegen: Any = cpu_target.target_context.codegen()
-_, PROCESSOR, target_features = codegen.magic_tuple()  # $NUMBA_CPU_NAME and $NUMBA_CPU_FEATURES change them
-HAS_VNNI = "+avx512vnni" in target_features.split(",")
-FAST_BFLOAT16 = "+avx512bf16" in target_features.split(",") and PROCESSOR.startswith("znver")
 X_DTYPE: Any = np.uint16 if FAST_BFLOAT16 else np.float32  # of x, if the weights are bfloat16
 
 # --- what LLVM needs in more than one word ------------------------------------------------------------------
@@ -163,6 +167,16 @@ def vnni_dot(b, x, w, total):
     return b.asm(signature, "vpdpwssd $2, $1, $0", "=v,v,v,0", [x, w, total], False)
 
 
+def two_step_dot(b, x, w, total):
+    """The same, with AVX2. Written as instructions, because LLVM adds up products of many inputs at once, and
+    has no registers for them.
+    """
+    results = ir.LiteralStructType([INTS, INTS])  # the sums, and a register for the products
+    signature = ir.FunctionType(results, [FLOATS, SHORTS, INTS])
+    lines = "vpmaddwd $3, $2, $1; vpaddd $1, $0, $0"
+    return b.extract_value(b.asm(signature, lines, "=v,=&v,v,v,0", [x, w, total], False), 0)
+
+
 def portable_dot(b, x, w, total):
     """The same, by instructions that every processor has."""
     pairs = b.bitcast(x, INTS), b.bitcast(w, INTS)
@@ -172,7 +186,7 @@ def portable_dot(b, x, w, total):
     return total
 
 
-DOT = vnni_dot if HAS_VNNI else portable_dot
+DOT = vnni_dot if HAS_VNNI else two_step_dot if "+avx2" in FEATURES else portable_dot
 
 # --- the formats --------------------------------------------------------------------------------------------
 # How a block of weights is read, as vectors with one value an output.

@@ -25,7 +25,7 @@ from devices import kernels as gpu_kernels
 from devices import microkernel
 from devices.cpu import NOTHING, SMALL, FastOps
 from devices.cpu_kernels import KERNELS, SHARED, SPAN
-from devices.microkernel import FAST_BFLOAT16, WIDTH
+from devices.microkernel import FAST_BFLOAT16, FEATURES, WIDTH
 from devices.panels import Panels, pack, pack_blocks, pack_floats
 from helpers.device_ops import sweep
 from helpers.serving import TINY, until
@@ -122,7 +122,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, n_out: int, n_in: int) 
 
 @pytest.mark.parametrize("name", sweep(["Q8_0", "Q4_1"], ["Q8_0"]))
 def test_a_processor_without_vnni_sums_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The portable instructions compute the same integers, extreme ones too."""
+    """AVX2's and the portable instructions compute the same integers, extreme ones too."""
     packed, _ = in_format(name, WIDTH, 64)
     rows = ops()._stored(random(8, 64), packed)
     numbers = rows[:, :, 4:]
@@ -131,11 +131,11 @@ def test_a_processor_without_vnni_sums_the_same_bits(name: str, monkeypatch: pyt
     expected, found = (np.empty((8, WIDTH), np.float32) for _ in range(2))
     kernels.product(rows, packed.words, expected, NOTHING)
     key = name, types.int16
-    portable = microkernel.FORMATS[key]._replace(dot=microkernel.portable_dot)
-    monkeypatch.setitem(microkernel.FORMATS, key, portable)
-    fresh = njit(fastmath={"contract"}, error_model="numpy")(kernels.product.py_func)
-    fresh(rows.repeat(2, 0)[::2], packed.words, found, NOTHING)  # of a type not compiled yet
-    assert np.array_equal(found, expected)
+    for dot in [microkernel.portable_dot, microkernel.two_step_dot][: 1 + ("+avx2" in FEATURES)]:
+        monkeypatch.setitem(microkernel.FORMATS, key, microkernel.FORMATS[key]._replace(dot=dot))
+        fresh = njit(fastmath={"contract"}, error_model="numpy")(kernels.product.py_func)
+        fresh(rows.repeat(2, 0)[::2], packed.words, found, NOTHING)  # of a type not compiled yet
+        assert np.array_equal(found, expected)
 
 
 @pytest.mark.skipif(not microkernel.HAS_VNNI, reason="the processor has no AVX512-VNNI")
