@@ -14,6 +14,11 @@ Rules of this file:
 3. Readers see an event of a background response only after a write of it, so a restart takes back nothing
    that they saw. One write takes all events since the last one began: tokens do not wait for the disk. If
    the write fails, readers see its events all the same, and the next write takes them too.
+4. Nothing here bounds a log in bytes: what its run may say does, and how many run. A delta takes about 240
+   bytes, so the 4096 tokens of --max-output-tokens take 1 MB, and the last events repeat the text four times.
+   Logprobs have a bound of their own (MAX_LOGPROBS in worker.py), and so has the answer of an upstream
+   (MAX_ANSWER_BYTES in gateway/answers.py). Logs of streams are --max-streams at most; those of background
+   responses count in bytes (background.py).
 
 Why one log that readers poll by position, and not a queue for each reader: a reader may come later, from any
 number on, and a slow one must not make the others wait. The price is that a log keeps all frames while its

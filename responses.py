@@ -146,6 +146,15 @@ class Ending(NamedTuple):
     incomplete_reason: str | None  # incomplete_details.reason
 
 
+# Who sets a finish reason:
+# stop            scheduler.py at a stop token; channels.py at a stop string, the one call, the turn's end
+# length          scheduler.py at max_tokens, worker.py after MAX_LOGPROBS
+# content_filter  an upstream alone; it may say stop and length, too (FINISH_REASONS of gateway/answers.py)
+# steered         service/websocket.py
+# failed          engine.py: a step, a mask or a stop; gateway/: an upstream; request/: a call that cannot be
+#                 run, a compaction without a summary; jobs.py: an exception; background.py: a restart
+# cancelled       background.py, or the client of a foreground response that has left (jobs.py)
+#
 #   finish_reason                event                  status        open item     incomplete reason
 ENDINGS = {
     "stop":           Ending("response.completed",  "completed",  "completed",  None),

@@ -227,9 +227,15 @@ class LocalWorker:
         sampling = Sampling(n_top_logprobs=request.n_top_logprobs, **request.sampling)
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
-        schemas = {name: tool.schema() or {} for name, tool in request.called.items()}
+        schemas = {name: tool.schema() for name, tool in request.called.items()}
         parser = partial(
-            Parser, dialect, state, after_marker, request.stop, not request.parallel_tool_calls, schemas
+            Parser,
+            dialect,
+            state,
+            after_marker,
+            request.stop,
+            one_call=not request.parallel_tool_calls,
+            schemas=schemas,
         )
         return LocalPrompt(
             self, request, {}, token_ids, max_tokens, stop_token_ids, sampling, parser, grammar
@@ -263,7 +269,7 @@ class LocalWorker:
             largest = max(token_ids, default=0)
             if largest >= vocab_size:
                 message = f"Invalid value for '{name}': expected token ids below {vocab_size}, got {largest}."
-                raise BadInput(message, param=name, code="invalid_value")
+                raise BadInput(message, param=name)
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
