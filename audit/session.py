@@ -52,7 +52,7 @@ def chosen(profile: str, patterns: list[str]) -> list[str]:
     return matching
 
 
-def judge_all(peer: Peer, names: list[str], n_times: int = 1) -> Iterator[Result]:
+def judge_all(peer: Peer, names: list[str], n_times: int) -> Iterator[Result]:
     """Yield the verdict on each rule; it is flaky if it is another one each of several times."""
     replies: list[Any] = [{} for _ in range(n_times)]  # each time asks anew what several rules are about
     for name in names:

@@ -165,7 +165,7 @@ def check(ops: CudaOps) -> None:
         ops.step_back(NO_GRAPHS, "with them a step has other bits")
 
 
-def prove(ops: CudaOps, anew: bool = False) -> None:
+def prove(ops: CudaOps, anew: bool) -> None:
     """Compile the kernels and check them, or recall the verdict. Raises what plain kernels raise."""
     with suppress(Exception):  # of which op, the check says
         ops._kernels.load()

@@ -161,7 +161,7 @@ class RemoteWorker(Upstreams):
     defaults: Mapping[str, Any] = {}  # an upstream's own defaults are not known here
 
     def __init__(
-        self, urls: Sequence[str], api_keys: Mapping[str, str], timeouts: Timeouts, price: int | None = None
+        self, urls: Sequence[str], api_keys: Mapping[str, str], timeouts: Timeouts, price: int | None
     ) -> None:
         super().__init__(urls, api_keys, timeouts)
         self.price = price

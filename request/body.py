@@ -53,8 +53,7 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
     """Receive the body of a request, and return it unparsed: `async with` parses it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
-        message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
-        raise BadInput(message, code="unsupported_content_encoding")
+        raise not_read(encoding)
     content = bytearray()
     began_at = asyncio.get_running_loop().time()
     try:
@@ -69,9 +68,7 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
                     visit.set_held(visit.rooms.bytes, n_bytes)
                     await visit.until_its_turn()
     except TimeoutError as error:
-        expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received"
-        message = f"Expected the whole body {expected}; only a part came."
-        raise BadInput(message, code="request_timeout") from error
+        raise too_slow() from error
     return parsed(bytes(content), visit, encoding)
 
 
@@ -84,17 +81,12 @@ async def parsed(content: bytes, visit: Visit, encoding: str = "identity") -> As
 
     Leave the block as soon as the Request is made: a large body keeps others waiting until then (rule 3).
     """
-    if len(content) <= SMALL_BODY_BYTES and encoding == "identity":
+    if len(content) > SMALL_BODY_BYTES or encoding != "identity":
+        async with parsed_by_turns(content, visit, encoding) as value:
+            yield value
+    else:
         visit.is_small = len(content) <= FEW_BYTES
         yield parse(content)
-        return
-    async with visit.rooms.parsing.turn(visit.owner):
-        began_at = time.thread_time()
-        try:
-            value = parse(unpacked(content, encoding, visit))
-        finally:
-            await asyncio.sleep(time.thread_time() - began_at)
-        yield value
 
 
 def parse(json_text: bytes) -> Any:
@@ -142,12 +134,34 @@ def nesting(outside: bytes) -> int:
 # --- what comes ---------------------------------------------------------------------------------------------
 
 
+def not_read(encoding: str) -> BadInput:
+    message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
+    return BadInput(message, code="unsupported_content_encoding")
+
+
+def too_slow() -> BadInput:
+    expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received"
+    return BadInput(f"Expected the whole body {expected}; only a part came.", code="request_timeout")
+
+
 def too_large(visit: Visit) -> BadInput:
     expected = f"at most {visit.rooms.max_body_bytes} bytes, before and after decompression (--max-body)"
     return BadInput(f"Expected a body of {expected}.", code="body_too_large")
 
 
 # --- parsing ------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def parsed_by_turns(content: bytes, visit: Visit, encoding: str) -> AsyncIterator[Any]:
+    """Yield the value of a large or packed body while it keeps one of N_PARSED places: rule 3."""
+    async with visit.rooms.parsing.turn(visit.owner):
+        began_at = time.thread_time()
+        try:
+            value = parse(unpacked(content, encoding, visit))
+        finally:
+            await asyncio.sleep(time.thread_time() - began_at)
+        yield value
 
 
 def too_many_values() -> BadInput:

@@ -105,12 +105,7 @@ def resolve(values: Object, found: Found, sealer_of: SealerOf) -> tuple[list[Ite
 def _bound(n: int, limit: int, things: str) -> None:
     """Raise BadInput for a conversation with more than `limit` of these things."""
     if n > limit:
-        raise BadInput(
-            f"The conversation is too long: expected at most {limit} {things}, got more. Compact it (POST "
-            "/v1/responses/compact), or begin a new one without previous_response_id.",
-            param="input",
-            code="context_length_exceeded",
-        )
+        raise too_long(f"{limit} {things}")
 
 
 # --- the long form ------------------------------------------------------------------------------------------
@@ -123,9 +118,7 @@ def _long_form(item: Item, path: str, ids: set[str]) -> Item:
     """
     given = {name: member for name, member in item.items() if member is not None}
     kind = text(given.get("type", "message"), f"{path}.type")
-    long: Item = {"type": kind, "status": "completed"} | given
-    if kind == "reasoning":
-        long = {"summary": [], "content": []} | long
+    long: Item = _whole({"type": kind, "status": "completed"} | given)
     if not isinstance(item.get("id"), str) or item["id"] in ids:
         long["id"] = new_id(PREFIXES.get(kind, "item"))
     ids.add(long["id"])
@@ -134,15 +127,15 @@ def _long_form(item: Item, path: str, ids: set[str]) -> Item:
         part_type = TEXT_TYPES.get(str(long.get("role", kind)), "input_text")
         content = [{"type": part_type, "text": content}]
     if isinstance(content, list):
-        long["content"] = [_long_part(part) for part in content]
+        long["content"] = [_whole(part) for part in content]
     return long
 
 
-def _long_part(part: Any) -> Any:
-    """Return a part with the members of an assistant's text that clients leave out."""
-    if isinstance(part, dict) and part.get("type") == "output_text":
-        return {"annotations": [], "logprobs": []} | part
-    return part
+def _whole(value: Any) -> Any:
+    """Return an item or a part with the members that clients leave out."""
+    if isinstance(value, dict):
+        value = LEFT_OUT.get(str(value.get("type")), {}) | value
+    return value
 
 
 def is_trigger(item: Item) -> bool:
@@ -252,6 +245,15 @@ def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
     return item | {SEALED[kind]: opened}
 
 
+def too_long(limit: str) -> BadInput:
+    return BadInput(
+        f"The conversation is too long: expected at most {limit}, got more. Compact it (POST "
+        "/v1/responses/compact), or begin a new one without previous_response_id.",
+        param="input",
+        code="context_length_exceeded",
+    )
+
+
 def _referred(item: Item, path: str, referable: Mapping[str, Item]) -> Item:
     """Return the item that a reference names; raises BadInput."""
     item_id = text(item.get("id"), f"{path}.id")
@@ -315,6 +317,12 @@ def with_image_texts(value: Any) -> Any:
 
 
 # --- the long form ------------------------------------------------------------------------------------------
+
+# type of an item, or of a part -> its members that clients leave out
+LEFT_OUT: dict[str, Object] = {
+    "reasoning": {"summary": [], "content": []},
+    "output_text": {"annotations": [], "logprobs": []},
+}
 
 # role of a message, or type of an item -> type of the part that a string in place of the parts becomes
 TEXT_TYPES = {"assistant": "output_text", "reasoning": "reasoning_text"}  # for all others "input_text"

@@ -28,11 +28,12 @@ Rules of this file:
 import copy
 import re
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import sse
 from request.body import MAX_VALUES, n_values, outside_strings, too_many_values
-from request.refusals import BadInput, no_images, wrong_value
+from request.refusals import BadInput, missing, no_images, wrong_value
 from request.tool_items import CALL_IDS, IMAGE_MEMBERS, IMAGE_TEXT, NOT_TOLD, RESULT_SUFFIXES, TOOL_ITEM
 from request.tools import CLIENT_TOOLS, DeclaredTool, as_json, called_name, flat, read_tool
 from request.validation import Place, boolean, list_of, mapping, one_of, place, text, text_or_array
@@ -68,23 +69,13 @@ def from_items(items: Items, instructions: str | None, chain: Items) -> "Convers
 # --- the assembler ------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Conversation:
-    """The messages so far, as a chat template takes them; texts that become one are joined at the end.
+    """The messages so far, as a chat template takes them; texts that become one are joined at the end."""
 
-    With `joins_users` the user's messages without an answer in between become one message, too.
-    """
-
-    def __init__(self, joins_users: bool = False) -> None:
-        self._joins_users = joins_users
-        self.brought: list[DeclaredTool] = []  # tools that items bring with them
-        self.not_read: list[str] = []  # what the Warning of the answer names, such as types of items
-        self.messages: Messages = []
-        self._current: Message = {}  # the last turn; {}: results of its calls have come
-        self._n_calls = 0
-        self._n_argument_values = 0  # in all calls: each is held as an object
-        # The calls that wait for a result, by the client's id, which a later turn may use again. A value is
-        # the message for the result, in its place but without content, and whether the result must come.
-        self._open_calls: dict[str, tuple[Message, bool]] = {}
+    joins_users: bool = False  # the user's messages without an answer in between become one message, too
+    messages: Messages = field(default_factory=list)
+    current: Message = field(default_factory=dict)  # the last turn; {}: results of its calls have come
 
     def add_text(self, role: str, text: str, member: str = "content") -> None:
         self._turn(role).setdefault(member, []).append(text)
@@ -94,56 +85,68 @@ class Conversation:
 
         A turn of the assistant is one message, and so are adjacent messages of the system (rules 1 and 2).
         """
-        is_apart = role == "user" and not self._joins_users
-        if is_apart or self._current.get("role") != role:
-            self._current = {"role": role, "content": []}
-            self.messages.append(self._current)
-        return self._current
+        is_apart = role == "user" and not self.joins_users
+        if is_apart or self.current.get("role") != role:
+            self.current = {"role": role, "content": []}
+            self.messages.append(self.current)
+        return self.current
 
     def close(self, path: str) -> "Conversation":
         """Join the texts; raise BadInput at `path` if there are no messages, or a call lacks its result."""
         if not self.messages:
-            why = f"Missing required parameter: '{path}', with at least one message."
-            raise BadInput(why, param=path, code="missing_required_parameter")
-        for call_id, (_, needs_result) in self._open_calls.items():
-            if needs_result:
-                raise BadInput(f"No tool output found for function call {call_id}.", param=path)
+            raise missing(path, ", with at least one message")
+        if self.n_calls:
+            self._end_calls(path)
         for message in self.messages:
             for name in message.keys() & {"content", "reasoning_content"}:
                 message[name] = paragraphs(*message[name])
-        self.messages = [message for message in self.messages if "content" in message]
         return self
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    not_read: list[str] = field(default_factory=list)  # what the Warning of the answer names: types of items
+    brought: list[DeclaredTool] = field(default_factory=list)  # tools that items bring with them
+    n_calls: int = 0
+    n_argument_values: int = 0  # in all calls: each is held as an object
+    # The calls that wait for a result, by the client's id, which a later turn may use again. A value is the
+    # message for the result, in its place but without content, and whether the result must come.
+    open_calls: dict[str, tuple[Message, bool]] = field(default_factory=dict)
 
     def add_call(self, call_id: str, name: str, written: str, is_cut: bool = False, **members: Any) -> None:
         """Raise BadInput if the arguments of all calls have more values than a body may have."""
         arguments = None
         if written.lstrip().startswith("{"):
-            self._n_argument_values += n_values(outside_strings(written.encode()))
-            if self._n_argument_values > MAX_VALUES:
+            self.n_argument_values += n_values(outside_strings(written.encode()))
+            if self.n_argument_values > MAX_VALUES:
                 raise too_many_values()
             with suppress(ValueError):  # a limit may have cut it
                 arguments = sse.loads(written)
         needs_result = arguments is not None and not is_cut
         if arguments is None:
             arguments = {"arguments": written} if written.strip() else {}
-        own_id = f"call{self._n_calls:05}"
-        self._n_calls += 1
+        own_id = f"call{self.n_calls:05}"
+        self.n_calls += 1
         function = {"name": name, "arguments": arguments}
         call = {"id": own_id, "type": "function", "function": function, **members}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
         result = {"role": "tool", "tool_call_id": own_id, "name": name}
         self.messages.append(result)
-        self._open_calls[call_id] = result, needs_result
+        self.open_calls[call_id] = result, needs_result
 
     def add_result(self, call_id: str, text: str, path: str) -> None:
         """Put a result after its call; raise BadInput at `path`, that of call_id, if no call waits for it."""
-        if call_id not in self._open_calls:
+        if call_id not in self.open_calls:
             raise BadInput(f"No tool call found for function call output with call_id {call_id}.", param=path)
-        result, _ = self._open_calls.pop(call_id)
+        result, _ = self.open_calls.pop(call_id)
         result["content"] = [text]
-        self._current = {}
+        self.current = {}
+
+    def _end_calls(self, path: str) -> None:
+        """Drop the messages for results that need not come; raise BadInput at `path` if one must come."""
+        for call_id, (_, needs_result) in self.open_calls.items():
+            if needs_result:
+                raise BadInput(f"No tool output found for function call {call_id}.", param=path)
+        self.messages = [message for message in self.messages if "content" in message]
 
 
 # --- content and calls, the same in both APIs ---------------------------------------------------------------

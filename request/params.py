@@ -25,7 +25,7 @@ Rules of this file:
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ from request.validation import (
     Check,
     Place,
     boolean,
+    filled,
     hint,
     integer,
     list_of,
@@ -159,8 +160,6 @@ def responses_request(values: Object, chain: messages.Items, input: messages.Ite
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
     echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
         "tools": [entry.echo for entry in values["tools"]],
-        "reasoning": {"effort": None, "summary": None} | values["reasoning"],
-        "text": {"format": FREE_TEXT} | values["text"],
         "service_tier": SERVICE_TIER,
     }
     by_chats_names = {
@@ -168,8 +167,8 @@ def responses_request(values: Object, chain: messages.Items, input: messages.Ite
         # A warm-up chooses one token, with the last row of the prompt; the client does not see it.
         "max_tokens": values["max_output_tokens"] if generate else 1,
         "logprobs": LOGPROBS in values["include"],
-        "response_format": echo["text"]["format"],
-        "reasoning_effort": echo["reasoning"]["effort"],
+        "response_format": values["text"]["format"],
+        "reasoning_effort": values["reasoning"]["effort"],
         "generate": generate,
         "truncate": values["truncation"] == "auto",
         "seal_reasoning": SEALED_REASONING in values["include"],
@@ -184,18 +183,18 @@ def request(values: Object, schema_path: str, conversation: messages.Conversatio
     """
     values = values | {
         "messages": conversation.messages,
-        "not_run": values["not_run"] + conversation.not_read,
+        "not_run": (*values["not_run"], *conversation.not_read),
     }
     is_free = values["tool_choice"] == "auto" and values["response_format"] == FREE_TEXT
     # A plain request demands no form of its answer.
     if values["tools"] or conversation.brought or not is_free:
         values |= demands(values, conversation.brought, schema_path)
-    not_run = [*dict.fromkeys(filter(None, values["not_run"]))][:MAX_NOT_RUN]
+    if values["not_run"]:
+        values["not_run"] = printable(values["not_run"])
     # Most fields of Request are parameters of the same name, in `values`. Fields in neither dict keep their
     # defaults: those that this API lacks, what only tools demand, and `compacts`, which
     # items.summary_request() sets.
     known = values | {
-        "not_run": tuple(map(printable, not_run)),
         "include_usage": values["stream_options"].get("include_usage") or not values["stream"],
         "sampling": {name: values[name] for name in SAMPLING},
         "n_top_logprobs": values["top_logprobs"] if values["logprobs"] else None,
@@ -257,8 +256,10 @@ NOT_BUILT = (
 # Likewise, but true or 1 asks for nothing: it is their default.
 NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_generation_prompt")
 
-reasoning = members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
-text_options = members(format=text_format, verbosity=one_of("low", "medium", "high"))
+NOT_SAID = {"effort": None, "summary": None}  # of the reasoning
+reasoning = filled(NOT_SAID, members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed")))
+PLAIN_TEXT = {"format": FREE_TEXT}
+text_options = filled(PLAIN_TEXT, members(format=text_format, verbosity=one_of("low", "medium", "high")))
 NOT_HERE = "This server does not implement it: leave it out."
 TOOLS_INSTEAD = "This server does not implement it: use 'tools' and 'tool_choice'."
 
@@ -340,9 +341,9 @@ RESPONSES = COMMON | {
     "max_output_tokens":      Parameter(count,                           None,       True),
     "max_tool_calls":         Parameter(count,                           None,       True),  # of hosted tools
     "include":                Parameter(list_of(one_of(*INCLUDES)),      []),
-    "reasoning":              Parameter(reasoning,                       {}),
-    "text":                   Parameter(text_options,                    {}),
     "truncation":             Parameter(one_of("auto", "disabled"),      "disabled", True),
+    "reasoning":              Parameter(reasoning,                       NOT_SAID,   True),
+    "text":                   Parameter(text_options,                    PLAIN_TEXT, True),
     "conversation":           Parameter(refused("No conversations are kept; send their items as input.")),
     "n":                      Parameter(refused("A response has one answer: send several requests.", 1), 1),
     "logprobs":               Parameter(refused("Use 'include' and 'top_logprobs'.", False)),
@@ -421,9 +422,10 @@ del MESSAGES["context_management"]  # a hint of Claude Code's, and named as any 
 # --- reading them -------------------------------------------------------------------------------------------
 
 
-def printable(name: str) -> str:
-    """Return as much of a name as a header may repeat: ASCII without quotes."""
-    return re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME])
+def printable(names: Iterable[str]) -> tuple[str, ...]:
+    """Return as much of these names as a header may repeat: ASCII without quotes."""
+    first = [*dict.fromkeys(filter(None, names))][:MAX_NOT_RUN]
+    return tuple(re.sub(r'[^ -~]|["\\]', "?", name[:MAX_NAME]) for name in first)
 
 
 def from_responses(body: Any, defaults: Defaults, owner: str = "") -> Request:

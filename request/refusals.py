@@ -70,8 +70,9 @@ def wrong_value(path: str, expected: str, value: Any, kind: str = "value") -> Ba
     return BadInput(message, param=path, code=f"invalid_{kind}")
 
 
-def missing(path: str) -> BadInput:
-    return BadInput(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+def missing(path: str, how: str = "") -> BadInput:
+    message = f"Missing required parameter: '{path}'{how}."
+    return BadInput(message, param=path, code="missing_required_parameter")
 
 
 def unsupported(path: str, why: str) -> BadInput:

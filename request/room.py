@@ -33,10 +33,6 @@ from request.refusals import BadInput
 
 T = TypeVar("T")
 
-# Threads of the event loop, for what would keep it too long. They share Python's lock, which the event loop
-# wants back after each system call: with six threads at work, a turn of the event loop took 0.2 s.
-N_THREADS = 2
-
 
 # --- what requests hold -------------------------------------------------------------------------------------
 
@@ -85,13 +81,21 @@ class Room:
         n_held = self.held[owner]
         n_left = self.n_total - self.held.total() - n
         if n > 0 and n_left < 0:
-            message = f"The server is at its limit for {self.things}; try again later."
-            raise BadInput(message, code="server_is_overloaded")
+            raise self._full()
         if n > 0 and self.is_shared and n_held and n_held + n > n_left:  # rule 1
-            share = f"{n_held} of {self.n_total} {self.things}"
-            message = f"Your key holds {share}, and more would leave too few for others; try again later."
-            raise BadInput(message, code="rate_limit_exceeded")
+            raise self._share_taken(n_held)
         self.held[owner] += n
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def _full(self) -> BadInput:
+        message = f"The server is at its limit for {self.things}; try again later."
+        return BadInput(message, code="server_is_overloaded")
+
+    def _share_taken(self, n_held: int) -> BadInput:
+        share = f"{n_held} of {self.n_total} {self.things}"
+        message = f"Your key holds {share}, and more would leave too few for others; try again later."
+        return BadInput(message, code="rate_limit_exceeded")
 
 
 @dataclass
@@ -152,14 +156,9 @@ class Turns:
 
     waits for a place     a b          (first come, first served)
     waits for its owner   a a          (each is let on when the one before it has got a place)
-    """
 
-    def __init__(self, n_places: int) -> None:
-        self.n_waiting = 0
-        self._places = asyncio.Semaphore(n_places)
-        # One lock for each owner; its request that waits for a place holds it. Python drops a lock that
-        # nothing holds or awaits.
-        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+    Each owner has a lock, and its request that waits for a place holds it.
+    """
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
@@ -174,13 +173,22 @@ class Turns:
         finally:
             self._places.release()
 
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def __init__(self, n_places: int) -> None:
+        self.n_waiting = 0
+        self._places = asyncio.Semaphore(n_places)
+        # By owner. Python drops a lock that nothing holds or awaits.
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
+
+
+# Threads of the event loop, for what would keep it too long. They share Python's lock, which the event loop
+# wants back after each system call: with six threads at work, a turn of the event loop took 0.2 s.
+N_THREADS = 2
+
 
 class Threads(Turns):
     """Threads that work by turns of the owners: the event loop's own, or those of an executor."""
-
-    def __init__(self, n_threads: int = N_THREADS, executor: Executor | None = None) -> None:
-        super().__init__(n_threads)
-        self._executor = executor
 
     async def call(self, owner: str, function: Callable[..., T], *args: Any) -> T:
         """Call the function in a thread. If the caller is cancelled before it has begun, it never begins."""
@@ -189,6 +197,10 @@ class Threads(Turns):
             return await loop.run_in_executor(self._executor, copy_context().run, function, *args)
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    def __init__(self, n_threads: int = N_THREADS, executor: Executor | None = None) -> None:
+        super().__init__(n_threads)
+        self._executor = executor
 
     async def until_idle(self) -> None:
         """Wait until all calls have begun, also those that are made meanwhile."""

@@ -77,19 +77,6 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 # --- the template -------------------------------------------------------------------------------------------
 
 
-def _with_reasoning(message: Message) -> Message:
-    """Give an answer without reasoning an empty `reasoning_content`; copy any other to `thinking`, gpt-oss's
-    name for it.
-
-    Qwen3's template looks in the text: it takes an answer that mentions `</think>` for reasoning up to there.
-    """
-    if message["role"] == "assistant" and "tool_calls" not in message:
-        message = {"reasoning_content": ""} | message
-    if not message.get("reasoning_content"):
-        return message
-    return message | {"thinking": message["reasoning_content"]}
-
-
 def _turns(n: int) -> Iterator[int]:
     yield from range(n)
     raise Endless(f"for messages of this size it may take {n} calls and turns of loops")
@@ -114,19 +101,14 @@ class ChatTemplate:
         """
         if tools and self.with_tools is not self:
             return self.with_tools.render(messages, tools, now, traced, **kwargs)
-        messages = self.way(messages)
-        if not self.takes_tools and (tools or any(message["role"] == "tool" for message in messages)):
-            raise unsupported("tools", "The model was not trained to call any: its chat template shows none.")
-        if not self.takes_late_system:
-            n_taken = int(self.takes_system)
-            messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
-        return self._fill(messages, tools, now, kwargs, traced)
-
-    def _fill(
-        self, messages: Messages, tools: Tools, now: datetime, kwargs: Object, traced: bool = False
-    ) -> str:
+        if not self.shows_all:
+            messages = self._adapted(messages, tools)
         template, own = self._forms[traced]
-        told = [_with_reasoning(message) | {"role": own(message["role"])} for message in messages]
+        told = []
+        for message in messages:
+            if message["role"] == "assistant":
+                message = with_reasoning(message)
+            told.append(message | {"role": own(message["role"])})
         variables = {
             **{name: own(token) for name, token in self.tokens.items()},
             **kwargs,
@@ -141,8 +123,8 @@ class ChatTemplate:
         except MemoryError:  # not the fault of these messages
             raise
         except Exception as error:  # a template may raise anything: these messages are the cause
-            message = f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}"
-            raise BadInput(message, code="invalid_prompt") from error
+            why = f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}"
+            raise BadInput(why, code="invalid_prompt") from error
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
@@ -161,13 +143,15 @@ class ChatTemplate:
             self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str), (traced, Own)]
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
+        self.with_tools = self  # the template of requests that offer tools, which may be another one
+        self.shows_all = True  # the probes are rendered as they are
         self.takes_tools = self._shows([USER], PROBE_TOOLS, PROBE)
         self.takes_system = self._shows([SYSTEM, USER], None, PROBE)
         late_system = [USER, ASSISTANT, SYSTEM, USER]
         self.takes_late_system = self.takes_system and self._shows(late_system, None, PROBE)
         ways = (way for way in WAYS if self._shows(way(PROBE_TURN), PROBE_TOOLS, PROBE, SECOND_PROBE))
         self.way = next(ways, one_call_a_message)
-        self.with_tools = self  # the template of requests that offer tools, which may be another one
+        self.shows_all = self.takes_tools and self.takes_late_system and self.way is list
 
     @classmethod
     def load(cls, directory: Path) -> "ChatTemplate":
@@ -199,9 +183,19 @@ class ChatTemplate:
             template.with_tools = cls(named["tool_use"], tokens)
         return template
 
+    def _adapted(self, messages: Messages, tools: Tools) -> Messages:
+        """Return the messages in a form that the template shows; raises BadInput if there is none: rule 1."""
+        messages = self.way(messages)
+        if not self.takes_tools and (tools or any(message["role"] == "tool" for message in messages)):
+            raise unsupported("tools", "The model was not trained to call any: its chat template shows none.")
+        if not self.takes_late_system:
+            n_taken = int(self.takes_system)
+            messages = [*messages[:n_taken], *system_as_text(messages[n_taken:])]
+        return messages
+
     def _shows(self, messages: Messages, tools: Tools, *words: str) -> bool:
         try:
-            prompt = self._fill(messages, tools, datetime(2000, 1, 1), {})
+            prompt = self.render(messages, tools, datetime(2000, 1, 1))
         except BadInput as refusal:
             if isinstance(refusal.__cause__, Endless):
                 raise BadTemplate(refusal.message) from refusal
@@ -215,6 +209,19 @@ MAX_REASON = 300  # characters of what a template raises: it may quote the messa
 
 
 # --- messages for templates that take less ------------------------------------------------------------------
+
+
+def with_reasoning(answer: Message) -> Message:
+    """Give an answer without reasoning an empty `reasoning_content`; copy any other to `thinking`, gpt-oss's
+    name for it.
+
+    Qwen3's template looks in the text: it takes an answer that mentions `</think>` for reasoning up to there.
+    """
+    if "tool_calls" not in answer:
+        answer = {"reasoning_content": ""} | answer
+    if reasoning := answer.get("reasoning_content"):
+        answer = answer | {"thinking": reasoning}
+    return answer
 
 
 def one_call_a_message(messages: Messages) -> Messages:

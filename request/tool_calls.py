@@ -18,7 +18,7 @@ Rules of this file:
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -35,12 +35,11 @@ class Restorer:
     call: Call | None = None  # the open call, in the client's words
     broken: str = ""  # the name in the last call that cannot be run
 
-    def feed(self, output: WorkerOutput) -> Iterator[WorkerOutput]:
-        """Yield the outputs that the client gets."""
+    def feed(self, output: WorkerOutput) -> Iterable[WorkerOutput]:
+        """Return the outputs that the client gets."""
         if self.call or self.broken or isinstance(output, Call):
-            yield from self._restored(output)
-        else:
-            yield output
+            return self._restored(output)
+        return [output]
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 

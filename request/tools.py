@@ -292,5 +292,5 @@ def demands(values: Object, brought: list[DeclaredTool], schema_path: str) -> Ob
         "called": {} if choice.calls == "none" else tools,
         "structured_output": structured_output(tools, choice, values, schema_path),
         "named_call": choice.one_call,
-        "not_run": values["not_run"] + not_offered,
+        "not_run": (*values["not_run"], *not_offered),
     }

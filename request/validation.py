@@ -127,6 +127,12 @@ def members(value: Any, path: str, **checks: Check) -> Object:
 
 
 @makes_checks
+def filled(value: Any, path: str, absent: Object, check: Check) -> Any:
+    """Accept an object, and give it the members that are absent."""
+    return absent | check(value, path)
+
+
+@makes_checks
 def pairs_of(value: Any, path: str, check_name: Check, check_value: Check, max_pairs: int) -> dict[Any, Any]:
     """Accept an object whose members have any name that passes its check."""
     pairs = bounded(mapping, len, "a number of members", 0, max_pairs)(value, path).items()

@@ -798,7 +798,7 @@ class Simulation:
         self.engine = SimEngine(runner, choice((0, 3)), self.loop)
         local = LocalWorker(self.engine, TOKENIZER, TEMPLATE, GRAMMARS, None, ["tiny"], {}, 60)
         timeouts = Timeouts(5, 20, 10, 60, probe_s=30)
-        remote = RemoteWorker(["http://far/v1", "http://farther/v1"], {}, timeouts)
+        remote = RemoteWorker(["http://far/v1", "http://farther/v1"], {}, timeouts, None)
         args: Any = SimpleNamespace(
             secret=["secret"], debug_steps=False, no_done_line=False, no_temporary=False, images="refuse",
             reasoning_events="openai", max_streams=choice((8, 30)), max_body=64 * 1024, host="127.0.0.1",

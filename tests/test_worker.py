@@ -232,8 +232,8 @@ class MeasuredTemplate(ChatTemplate):
 
 def preparation(**body: Any) -> tuple[str, int, int]:
     """Why it was refused, if it was; how many characters were rendered, and how many tokenized."""
-    tokenizer = Measured(TINY / "tokenizer.json")
     template = MeasuredTemplate(ChatTemplate.load(TINY).source, {})
+    tokenizer, template.n_characters = Measured(TINY / "tokenizer.json"), 0  # without its probes
     worker = worker_of(tokenizer, template, max_seq_len=CONTEXT)
     refusal = ""
     try:

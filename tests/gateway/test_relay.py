@@ -601,7 +601,7 @@ def test_what_is_asked(asked: Json, more: Json) -> None:
 def test_stream_options_turn_nothing_into_a_stream(more: Json, param: str) -> None:
     """A client that wanted JSON got SSE: cocoon, ValidateRequest.cpp. What is read here is checked here."""
     with pytest.raises(BadInput) as caught:
-        RemoteWorker([], {}, QUICK).pass_through(ASK | more)
+        RemoteWorker([], {}, QUICK, None).pass_through(ASK | more)
     assert caught.value.param == param
 
 

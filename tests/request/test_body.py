@@ -89,7 +89,7 @@ def test_a_body_unpacks_to_so_much(server: Server, encoding: str) -> None:
 
 def test_what_a_body_unpacks_to_is_held() -> None:
     text = b" " * 100_000
-    with Rooms(8, 2**21, False).visit("") as visit:
+    with Rooms(max_streams=8, max_body_bytes=2**21, is_shared=False).visit("") as visit:
         assert body.unpacked(gzip.compress(text), "gzip", visit) == text
         assert visit.held[visit.rooms.bytes] == len(text)
 
@@ -102,7 +102,7 @@ def test_the_parser_rests_as_long_as_it_has_worked(monkeypatch: pytest.MonkeyPat
         rests.append(seconds)
 
     async def parse(text: bytes) -> None:
-        with Rooms(8, 2**21, False).visit("") as visit:
+        with Rooms(max_streams=8, max_body_bytes=2**21, is_shared=False).visit("") as visit:
             async with body.parsed(text.rjust(body.SMALL_BODY_BYTES + 1), visit):
                 pass
 
@@ -140,7 +140,7 @@ def arriving(visit: Visit, part: bytes, *waits_s: float) -> Awaitable[object]:
 async def test_a_body_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: 64 MB, which --max-body may allow, take 50 s to a client that is 200 ms away, and got a 408."""
     monkeypatch.setattr(body, "MAX_BODY_S", 0.2)
-    with Rooms(2, 2**21, False).visit("") as visit:
+    with Rooms(max_streams=2, max_body_bytes=2**21, is_shared=False).visit("") as visit:
         for small_bytes in (10, 5):
             monkeypatch.setattr(body, "SMALL_BODY_BYTES", small_bytes)
             with pytest.raises(BadInput) as caught:
@@ -151,7 +151,7 @@ async def test_a_body_has_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_body_has_so_many_bytes() -> None:
-    with Rooms(2, 10, False).visit("") as visit:
+    with Rooms(max_streams=2, max_body_bytes=10, is_shared=False).visit("") as visit:
         await arriving(visit, b"0123456789", 0)
         with pytest.raises(BadInput) as caught:
             await arriving(visit, b"0123456789+", 0)
@@ -160,7 +160,7 @@ async def test_a_body_has_so_many_bytes() -> None:
 
 async def test_bodies_of_one_owner_leave_room() -> None:
     """There is room for 16 of the largest, of which m may have as many as are left besides: 7."""
-    rooms = Rooms(32, 2**20, True)
+    rooms = Rooms(max_streams=32, max_body_bytes=2**20, is_shared=True)
     with ExitStack() as held:
         for owner in "y" + "m" * 7:
             await arriving(held.enter_context(rooms.visit(owner)), bytes(2**20), 0)
@@ -172,7 +172,7 @@ async def test_bodies_of_one_owner_leave_room() -> None:
 
 def test_what_a_body_continues_is_held_beside_it() -> None:
     """Bug: 300 requests of 110 bytes that continue a large response held 430 MB, and counted as 33 kB."""
-    rooms = Rooms(32, 2**20, False)
+    rooms = Rooms(max_streams=32, max_body_bytes=2**20, is_shared=False)
     with rooms.visit("m") as visit:
         visit.set_held(rooms.bytes, 2**20)
         for _ in range(15):
@@ -184,7 +184,7 @@ def test_what_a_body_continues_is_held_beside_it() -> None:
 
 def test_each_choice_is_a_stream() -> None:
     """Bug: 64 requests with 16 choices each were 64 streams, and 1,024 sequences that wait."""
-    rooms = Rooms(100, 2**21, True)
+    rooms = Rooms(max_streams=100, max_body_bytes=2**21, is_shared=True)
     with ExitStack() as held:
         for _ in range(3):
             held.enter_context(rooms.visit("m")).set_streams(16)

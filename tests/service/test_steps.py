@@ -76,7 +76,7 @@ def test_a_reader_that_is_late_or_slow_loses_the_oldest_steps(
 
     async def main() -> list[int]:
         parser = sse.Parser()
-        visit = Visit(Rooms(1, 2**20, False), "")
+        visit = Visit(Rooms(max_streams=1, max_body_bytes=2**20, is_shared=False), "")
         async with aclosing(steps.read(visit, asyncio.Event())) as reads:
             numbers = await some(reads, parser) if is_slow else []
             await asyncio.to_thread(alone, engine, endless(100, 200))  # it reads nothing meanwhile

@@ -467,7 +467,7 @@ async def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
         has_begun.set()
         await never()
 
-    rooms, deaf = Rooms(8, 2**20, False), Client(b"[]", is_deaf=True)
+    rooms, deaf = Rooms(max_streams=8, max_body_bytes=2**20, is_shared=False), Client(b"[]", is_deaf=True)
     first = deaf.talk(begin, rooms)
     await deaf.is_told.wait()
     second = Client(b"[]", TURN).talk(begin, rooms)  # its turn comes after a refusal
@@ -487,7 +487,7 @@ async def test_a_turn_that_is_refused_is_forgotten() -> None:
     client = Client(TURN)
     gc.disable()
     try:
-        task = client.talk(begin, Rooms(8, 2**20, False))
+        task = client.talk(begin, Rooms(max_streams=8, max_body_bytes=2**20, is_shared=False))
         await client.is_told.wait()
         await asyncio.sleep(0.01)
         assert bodies[0]() is None
