@@ -10,8 +10,13 @@ Rules of the measurements:
 Not here: how good what is said is.
 """
 
-import argparse
 import sys
+from importlib.util import find_spec
+
+if sys.version_info < (3, 11) or not find_spec("uvicorn"):
+    sys.exit("error: expected Python 3.11 or later, and its packages: pip install -e '.[fast]'")
+
+import argparse
 import tomllib
 from collections.abc import Sequence
 

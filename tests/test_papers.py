@@ -58,7 +58,7 @@ def test_commands_exist(words: str) -> None:
     assert {*re.findall(r"--[a-z][a-z-]*", words)} <= flags_of(*found[0].split())
 
 
-@pytest.mark.parametrize("program", [["server.py"], ["-m", "course"]])
+@pytest.mark.parametrize("program", [["server.py"], ["bench.py"], ["-m", "course"]])
 def test_a_start_without_its_packages_says_what_to_install(program: list[str]) -> None:
     """-S: as in a Python where nothing is installed."""
     ended = run("-S", *program)
