@@ -108,7 +108,7 @@ class EventStream(Response):
             with suppress(ClientDisconnect):
                 await while_connected(self._send_events(send), receive)
         finally:
-            if self.task:
+            if self.task and not self.task.done():
                 await cancel(self.task)
 
     async def _send_events(self, send: Send) -> None:
@@ -160,7 +160,7 @@ async def kept_alive(
     try:
         yield write
     finally:
-        await cancel(commenting)
+        commenting.cancel()
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from prometheus_client import (
@@ -95,12 +95,14 @@ class Metrics(Collector):
             name: kind(PREFIX + name, about, (MODEL, *labels), registry=self._registry)
             for name, (kind, about, *labels) in METRICS.items()
         }
+        # Bounded by rule 3: labels have few values.
+        self._child = cache(lambda name, *labels: self._metrics[name].labels(self.model, *labels))
         self._registry.register(self)  # its readings: collect()
         ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds, ...
 
     def add(self, name: str, value: float, *labels: str) -> None:
         """Add to a counter, or add a value to a histogram."""
-        metric = self._metrics[name].labels(self.model, *labels)
+        metric = self._child(name, *labels)
         record = metric.inc if isinstance(metric, Counter) else metric.observe
         record(value)
 
