@@ -54,8 +54,7 @@ class SpecialTokens:
 
         A SentencePiece tokenizer puts a space before each text: its model sees `< |im_end|>`.
         """
-        if plain(trace) != prompt:
-            trace = prompt  # rule 3
+        trace = str(trace) if Own.read(trace) == prompt else prompt  # rule 3
         texts = []
         start = position = 0
         while token := self._pattern.search(prompt, position):
@@ -94,7 +93,7 @@ class Own(str):
         return value
 
     def __add__(self, other: Any) -> Any:
-        return self.read(self.printed + str(other))
+        return Own(super().__add__(other), self.printed + str(other))
 
     def __str__(self) -> str:  # Jinja prints this, and joins it with ~
         return self.printed
@@ -102,7 +101,7 @@ class Own(str):
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
     def __radd__(self, other: str) -> Any:
-        return self.read(other + self.printed)
+        return Own(str.__add__(other, self), other + self.printed)
 
     @staticmethod
     def _followed(name: str) -> Any:

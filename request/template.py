@@ -110,7 +110,6 @@ class ChatTemplate:
                 message = with_reasoning(message)
             told.append(message | {"role": own(message["role"])})
         variables = {
-            **{name: own(token) for name, token in self.tokens.items()},
             **kwargs,
             "messages": told,
             "tools": tools or None,
@@ -119,7 +118,7 @@ class ChatTemplate:
             TURNS: _turns(min(MIN_TURNS + TURNS_A_CHARACTER * len(str((messages, tools))), MAX_TURNS)),
         }
         try:
-            return str(template.render(variables))
+            return template.render(variables)  # type: ignore[no-any-return]
         except MemoryError:  # not the fault of these messages
             raise
         except Exception as error:  # a template may raise anything: these messages are the cause
@@ -138,9 +137,14 @@ class ChatTemplate:
                 loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
             tracing = Tracing()
             traced = tracing.visit(copy.deepcopy(tree))  # Jinja folds the constants of what it compiles
-            traced = TRACING_ENVIRONMENT.from_string(traced, tracing.texts)
-            # By `traced`: the template, and what a role or a token is to it.
-            self._forms: list[Any] = [(ENVIRONMENT.from_string(tree), str), (traced, Own)]
+            own = {name: Own(token) for name, token in tokens.items()}
+            # By `traced`: the template, and what a role is to it.
+            self._forms: list[Any] = [
+                (ENVIRONMENT.from_string(tree, {**tokens}), str),
+                (TRACING_ENVIRONMENT.from_string(traced, own | tracing.texts), Own),
+            ]
+            for template, _ in self._forms:  # Jinja copies them for each rendering, and a ChainMap slowly
+                template.globals = {**template.globals}
         except jinja2.TemplateError as error:
             raise BadTemplate(f"the chat template is not a Jinja template: {error}") from error
         self.with_tools = self  # the template of requests that offer tools, which may be another one
