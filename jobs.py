@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import starmap
+from typing import Any, Protocol
 
 from channels import Call, Finish, WorkerOutput
 from event_log import Entry, EventLog, encode_event, newest_of
@@ -101,20 +102,41 @@ class Archive:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.threads = Threads(1, ThreadPoolExecutor(1, "store"))
+        self._thread = ThreadPoolExecutor(1, "store")
+        self.threads = Threads(1, self._thread)
         self.call = self.threads.call
+        self._due: list[tuple[Row, int, list[bytes]]] = []  # writes that wait for the thread
 
     async def write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
-        """Store events of a background response, or the last event of another; return whether it worked."""
+        """Store events of a background response, or the last event of another; return whether it worked.
+
+        It is done even if the caller is cancelled.
+        """
         _, status, response_json = newest_of(entries)
         frames = [entry.frame for entry in entries] if row.background else []
-        newest = row.with_response(status, response_json, time.time())
-        try:
-            await self.call(row.owner, self.store.write, newest, first_number, frames)
-        except Exception as error:  # a full disk fails every write: a line is enough
+        if not self._due:
+            self._writing = asyncio.create_task(self._write_due())
+        writing, number = self._writing, len(self._due)
+        self._due.append((row.with_response(status, response_json, time.time()), first_number, frames))
+        errors = await asyncio.shield(writing)
+        if error := errors[number]:  # a full disk fails every write: a line is enough
             log.error("%s could not be stored: %s", row.id, error)
-            return False
-        return True
+        return not error
+
+    async def _write_due(self) -> list[Exception | None]:
+        """Write what waits for the thread, all at once: to wake it costs several times as much as a write."""
+        async with self.threads.turn(""):
+            due, self._due = self._due, []
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, list, starmap(self._write, due))
+
+    def _write(self, *what: Any) -> Exception | None:
+        """Write in the store's thread; return what it raises."""
+        try:
+            self.store.write(*what)
+        except Exception as error:
+            return error
+        return None
 
 
 # --- a response ---------------------------------------------------------------------------------------------
@@ -186,8 +208,7 @@ class Job:
         self.log.extend(others)
         if self.row.kept and not self.row.background:
             entry = encode_event(len(self.log.entries), last)
-            # It is stored even if the client leaves now.
-            last["response"]["store"] = await asyncio.shield(self.archive.write(self.row, 0, [entry]))
+            last["response"]["store"] = await self.archive.write(self.row, 0, [entry])
         self.log.extend([last])
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------

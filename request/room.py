@@ -204,6 +204,7 @@ class Threads(Turns):
 
     async def until_idle(self) -> None:
         """Wait until all calls have begun, also those that are made meanwhile."""
+        await asyncio.sleep(0)  # a task may not have asked for its turn yet
         while self.n_waiting:
             await asyncio.sleep(0.01)
 
