@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from multiprocessing.connection import wait
 from typing import Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -44,7 +45,7 @@ from weakref import WeakKeyDictionary
 from checkpoint.config import Config
 from model import PAGE, Span, Ticket
 from sampling import Choice, Context
-from scheduler import Scheduler, Sequence, Step
+from scheduler import Scheduled, Scheduler, Sequence, Step
 
 log = logging.getLogger("engine")
 
@@ -65,8 +66,7 @@ class StepOutput(NamedTuple):
 # Runs in the event loop.
 OnStep = Callable[[StepOutput], bool]
 
-# A step that has been read: its sequences, the choices that the runner returned, and its duration in seconds.
-Read = tuple[Step, list[list[Choice]], float]
+StepRead = list[tuple[Scheduled, list[Choice]]]  # a step that has been read: its sequences' new tokens
 
 
 class ModelRunner(Protocol):
@@ -85,8 +85,8 @@ class ModelRunner(Protocol):
     def launch(self, spans: list[Span], contexts: list[Context]) -> Ticket:
         """Start a step. `contexts` has one for each wanted row of the spans, in their order."""
 
-    def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """Wait for the oldest step; return the choices of each span, one for each of its wanted rows."""
+    def read(self, ticket: Ticket) -> list[Choice]:
+        """Wait for the oldest step; return one choice for each of its contexts."""
 
 
 # --- Theory of operation ------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Engine:
         # 3. To the event loop: that prompts have begun and, if steps run ahead (GPU), the tokens read before.
         self._flush_outbox()
         # 4. The oldest step in flight, if n_ahead others follow it, or there is nothing to launch.
-        read: Read = [], [], 0.0
+        read: tuple[StepRead, float] = [], 0.0
         if len(self._in_flight) > (self._runner.n_ahead if step else 0):
             read = self._read()
         self._end_constraints()
@@ -216,14 +216,14 @@ class Engine:
                 self._event_loop.call_soon_threadsafe(self._hand_out, self._outbox)
             self._outbox = []
 
-    def _read(self) -> Read:
-        """Hand the choices of the oldest step to the scheduler; return that step, empty if it failed."""
+    def _read(self) -> tuple[StepRead, float]:
+        """Hand the choices of the oldest step to the scheduler; return its new tokens and its seconds."""
         ticket, step = self._in_flight.popleft()
         try:
-            choices = self._runner.read(ticket)
+            choices = iter(self._runner.read(ticket))
         except Exception as error:
             self._fail_step(step, error)
-            return [], [], 0.0
+            return [], 0.0
         self._n_failed_steps = 0
         read_at = time.perf_counter()
         seconds = read_at - self._began_at
@@ -231,15 +231,18 @@ class Engine:
         if any(scheduled.is_prefill for scheduled in step):
             n_rows = sum(scheduled.span.n_rows for scheduled in step)
             self._rows_per_s = n_rows / seconds
-        for scheduled, chosen in zip(step, choices, strict=True):
+        brought: StepRead = []
+        for scheduled in step:
             sequence = scheduled.sequence
+            chosen = list(islice(choices, len(scheduled.contexts)))
             tokens = self._scheduler.postprocess(scheduled, chosen)
+            brought.append((scheduled, tokens))
             if tokens:
                 output = StepOutput(tokens, sequence.finish, cached_tokens=sequence.n_cached)
                 self._outbox.append((sequence, output))
             elif sequence.finish == "failed":
                 self._fail(sequence, NO_NUMBERS)
-        return step, choices, seconds
+        return brought, seconds
 
     def _end_constraints(self) -> None:
         """End the processes that make masks for sequences that have left the batch, ended or preempted."""
@@ -297,17 +300,13 @@ class Engine:
 
     # --- the thread: it alone calls these -------------------------------------------------------------------
 
-    def _bring_masks(self) -> list[Sequence]:
-        """Ask for the masks that running sequences need, and take those that have come.
-
-        Return the sequences that cannot go on without theirs.
-        """
-        # A copy: a sequence whose constraint gives up leaves `running`.
-        waiting = [sequence for sequence in self._scheduler.running if sequence.awaits_mask]
-        return [sequence for sequence in waiting if self._is_held_up(sequence)]
-
     def _is_held_up(self, sequence: Sequence) -> bool:
-        """Ask for the mask of a sequence, and take it if it has come; return whether it waits for it."""
+        """Ask for the mask that a sequence needs, and take it if it has come.
+
+        Return whether the sequence cannot go on without it.
+        """
+        if not sequence.awaits_mask:
+            return False
         assert sequence.constraint
         try:
             sequence.mask = sequence.constraint.mask(sequence.output)
@@ -325,7 +324,8 @@ class Engine:
         Return the sequences whose masks have not come.
         """
         deadline = time.monotonic() + MASK_WAIT_S
-        while held_up := self._bring_masks():
+        # A copy: a sequence whose constraint gives up leaves `running`.
+        while held_up := [one for one in list(self._scheduler.running) if self._is_held_up(one)]:
             others_can_go_on = len(held_up) < len(self._scheduler.running)
             seconds_left = deadline - time.monotonic()
             if seconds_left <= 0 or (others_can_go_on and self._late.issuperset(held_up)):
@@ -350,8 +350,8 @@ class Engine:
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
-# Called in the engine's thread after each step, with the scheduler and the step that was read, if one was.
-Observer = Callable[[Scheduler, Step, list[list[Choice]], float], None]
+# Called in the engine's thread after each step, with the scheduler, and the step if one was read (else []).
+Observer = Callable[[Scheduler, StepRead, float], None]
 
 MASK_WAIT_S = 0.005  # a step waits for masks for so long; most come within 1 ms
 MAX_STEP_S = 30  # the longest that close() waits for the step that runs

@@ -25,7 +25,6 @@ by one. The price: a model that needs a new op needs it three times.
 import math
 import sys
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,9 +180,7 @@ class NumpyOps:
 
     def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:
         """Compute a step. `contexts` has an element for each wanted row, in the order of the rows."""
-        logits = forward(self, self.weights, Batch(spans))
-        choices = iter(self.pick(logits, contexts))  # one for each wanted row of all spans
-        return [list(islice(choices, span.n_wanted)) for span in spans]
+        return self.pick(forward(self, self.weights, Batch(spans)), contexts)
 
     def embed(self, batch: Batch, weights: Weights) -> Array:
         """x = E[token_id]"""
@@ -288,8 +285,8 @@ class NumpyOps:
         """Choose a token for each wanted row (sampling.py)."""
         return [pick_token(row, context) for row, context in zip(logits, contexts, strict=True)]
 
-    def read(self, ticket: Ticket) -> list[list[Choice]]:
-        """Return the choices of each span. The engine reads tickets in the order of their launch."""
+    def read(self, ticket: Ticket) -> list[Choice]:
+        """Return the choice of each wanted row. The engine reads tickets in the order of their launch."""
         return ticket  # type: ignore[no-any-return]
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------

@@ -55,8 +55,11 @@ SIZES = "n_rows", "n_wanted", "n_split_tiles", "n_whole_tiles"  # of a step: eac
 NUMPY_LIMIT = 0.2  # of the median of logprobs: NumPy rounds nothing, and so may choose another expert
 
 
-def run(ops: Any, n_slots: int, n_steps: int = len(STEPS)) -> list[list[list[Choice]]]:
-    """Return the choices of each slot in each step; no step is read before the last is launched."""
+def run(ops: Any, n_slots: int, n_steps: int = len(STEPS)) -> list[list[Choice]]:
+    """Return the choices of each step for SLOTS sequences, of which one alone stands for all.
+
+    No step is read before the last is launched.
+    """
     tickets = list[Any]()
     end = 0
     for n in tqdm(STEPS[:n_steps], "Checking kernels", leave=False, disable=None):
@@ -66,7 +69,7 @@ def run(ops: Any, n_slots: int, n_steps: int = len(STEPS)) -> list[list[list[Cho
         context = Context(PENALISED if tokens else DRAWN, TOKENS[:start], TOKENS[start:end])
         spans = [Span(i, range(3 * i, 3 * i + 3), tokens, start, n_wanted) for i in range(n_slots)]
         tickets.append(ops.launch(spans, [context] * (n_wanted * n_slots)))
-    return list(map(ops.read, tickets))
+    return [ops.read(ticket) * (SLOTS // n_slots) for ticket in tickets]
 
 
 def gaps(found: Any, expected: Any) -> Any:
@@ -153,13 +156,13 @@ def check(ops: CudaOps) -> None:
     host: Any = OnHost(weights)
     numpy = NumpyOps(ops.config, host, *sizes)
     runs = run(beside, SLOTS)[:FOR_NUMPY], run(numpy, 1, FOR_NUMPY)
-    tops: Any = [[choice.top for choices, *_ in steps for choice in choices] for steps in runs]
+    tops: Any = [[choice.top for choices in steps for choice in choices] for steps in runs]
     distance = np.median(np.abs(np.subtract(*tops)[..., 1]))
     if not distance <= NUMPY_LIMIT:
         raise RuntimeError(f"logprobs by plain kernels are {distance:.2g} from NumPy's")
 
     # 2) Whole steps of a batch by graphs; if they have other bits than a sequence alone, without graphs
-    expected = [spans * SLOTS for spans in run(small(), 1)]
+    expected = run(small(), 1)
     del ops.degraded[NO_GRAPHS]
     while run(small(), SLOTS) != expected:
         ops.step_back(NO_GRAPHS, "with them a step has other bits")

@@ -293,11 +293,11 @@ class CudaOps:
             host, batch = self._next_step(spans) or self._upload_step(spans, contexts)
             self._run_step(batch)
             self._download_choices(host, batch.n_wanted)
-        host.asked = spans, contexts
+        host.contexts = contexts
         return host
 
-    def read(self, step: HostMemory) -> list[list[Choice]]:
-        """Wait for the step; return the choices of each span, one for each of its wanted rows."""
+    def read(self, step: HostMemory) -> list[Choice]:
+        """Wait for the step; return one choice for each of its contexts."""
         step.arrived.synchronize()
         choices = step.read_choices()
         step.free.append(step)

@@ -20,6 +20,7 @@ Not here: the arithmetic (kernels.cu, plain.cu), the arrays (cuda.py, step_memor
 import hashlib
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,7 +242,7 @@ class Kernels:
         self._modules = {
             shape: cp.RawModule(code=text, options=options(config, shape)) for shape, text in code.items()
         }
-        self._functions: dict[tuple[str, Shape], Any] = {}
+        self._function = cache(lambda name, shape: self._modules[shape].get_function(name))
         self._constants = constants(config, ANY_SHAPE)
         self._signatures = {shape: signatures(text) for shape, text in code.items()}
 
@@ -258,10 +259,6 @@ class Kernels:
         """
         if shape is PLAIN and name not in self._signatures[PLAIN]:
             return
-        key = name, shape
-        if key not in self._functions:
-            self._functions[key] = self._modules[shape].get_function(name)
-        function = self._functions[key]
         threads, parameters = self._signatures[shape][name]
         grid = (*grid, 1, 1)[:3]
         block = int(self._constants.get(threads, threads)), 1, 1
@@ -271,4 +268,4 @@ class Kernels:
             if not parameter.is_array:
                 argument = NUMBERS[parameter.kind](argument)
             values.append(NULL if argument is None else argument)
-        function(grid, block, tuple(values))
+        self._function(name, shape)(grid, block, tuple(values))

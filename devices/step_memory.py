@@ -18,7 +18,6 @@ Not here: the ops (cuda.py), which rows come next (scheduler.py).
 
 import math
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +85,7 @@ class HostMemory:
         self.numbers, self.page_tables, self.choices = views(layout, pinned).values()
         self.views = views(memory.layout, self.numbers)
         self.arrived = cp.cuda.Event(disable_timing=True)
-        self.asked: tuple[Sequence[Span], Sequence[Context]] = (), ()
+        self.contexts: Sequence[Context] = ()  # one for each choice that comes
 
     def fill(self, fields: Named) -> None:
         """Write the values of fields, row after row, and padding after them."""
@@ -96,19 +95,17 @@ class HostMemory:
             flat[: len(values)] = values
             flat[len(values) :] = PADDING.get(name, 0)
 
-    def read_choices(self) -> list[list[Choice]]:
-        """The choices that have arrived, of each span that wants any."""
-        spans, contexts = self.asked
-        choices = list(map(Choice, self.choices[: len(contexts), 0].tolist()))
-        for i, context in enumerate(contexts):
+    def read_choices(self) -> list[Choice]:
+        """The choices that have arrived."""
+        choices = list(map(Choice, self.choices[: len(self.contexts), 0].tolist()))
+        for i, context in enumerate(self.contexts):
             n = context.sampling.n_top_logprobs
             if n is not None:
                 row = self.choices[i]
                 logprobs = row.view(np.float32)
                 top = zip(row[2 : 2 + n].tolist(), logprobs[2 + MAX_TOP :].tolist(), strict=False)
                 choices[i] = Choice(int(row[0]), float(logprobs[1]), tuple(top))
-        of_span = iter(choices)
-        return [list(islice(of_span, span.n_wanted)) for span in spans]
+        return choices
 
 
 class StepMemory(NamedTuple):

@@ -1,6 +1,6 @@
 """The engine's steps as data, to see it work: a picture of the scheduler after each step.
 
-    Scheduler, batch, choices --Steps.observe(), in the engine's thread--> steps --Steps.read()--> SSE frames
+    Scheduler, StepRead --Steps.observe(), in the engine's thread--> steps --Steps.read()--> SSE frames
 
 Authority: https://html.spec.whatwg.org/multipage/server-sent-events.html for the stream.
 
@@ -21,11 +21,11 @@ from itertools import count
 from weakref import WeakKeyDictionary
 
 import sse
-from engine import Engine
+from engine import Engine, StepRead
 from model import PAGE
 from request.room import Visit
 from sampling import Choice
-from scheduler import Scheduled, Scheduler, Sequence, Step
+from scheduler import Scheduled, Scheduler, Sequence
 
 MAX_STEPS = 2000
 POLL_S = 0.05  # a reader looks for new steps so often
@@ -45,29 +45,27 @@ class Steps:
         self._sequence_numbers = count()
         # Sequences by their numbers, from 0. Steps in flight may still hold those that have left.
         self._numbers = WeakKeyDictionary[Sequence, int]()
-        self._n_output: dict[Sequence, int] = {}  # of each that waits or runs, after the last step
+        self._here: list[Sequence] = []  # those that waited or ran after the last picture, then newer ones
         engine.observer = self.observe
 
     # --- in the engine's thread -----------------------------------------------------------------------------
 
-    def observe(
-        self, scheduler: Scheduler, batch: Step, choices: list[list[Choice]], duration_s: float
-    ) -> None:
-        """Take a picture of the scheduler, which has just read a step; `batch` is [] if it has read none.
+    def observe(self, scheduler: Scheduler, read: StepRead, duration_s: float) -> None:
+        """Take a picture of the scheduler, which has just read a step, with the new tokens of its sequences.
 
-        `choices` has a list for each of the batch.
+        `read` is [] if it has read none.
         """
         here = [*scheduler.running, *scheduler.waiting]
-        read = {one.sequence: (one, chosen) for one, chosen in zip(batch, choices, strict=True)}
-        for sequence in [*here, *read]:
+        brought = {scheduled.sequence: (scheduled, tokens) for scheduled, tokens in read}
+        for sequence in [*here, *brought]:
             if sequence not in self._numbers:
                 self._numbers[sequence] = next(self._sequence_numbers)
-                self._n_output[sequence] = 0
-        left = self._n_output.keys() - here
-        if not batch and not left:
+                self._here.append(sequence)
+        left = {*self._here} - {*here}
+        if not read and not left:
             return  # nothing has been computed
-        shares = [self._share(one, one in left, *read.get(one, (None, []))) for one in self._n_output]
-        self._n_output = {sequence: len(sequence.output) for sequence in here}
+        shares = [self._share(one, one in left, *brought.get(one, (None, []))) for one in self._here]
+        self._here = here
         pool = scheduler.pool
         step: sse.Object = {
             "step": next(self._step_numbers),
@@ -83,10 +81,9 @@ class Steps:
         self.steps.append((step, shares))
 
     def _share(
-        self, sequence: Sequence, has_left: bool, scheduled: Scheduled | None, choices: list[Choice]
+        self, sequence: Sequence, has_left: bool, scheduled: Scheduled | None, tokens: list[Choice]
     ) -> Share:
         """Describe a sequence, and what the step did for it; `scheduled` None: nothing."""
-        tokens = choices[: len(sequence.output) - self._n_output[sequence]]
         share: sse.Object = {
             "sequence": self._numbers[sequence],
             "n_prompt": len(sequence.prompt),

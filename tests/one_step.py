@@ -70,7 +70,7 @@ def one_step() -> str:
     scheduler.add(sequences["A"])
     for _ in range(N_STEPS_OF_A):
         (scheduled,) = scheduler.schedule()
-        scheduler.postprocess(scheduled, *ops.launch([scheduled.span], scheduled.contexts))
+        scheduler.postprocess(scheduled, ops.launch([scheduled.span], scheduled.contexts))
     scheduler.add(sequences["B"])
     before = [*state_rows(sequences)]
     op_rows = traced(ops)

@@ -136,7 +136,7 @@ def test_a_planted_fault_is_named_and_stepped_back_from(
     row(op, fault.__name__, ops.degraded)
     assert [*ops.degraded] == [plainly(op)]
     assert max(ops.differences.values()) < check.LIMIT
-    tops: Any = [[c.top for [choices] in check.run(each, 1) for c in choices] for each in (ops, right)]
+    tops: Any = [[c.top for choices in check.run(each, 1) for c in choices] for each in (ops, right)]
     assert np.median(np.abs(np.subtract(*tops)[..., 1])) < check.NUMPY_LIMIT
 
 

@@ -124,7 +124,7 @@ def test_graphs_change_nothing() -> None:
         for i in range(40):
             context = Context(BITS, [], [first.token_id], None, 1 + i)
             tickets.append(ops.launch([span(0, None, 100 + i)], [context]))
-        runs.append([choice for ticket in tickets for [choice] in ops.read(ticket)])
+        runs.append([choice for ticket in tickets for choice in ops.read(ticket)])
     assert runs[0] == runs[1]
     assert all(graphs._graphs.values()), "the driver takes graphs"
 

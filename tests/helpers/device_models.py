@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def sampling_of(row: dict[str, Any]) -> Sampling:
 
 def choices(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[list[Choice]]:
     contexts = [Context(sampling, [], []) for s in spans for _ in range(s.n_wanted)]
-    return ops.read(ops.launch(spans, contexts))  # type: ignore[no-any-return]
+    of_rows = iter(ops.read(ops.launch(spans, contexts)))
+    return [list(islice(of_rows, span.n_wanted)) for span in spans]
 
 
 def rows(token_ids: Sequence[int] | None, start: int = 0, slot: int = 0, n_wanted: int = 1) -> Span:

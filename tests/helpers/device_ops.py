@@ -205,9 +205,9 @@ class Both:
             host, batch = self.cuda._upload_step(spans, contexts)
             self.put("best", np.array([best(row) for row in raw], np.uint64))
             self.cuda.pick(self.put("raw", raw), batch)
-            host.asked = spans, contexts
+            host.contexts = contexts
             self.cuda._download_choices(host, len(raw))
-        return [choice for [choice] in self.cuda.read(host)]
+        return self.cuda.read(host)
 
     def run_every_kernel(self, n_prompt: int = 66) -> None:
         """Decode far behind the prompt, after zeros: attention goes over several splits of the keys."""
@@ -219,12 +219,12 @@ class Both:
         mask = np.arange(33) % 2 == 0
         contexts = [Context(penalised, [1, 2], [3], mask)] * 4
         first = self.cuda.read(self.cuda.launch([prompt, drafts], contexts))
-        assert [len(choices) for choices in first] == [1, 3]
-        output = [first[0][0].token_id]
+        assert len(first) == 1 + 3
+        output = [first[0].token_id]
         for i in range(3):
             chained = Span(0, PAGES, None, 140 + i, 1)
             step = self.cuda.launch([chained], [Context(penalised, [1], output, None, 1 + i)])
-            assert all(0 <= choice.token_id < 33 for [choice] in self.cuda.read(step))
+            assert all(0 <= choice.token_id < 33 for choice in self.cuda.read(step))
         all_rows = len(self.cuda._buffers["x"])  # to the end of the buffers
         self.cuda.qkv(self.cuda._buffers["x"], self.device_layer, self.batch(all_rows))
         self.got("qkv", all_rows)

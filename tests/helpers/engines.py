@@ -14,16 +14,15 @@ from collections import Counter, abc, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
-from engine import Engine, StepOutput
+from engine import Engine, StepOutput, StepRead
 from helpers.limits import PATIENCE_S
 from model import NumpyOps, Span, Ticket
 from parity import TINY, Ours
 from sampling import Choice, Context, Sampling
-from scheduler import Scheduled, Scheduler, Sequence
+from scheduler import Scheduler, Sequence
 from service.steps import Share, Steps
 
 T = TypeVar("T")
@@ -48,11 +47,9 @@ class WatchedScheduler:
         self.violations: list[str] = []
         self._pictures = Steps(cast(Engine, SimpleNamespace()), lambda _: b"")
 
-    def observe(
-        self, scheduler: Scheduler, batch: list[Scheduled], choices: list[list[Choice]], seconds: float
-    ) -> None:
+    def observe(self, scheduler: Scheduler, read: StepRead, seconds: float) -> None:
         before = list(self._pictures.steps)[-1:]
-        self._pictures.observe(scheduler, batch, choices, seconds)
+        self._pictures.observe(scheduler, read, seconds)
         newest = list(self._pictures.steps)[-1:]
         if newest != before:  # else nothing was computed, and none has left
             self._compare(scheduler, *newest[0])
@@ -90,7 +87,7 @@ class WatchedOps(NumpyOps):
         slots = [span.slot for span in spans for _ in range(span.n_wanted)]  # of each context
         known = [*map(self._as_read, slots, contexts)]
         ticket = super().launch([*map(self._unchained, spans)], known)
-        for slot, choice in zip(slots, chain.from_iterable(ticket), strict=True):
+        for slot, choice in zip(slots, ticket, strict=True):
             self._chosen[slot].append(choice.token_id)
         return ticket
 

@@ -358,7 +358,7 @@ class HashRunner:
         if WORLD.device_broken and WORLD.own.random() < 0.3:
             WORLD.tell("a step fails")
             raise RuntimeError("the device is broken")
-        wanted, steps = iter(contexts), []
+        wanted, step = iter(contexts), list[Choice]()
         for span in spans:
             token_ids = span.token_ids or self._chosen[span.slot][-1:]
             pages = [*span.pages]
@@ -372,11 +372,11 @@ class HashRunner:
             if choices and WORLD.device_nan and WORLD.own.random() < 0.02:
                 choices[-1] = Choice(NO_TOKEN)
             self._chosen[span.slot] = [choice.token_id for choice in choices]
-            steps.append(choices)
-        return steps
+            step += choices
+        return step
 
-    def read(self, ticket: Any) -> list[list[Choice]]:
-        choices: list[list[Choice]] = ticket
+    def read(self, ticket: Any) -> list[Choice]:
+        choices: list[Choice] = ticket
         return choices
 
 
