@@ -128,7 +128,6 @@ class Sequence:
     n_computed: int = 0  # tokens with keys and values in its pages, once all steps in flight have run
     n_unread: int = 0  # tokens chosen in steps in flight
     n_cached: int = 0  # prompt tokens taken from the prefix cache (usage.cached_tokens)
-    n_preemptions: int = 0
     preempted_for: PreemptedFor = ""  # the last time
     max_drafts: int = 0  # drafts of a step: fewer while they are wrong
 
@@ -431,7 +430,6 @@ class Scheduler:
         self.remove(sequence)
         self.waiting.insert(0, sequence)
         sequence.n_computed = 0
-        sequence.n_preemptions += 1
         sequence.preempted_for = what_for
         self.counts["preemptions"] += 1
 
@@ -484,7 +482,7 @@ class Scheduler:
         sequence.page_table[number:] = [page]
         n_found = (number + 1) * PAGE - sequence.n_computed  # less than a page if it had begun that page
         sequence.n_computed += n_found
-        if not sequence.n_preemptions:  # to find again what it had computed saves nothing
+        if not sequence.preempted_for:  # to find again what it had computed saves nothing
             sequence.n_cached += n_found
             self.counts["cached_tokens"] += n_found
 

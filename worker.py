@@ -37,7 +37,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from channels import Accepted, Finish, Output, Parser, Piece, State, Take, TokenLogprob, Usage
+from channels import Accepted, Finish, Output, Parser, Piece, Take, TokenLogprob, Usage
 from dialects import families
 from dialects.json_schema import BadGrammar
 from dialects.matchers import Grammars
@@ -222,7 +222,9 @@ class LocalWorker:
             stop_token_ids |= {*self.engine.config.eos_token_ids}
         grammar = None
         if request.structured_output:
-            thinking = how_far(state, after_marker)
+            thinking: Thinking = "over" if after_marker else "possible"  # where the prompt ends
+            if state == "analysis":
+                thinking = "open"
             grammar = answer_grammar(request.structured_output, dialect, added, thinking)
         sampling = Sampling(n_top_logprobs=request.n_top_logprobs, **request.sampling)
         if sampling.seed is None:
@@ -458,13 +460,6 @@ FORBIDDEN = -1e9  # a logit_bias that no logit outweighs
 
 
 # --- the worker of this machine -----------------------------------------------------------------------------
-
-
-def how_far(state: State, after_marker: bool) -> Thinking:
-    """Return how far the reasoning is where the prompt ends; `after_marker`: a marker ends the prompt."""
-    if state == "analysis":
-        return "open"
-    return "over" if after_marker else "possible"
 
 
 class PromptTooLong(BadInput):

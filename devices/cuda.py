@@ -52,7 +52,7 @@ from devices.step_memory import (
     HostMemory,
     StepMemory,
     bucket,
-    decoding_rows,
+    follow,
     is_prompt,
     pick_fields,
     row_fields,
@@ -203,7 +203,7 @@ def expert_matrices(w: Matrix) -> Named:
 class DecodingStep(NamedTuple):
     """A step of one row a sequence, without biases and counts; `pick` makes the numbers of the next one."""
 
-    rows: list[tuple[int, int, int]]  # of each: slot, position, splits that there are places for
+    spans: Sequence[Span]
     memory: StepMemory
     batch: DeviceStep
 
@@ -308,13 +308,10 @@ class CudaOps:
 
         A chained span follows the last step of its slot, so its Sampling is the same.
         """
-        if self._decoding is None or any(span.token_ids is not None for span in spans):
-            return None
         step = self._decoding
-        rows = decoding_rows(spans, self._constants["SPLIT_KEYS"])
-        if rows != [(slot, position + 1, n) for slot, position, n in step.rows]:
+        if step is None or not follow(spans, step.spans, self._constants["SPLIT_KEYS"]):
             return None
-        self._decoding = step._replace(rows=rows)
+        self._decoding = step._replace(spans=spans)
         host = self._free_host_memory(step.memory)
         for span in spans:
             if len(span.pages) > len(self._page_tables[span.slot]):  # the same sequence's, so it only grows
@@ -349,7 +346,7 @@ class CudaOps:
         self._upload_slots(spans, contexts, host, batch)
         self._decoding = None
         if advances:
-            self._decoding = DecodingStep(decoding_rows(spans, split_keys), memory, batch)
+            self._decoding = DecodingStep(spans, memory, batch)
         return host, batch
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:

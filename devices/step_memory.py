@@ -165,9 +165,10 @@ def n_splits(span: Span, split_keys: int) -> int:
     return bucket(-(-span.end // split_keys))
 
 
-def decoding_rows(spans: Sequence[Span], split_keys: int) -> list[tuple[int, int, int]]:
-    """Of each span of a row: slot, position, splits that there are places for."""
-    return [(span.slot, span.start, n_splits(span, split_keys)) for span in spans]
+def follow(spans: Sequence[Span], before: Sequence[Span], split_keys: int) -> bool:
+    """True if each span is chained to the one before in its place, and has as many splits."""
+    chained = [(span.slot, span.start, span.token_ids, n_splits(span, split_keys)) for span in spans]
+    return chained == [(span.slot, span.end, None, n_splits(span, split_keys)) for span in before]
 
 
 def step_tiles(

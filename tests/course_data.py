@@ -183,7 +183,7 @@ def batching() -> Lines:
 
 def share(scheduled: Scheduled | None, sequence: Sequence) -> str:
     if scheduled is None:
-        return "has ended" if sequence.finish else "preempted" * bool(sequence.n_preemptions) or "-"
+        return "has ended" if sequence.finish else "preempted" * bool(sequence.preempted_for) or "-"
     return f"{'prefill' if scheduled.is_prefill else 'decode'} {scheduled.span.start}:{scheduled.span.end}"
 
 

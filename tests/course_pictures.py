@@ -142,7 +142,7 @@ def batching() -> Rows:
                 n = one.span.end - one.span.start
                 boxes.append(Box(step, 1, f"{n}", "gold" if one.is_prefill else "blue"))
             elif sequence in scheduler.waiting:
-                boxes.append(Box(step, 1, "", "red" if sequence.n_preemptions else ""))
+                boxes.append(Box(step, 1, "", "red" if sequence.preempted_for else ""))
         for sequence, one in batch.items():
             answer = answers[sequences.index(sequence)]
             chosen = [Choice((answer * 2)[len(sequence.output)]) for _ in one.contexts]

@@ -448,7 +448,7 @@ class SimEngine(engine.Engine):
 
         def check_and_feed(step: engine.StepOutput) -> bool:
             for token in step.tokens:
-                past = f"preempted {sequence.n_preemptions} times, {sequence.n_cached} tokens from the cache"
+                past = f"preempted for {sequence.preempted_for!r}, {sequence.n_cached} tokens from the cache"
                 is_right = token.token_id == next(expected, -1)
                 WORLD.law(is_right, "other tokens than alone:", sequence.request_id, past)
             return on_step(step)
