@@ -25,6 +25,7 @@ by one. The price: a model that needs a new op needs it three times.
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,32 +151,33 @@ def silu(x: Array, alpha: float = 1.0) -> Array:
     return x / (1 + np.exp(-alpha * x))  # type: ignore[no-any-return]
 
 
+@dataclass(eq=False)
 class NumpyOps:
     """The spec: each op in the fewest lines that are clear. The engine's thread alone calls it.
 
     In a formula W is a matrix as in the checkpoint, (outputs, inputs), so that y = x W^T.
     """
 
+    config: Config
+    weights: Weights
+    max_seq_len: int  # tokens of a sequence
+    n_pages: int  # of the KV cache
+    max_batch: int  # sequences of a step
+
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
     chunk = CHUNK
     max_wanted = sys.maxsize  # rows of a step from which a token may be chosen
     n_ahead = 0  # steps that are launched after the one that is read next
 
-    def __init__(
-        self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
-    ) -> None:
-        self.about = {"device": f"NumPy, {weights.nbytes / 1e6:.0f} MB of weights in float32"}
+    def __post_init__(self) -> None:
+        c = self.config
+        self.about = {"device": f"NumPy, {self.weights.nbytes / 1e6:.0f} MB of weights in float32"}
         self.degraded: dict[str, str] = {}  # what is slower than it could be, and why
-        self.config = config
-        self.weights = weights
-        self.max_seq_len = max_seq_len
-        self.n_pages = n_pages
-        self.max_batch = max_batch
         # cos + i sin, (max_seq_len, head_dim/2) complex64
-        self._rope = rope_table(config.rope, config.head_dim, max_seq_len)
+        self._rope = rope_table(c.rope, c.head_dim, self.max_seq_len)
         # The page pool; axis 2 is keys, then values. The page is the first axis, so a page is contiguous, and
         # the operating system gives it memory only when its first token is written.
-        shape = (n_pages, config.n_layers, 2, PAGE, config.n_kv_heads, config.head_dim)
+        shape = (self.n_pages, c.n_layers, 2, PAGE, c.n_kv_heads, c.head_dim)
         self._kv: Array = np.empty(shape, np.float32)
 
     def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> Ticket:

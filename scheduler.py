@@ -205,29 +205,28 @@ Step = list[Scheduled]  # of all sequences in it
 # --- Scheduler ----------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Scheduler:
     """The sequences that wait and run, and the pages they have."""
 
-    def __init__(self, n_pages: int, max_batch: int, chunk: int, speculate: int, max_wanted: int) -> None:
-        """`max_batch`: sequences that run at once. `chunk`: tokens of a prefill chunk.
+    n_pages: int
+    max_batch: int  # sequences that run at once
+    chunk: int  # tokens of a prefill chunk
+    speculate: int  # drafts of a sequence in a step, at most
+    max_wanted: int  # rows of a step from which a token is chosen, at most; those left over are for drafts
 
-        `speculate`: drafts of a sequence in a step, at most. `max_wanted`: rows of a step from which a token
-        is chosen, at most; rows that are left over are used for drafts.
-        """
+    def __post_init__(self) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # the youngest, admitted last, is at the end
-        self.pool = PagePool(n_pages)
+        self.pool = PagePool(self.n_pages)
         self.counts = dict.fromkeys(["steps", "preemptions", "cached_tokens", "drafted", "accepted"], 0)
-        self._chunk = chunk
-        self._speculate = speculate
-        self._max_wanted = max_wanted
-        self._free_slots = list(reversed(range(max_batch)))
+        self._free_slots = list(reversed(range(self.max_batch)))
         self.left: list[Sequence] = []  # those that gave up their slots; engine.py ends their constraints
         self._turns = count(1)
         self._last_turn = Counter[str]()  # owner: the number of its last turn
 
     def add(self, sequence: Sequence) -> None:
-        sequence.max_drafts = self._speculate
+        sequence.max_drafts = self.speculate
         self.waiting.append(sequence)
 
     def schedule(self, in_flight: Collection[Step] = (), max_rows: float = math.inf) -> Step:
@@ -285,7 +284,7 @@ class Scheduler:
         prefilling: list[Sequence] = []
 
         # decode
-        n_drafts = self._max_wanted - len(self.running)
+        n_drafts = self.max_wanted - len(self.running)
         for sequence in self.running:
             if sequence.is_prefilling:
                 prefilling.append(sequence)
@@ -297,7 +296,7 @@ class Scheduler:
         ready = self._ready(prefilling, in_flight) if prefilling else []
         if not ready:
             return step
-        n_rows = MAX_CHUNKS * self._chunk
+        n_rows = MAX_CHUNKS * self.chunk
         n_decoding = len(self.running) - len(prefilling)
         if n_decoding:
             n_rows = int(min(n_rows, max(max_rows - n_decoding, MIN_ROWS)))
@@ -374,7 +373,7 @@ class Scheduler:
         sequence.n_unread -= len(choices)
         sequence.n_computed -= n_rejected
         if drafts:
-            sequence.max_drafts = min(self._speculate, max(1, 2 * n_accepted))
+            sequence.max_drafts = min(self.speculate, max(1, 2 * n_accepted))
             self.counts["drafted"] += len(drafts)
             self.counts["accepted"] += n_accepted
         for number in range(span.start // PAGE, (span.end - n_rejected) // PAGE):  # pages that are now full
@@ -392,7 +391,7 @@ class Scheduler:
     def _decode(self, sequence: Sequence, max_drafts: int) -> Scheduled | None:
         """Schedule the row of the newest token, and drafts after it; None if it sits the step out."""
         drafts: list[int] = []
-        if self._speculate and sequence.output and sequence.constraint is None:
+        if self.speculate and sequence.output and sequence.constraint is None:
             drafts = self._drafts(sequence)
         token_ids: list[int] | None = None
         if sequence.n_unread:

@@ -201,7 +201,7 @@ def all_cases(args: argparse.Namespace, ops: dict[str, Any], config: Config) -> 
     first, *_ = ops.values()
     packed, bandwidth = first.weights.nbytes / n_weight_bytes(config), bandwidth_of_cpu
     if "cuda" in ops:
-        packed, bandwidth = 1, partial(bandwidth_of_gpu, first._cp)
+        packed, bandwidth = 1, partial(bandwidth_of_gpu, first.cp)
     engines = {name: Engine(each) for name, each in ops.items()}
     for n in args.prompts:
         yield Case([f"prompt of {n}, tokens/s"], engines, partial(speed, 1, n, 1, GREEDY))
@@ -239,7 +239,7 @@ def run(args: argparse.Namespace) -> None:
     first, *_ = ops.values()
     about = [f"{name}: {value}." for name, value in (first.about | first.degraded).items()]
     if "cuda" in ops:
-        cp = first._cp
+        cp = first.cp
         about.append(f"Driver {cp.cuda.runtime.driverGetVersion()}, CuPy {cp.__version__}.")
         about += [f"{op}: {share:.2%} from plain kernels." for op, share in first.differences.items()]
     report(args, "\n".join([directory.name, *about]), [*all_cases(args, ops, config)])

@@ -25,7 +25,7 @@ Not here: the kernels (kernels.cu, plain.cu), what an emulator can show without 
 
 import json
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -119,13 +119,12 @@ def compare(ops: CudaOps, op: str, compute: Any, *arguments: Any) -> None:
         delattr(ops, op)  # it needs no comparison any more
 
 
+@dataclass
 class OnHost:
     """Weights or a layer for NumPy, in float32: an array comes when it is asked for, so the host has one."""
 
+    of: Any
     nbytes = 0
-
-    def __init__(self, of: Any) -> None:
-        self.of = of
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.of, name)
@@ -145,7 +144,7 @@ def check(ops: CudaOps) -> None:
     sizes = 3 * PAGE, 3 * SLOTS, SLOTS
 
     def small() -> CudaOps:
-        made = CudaOps(ops.config, weights, *sizes, ops._cp)
+        made = CudaOps(ops.config, weights, *sizes, ops.cp)
         made._kernels, made.degraded, made.differences = ops._kernels, ops.degraded, ops.differences
         return made
 
@@ -172,7 +171,7 @@ def prove(ops: CudaOps, anew: bool) -> None:
     """Compile the kernels and check them, or recall the verdict. Raises what plain kernels raise."""
     with suppress(Exception):  # of which op, the check says
         ops._kernels.load()
-    cp = ops._cp
+    cp = ops.cp
     card = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
     versions = cp.cuda.runtime.driverGetVersion(), cp.__version__
     file = cache_file(card, *versions, options(ops.config, ANY_SHAPE))

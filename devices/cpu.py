@@ -78,13 +78,11 @@ class FastOps(NumpyOps):
 
     pack = staticmethod(pack)
 
-    def __init__(
-        self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int
-    ) -> None:
-        super().__init__(config, weights, max_seq_len, n_pages, max_batch)
-        c = config
-        numbers = np.empty(n_pages * self.page_bytes(c) // 2, np.uint16)
-        self._kv: Any = numbers.reshape(n_pages, c.n_layers, 2, c.n_kv_heads, -1)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        c = self.config
+        numbers = np.empty(self.n_pages * self.page_bytes(c) // 2, np.uint16)
+        self._kv: Any = numbers.reshape(self.n_pages, c.n_layers, 2, c.n_kv_heads, -1)
         self._turns: Array = self._rope.view(np.float32)  # (max_seq_len, head_dim)
         self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
         # As many threads as BLAS may use, so that one option limits both
@@ -92,7 +90,7 @@ class FastOps(NumpyOps):
         self._n_threads = min(max(blas, default=1), numba_config.NUMBA_NUM_THREADS)
         load_tbb()
         self.get_ready()
-        device = f"Numba, {self._n_threads} threads, {weights.nbytes / 1e6:.0f} MB of weights"
+        device = f"Numba, {self._n_threads} threads, {self.weights.nbytes / 1e6:.0f} MB of weights"
         self.about = {"device": device}
 
     @staticmethod

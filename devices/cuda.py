@@ -23,6 +23,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
@@ -208,37 +209,37 @@ class DecodingStep(NamedTuple):
     batch: DeviceStep
 
 
+@dataclass(eq=False)
 class CudaOps:
     """NumpyOps on a device."""
+
+    config: Config
+    weights: Weights  # which may lie on the device already
+    max_seq_len: int
+    n_pages: int
+    max_batch: int
+    cp: Any = None  # the module cupy, or a stand-in for it
 
     chunk = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that are launched after the one that is read next
     enough_blocks = 64  # of a product: an H100's 132 processors are no faster with fewer, larger blocks
 
-    def __init__(
-        self, config: Config, weights: Weights, max_seq_len: int, n_pages: int, max_batch: int, cp: Any = None
-    ) -> None:
-        """`weights` may lie on the device already. `cp`: the module cupy, or a stand-in for it."""
-        cp = cp or importlib.import_module("cupy")
-        self._cp = cp
-        self.config = config
-        self.max_seq_len = max_seq_len
-        self.n_pages = n_pages
-        self.max_batch = max_batch
-        self.about = {"device": f"CUDA, {n_weight_bytes(config) / 1e6:.0f} MB of weights in bfloat16"}
-        self._constants = model_constants(config)
+    def __post_init__(self) -> None:
+        self.cp = self.cp or importlib.import_module("cupy")
+        self.about = {"device": f"CUDA, {n_weight_bytes(self.config) / 1e6:.0f} MB of weights in bfloat16"}
+        self._constants = model_constants(self.config)
         self.degraded: dict[str, str] = {}  # how it runs because something failed, and why: step_back()
         self.differences: dict[str, float] = {}  # of each op from its plain kernels, as check.py has found
         self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[1:]
         # The device's copy of each slot: page table, logit_bias, counted output and its length
-        self._page_tables: list[list[int]] = [[] for _ in range(max_batch)]
+        self._page_tables: list[list[int]] = [[] for _ in range(self.max_batch)]
         self._decoding: DecodingStep | None = None  # the step launched last, if the next may be like it
-        self._biased: list[Any] = [None] * max_batch
-        self._counted: list[tuple[Any, int]] = [(None, 0)] * max_batch
-        self._stream = cp.cuda.Stream(non_blocking=True)
+        self._biased: list[Any] = [None] * self.max_batch
+        self._counted: list[tuple[Any, int]] = [(None, 0)] * self.max_batch
+        self._stream = self.cp.cuda.Stream(non_blocking=True)
         with self._stream:
-            self._allocate(weights)
-            self._kernels = Kernels(cp, config)
+            self._allocate()
+            self._kernels = Kernels(self.cp, self.config)
 
     @staticmethod
     def pack(w: Any) -> Any:
@@ -251,10 +252,9 @@ class CudaOps:
 
     # --- memory ---------------------------------------------------------------------------------------------
 
-    def _allocate(self, weights: Weights) -> None:
-        cp, c = self._cp, self.config
-
-        self.weights = on_device(weights, partial(upload, cp))
+    def _allocate(self) -> None:
+        cp, c = self.cp, self.config
+        self.weights = on_device(self.weights, partial(upload, cp))
         shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
         self._buffers = {name: cp.zeros(shape, dtype) for name, (dtype, shape) in shapes.items()}
         self.max_wanted = len(self._buffers["choices"])
@@ -352,7 +352,7 @@ class CudaOps:
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
         if memory.free:
             return memory.free.pop()
-        return HostMemory(self._cp, memory, self._buffers["page_tables"].shape)
+        return HostMemory(self.cp, memory, self._buffers["page_tables"].shape)
 
     def _download_choices(self, host: HostMemory, n_wanted: int) -> None:
         """Copy the choices to the host, as soon as they are made."""

@@ -82,7 +82,7 @@ def test_graphs_change_nothing_and_are_few() -> None:
             assert choices(ops, decode) == choices(plain, decode)
     assert sorted(sizes[0] for sizes in ops._graphs) == [1, 2, 4, 8]
     # of three steps of a size one kernel by kernel, and one to be captured
-    assert 3 * ops._cp.n_launches == 2 * plain._cp.n_launches
+    assert 3 * ops.cp.n_launches == 2 * plain.cp.n_launches
 
 
 DRAWN = Sampling(seed=3, n_top_logprobs=3)
@@ -128,10 +128,10 @@ def test_splits_for_which_there_is_no_place_are_computed_by_one_block() -> None:
 
 def test_nothing_is_allocated_once_it_is_made() -> None:
     ops = ops_of(VARIED[0])
-    free = ops._cp.free
+    free = ops.cp.free
     for _ in range(3):
         by_steps(ops, [rows(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)])
-    assert ops._cp.free == free
+    assert ops.cp.free == free
     assert all(len(memory.free) <= 1 for memory in ops._memory.values())
 
 

@@ -133,7 +133,7 @@ class Both:
 
     def batch(self, n_rows: int, wanted: Sequence[int] = ()) -> Any:
         """A batch of rows for the ops that look at no page."""
-        views = {"wanted": self.cuda._cp.asarray(np.array(wanted, np.int32))}
+        views = {"wanted": self.cuda.cp.asarray(np.array(wanted, np.int32))}
         return DeviceStep(views, n_rows, len(wanted), 0, 0, 1, False, False)
 
     def put(self, name: str, values: Array) -> Any:
