@@ -195,7 +195,7 @@ def recognised(template: str, takes_tools: bool) -> str:
     A template that teaches another form of calls is named in the log: its model answers, but its calls are
     not found, which worker.py tells the client too.
     """
-    name = next(name for name, row in DIALECTS.items() if all(sign in template for sign in row.known_by))
+    name = next(name for name, each in DIALECTS.items() if all(sign in template for sign in each.known_by))
     if takes_tools and not teaches_calls(template, name):
         log.warning(
             "the chat template teaches calls in a form that no dialect here reads: calls will be text"
@@ -203,17 +203,17 @@ def recognised(template: str, takes_tools: bool) -> str:
     return name
 
 
-def find(row: Dialect, added: Collection[str], template: str, tools: bool) -> Dialect:
+def find(dialect: Dialect, added: Collection[str], template: str, tools: bool) -> Dialect:
     """Return the dialect as this model may write it in this response.
 
     It has no markers of reasoning that neither the vocabulary (its `added` tokens) nor the template has, and
     no markers of calls unless tools are offered.
     """
-    unused = {marker for marker in row.forms.thought if marker not in added and marker not in template}
+    unused = {marker for marker in dialect.forms.thought if marker not in added and marker not in template}
     if not tools:
-        unused |= {*row.call_markers}
-    dialect = row._replace(
-        transitions={key: state for key, state in row.transitions.items() if key[1] not in unused}
+        unused |= {*dialect.call_markers}
+    dialect = dialect._replace(
+        transitions={key: state for key, state in dialect.transitions.items() if key[1] not in unused}
     )
     return dialect._replace(tokens=dialect.markers & set(added))
 

@@ -53,7 +53,7 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
     """Receive the body of a request, and return it unparsed: `async with` parses it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
-        raise not_read(encoding)
+        raise BadInput(NOT_READ.format(encoding), code="unsupported_content_encoding")
     content = bytearray()
     began_at = asyncio.get_running_loop().time()
     try:
@@ -68,7 +68,7 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
                     visit.set_held(visit.rooms.bytes, n_bytes)
                     await visit.until_its_turn()
     except TimeoutError as error:
-        raise too_slow() from error
+        raise BadInput(TOO_SLOW, code="request_timeout") from error
     return parsed(bytes(content), visit, encoding)
 
 
@@ -134,14 +134,10 @@ def nesting(outside: bytes) -> int:
 # --- what comes ---------------------------------------------------------------------------------------------
 
 
-def not_read(encoding: str) -> BadInput:
-    message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
-    return BadInput(message, code="unsupported_content_encoding")
-
-
-def too_slow() -> BadInput:
-    expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received"
-    return BadInput(f"Expected the whole body {expected}; only a part came.", code="request_timeout")
+TOO_SLOW = (
+    f"Expected the whole body within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received; "
+    "only a part came."
+)
 
 
 def too_large(visit: Visit) -> BadInput:
@@ -175,13 +171,17 @@ GZIP = 16 + zlib.MAX_WBITS  # zlib.decompressobj()
 
 # Each has decompress(), eof and unused_data.
 READERS: dict[str, Any] = {"identity": None, "gzip": partial(zlib.decompressobj, GZIP)}
-ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
 
 with suppress(ImportError):  # Codex compresses its bodies with zstd
     zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     window = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
     READERS["zstd"] = partial(zstd.ZstdDecompressor, options=window)
+
+NOT_READ = (
+    f"Expected a body encoded as {', '.join(READERS)}, got '{{}}'. "
+    "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
+)
 
 
 def unpacked(content: bytes, encoding: str, visit: Visit) -> bytes:

@@ -44,7 +44,6 @@ from request.validation import (
     Check,
     Place,
     boolean,
-    filled,
     hint,
     integer,
     list_of,
@@ -138,19 +137,20 @@ def model_name(body: Any) -> str:
     return str(COMMON["model"].check(body.get("model"), "model"))
 
 
-def read(rows: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: str = "") -> Object:
+def read(table: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: str = "") -> Object:
     """Return the value of every parameter in the table, each checked by itself, and a few more by name:
     `explicit`, `not_run`, `owner`. Raises BadInput.
 
     `defaults` are the model's own (generation_config.json).
     """
-    values = {name: row.default for name, row in rows.items()} | {**defaults, "model": model_name(body)}
+    values = {name: parameter.default for name, parameter in table.items()}
+    values |= {**defaults, "model": model_name(body)}
     given = [name for name in body if body[name] is not None]
-    known = [name for name in given if name in rows]
-    values |= {name: rows[name].check(body[name], name) for name in known}
+    known = [name for name in given if name in table]
+    values |= {name: table[name].check(body[name], name) for name in known}
     if "stream_options" in given and not values["stream"]:
         raise wrong_value("stream_options", "stream to be true when it is set", body["stream_options"])
-    not_run = [name for name in given if name not in rows or name == "max_tool_calls"]
+    not_run = [name for name in given if name not in table or name == "max_tool_calls"]
     return values | {"explicit": frozenset(known), "not_run": not_run, "owner": owner}
 
 
@@ -158,7 +158,7 @@ def responses_request(values: Object, chain: messages.Items, input: messages.Ite
     """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
     conversation = messages.from_items(input, values["instructions"], chain)
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
-    echo = {name: values[name] for name, row in RESPONSES.items() if row.echo} | {
+    echo = {name: values[name] for name, parameter in RESPONSES.items() if parameter.echo} | {
         "tools": [entry.echo for entry in values["tools"]],
         "service_tier": SERVICE_TIER,
     }
@@ -257,9 +257,9 @@ NOT_BUILT = (
 NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_generation_prompt")
 
 NOT_SAID = {"effort": None, "summary": None}  # of the reasoning
-reasoning = filled(NOT_SAID, members(effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed")))
+reasoning = members(NOT_SAID, effort=one_of(*EFFORTS), summary=one_of("auto", "concise", "detailed"))
 PLAIN_TEXT = {"format": FREE_TEXT}
-text_options = filled(PLAIN_TEXT, members(format=text_format, verbosity=one_of("low", "medium", "high")))
+text_options = members(PLAIN_TEXT, format=text_format, verbosity=one_of("low", "medium", "high"))
 NOT_HERE = "This server does not implement it: leave it out."
 TOOLS_INSTEAD = "This server does not implement it: use 'tools' and 'tool_choice'."
 

@@ -119,17 +119,11 @@ def hint(value: Any, path: str) -> Any:
 
 
 @makes_checks
-def members(value: Any, path: str, **checks: Check) -> Object:
-    """Accept an object; members that are null, or not named here, are dropped."""
+def members(value: Any, path: str, *absent: Object, **checks: Check) -> Object:
+    """Accept an object; drop members that are null, or not named here, and fill in those that are absent."""
     given = mapping(value, path)
     present = [name for name in checks if given.get(name) is not None]
-    return {name: checks[name](given[name], f"{path}.{name}") for name in present}
-
-
-@makes_checks
-def filled(value: Any, path: str, absent: Object, check: Check) -> Any:
-    """Accept an object, and give it the members that are absent."""
-    return absent | check(value, path)
+    return dict(*absent) | {name: checks[name](given[name], f"{path}.{name}") for name in present}
 
 
 @makes_checks
