@@ -219,7 +219,7 @@ class Api:
         retained = await visit.call(items.retained, job.row)
         told = {"object": "response.compaction", "output": [*retained, *response["output"]]}
         told |= {name: response[name] for name in ("id", "created_at", "usage")}
-        return json_response(200, told, prompt.headers)
+        return json_response(told, prompt.headers)
 
     async def _find(self, id: str, visit: Visit, memory: Mapping[str, Row]) -> Row | None:
         """Return a response that a request continues or refers to, None if there is none."""
@@ -275,11 +275,11 @@ class Api:
         if row.status not in TERMINAL:
             raise BadInput("Cannot delete an in-flight response.")
         await self.registry.delete(row)
-        return json_response(200, {"id": row.id, "object": "response", "deleted": True})
+        return json_response({"id": row.id, "object": "response", "deleted": True})
 
     async def list_input_items(self, http: HttpRequest, visit: Visit) -> Response:
         row = await self._row(http, visit)
-        return json_response(200, query.page(row.items, http.query_params))
+        return json_response(query.page(row.items, http.query_params))
 
     async def _row(self, http: HttpRequest, visit: Visit) -> Row:
         """Return the response that is asked for; raises BadInput, also if there is no room to load it."""
@@ -308,7 +308,7 @@ class Api:
         await while_connected(self._run(prompt, feed, events), http.receive)
         answer = await asyncio.to_thread(form.fold, events)
         self._refuse_failed(answer.get("error"))
-        return await asyncio.to_thread(json_response, 200, answer, prompt.headers)
+        return await asyncio.to_thread(json_response, answer, prompt.headers)
 
     async def _prompt(self, parsing: Parsing, visit: Visit, form: "Form") -> tuple[Response | None, Any]:
         """Check a body; return an upstream's answer or a prompt. Raises BadInput."""
@@ -358,19 +358,19 @@ class Api:
         _, prompt = await self._received(http, visit, begin, how)
         n_tokens = len(prompt.token_ids)  # raises if an upstream renders it
         told: Event = await asyncio.to_thread(prompt.rendered) if members is None else members
-        return json_response(200, told | {"input_tokens": n_tokens})
+        return json_response(told | {"input_tokens": n_tokens})
 
     # --- models, health -------------------------------------------------------------------------------------
 
     async def list_models(self, _: HttpRequest, visit: Visit) -> Response:
         # Codex asks for `models`, its own descriptions of them: openai/codex#35758.
         listed = {"object": "list", "data": list(self.workers.models().values()), "models": []}
-        return json_response(200, listed)
+        return json_response(listed)
 
     async def get_model(self, http: HttpRequest, visit: Visit) -> Response:
         name = http.path_params["id"]
         self.workers.find(name)  # raises if there is none
-        return json_response(200, self.workers.models()[self.workers.spoken_name(name)] | {"id": name})
+        return json_response(self.workers.models()[self.workers.spoken_name(name)] | {"id": name})
 
     async def health(self, http: HttpRequest, visit: Visit) -> Response:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""
@@ -380,7 +380,7 @@ class Api:
             health |= self.workers.counts() | {"background": len(self.registry.jobs)}
             if degraded := self.workers.degraded():
                 health["degraded"] = degraded
-        return json_response(200 if is_ready else 503, health)
+        return json_response(health, status=200 if is_ready else 503)
 
     async def stream_steps(self, http: HttpRequest, visit: Visit) -> Response:
         assert self.steps
@@ -391,7 +391,7 @@ class Api:
 
     async def alive(self, _: HttpRequest, visit: Visit) -> Response:
         """Tell that the process answers at all; else something should start it again."""
-        return json_response(200, {"status": "ok"})
+        return json_response({"status": "ok"})
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------

@@ -231,7 +231,7 @@ def error_response(scope: Scope, error: BadInput) -> Response:
     body = error_body(error)
     if scope["path"].startswith("/v1/messages"):
         body = messages_error(error, REQUEST_ID.get())
-    response = json_response(error.status, body, HEADERS.get(error.status))
+    response = json_response(body, HEADERS.get(error.status), error.status)
     if error.retry_after:
         response.headers["Retry-After"] = error.retry_after
     return response

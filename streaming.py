@@ -193,5 +193,5 @@ class JsonAnswer(Response):
         await send({"type": body, "body": b""})  # waits until at most 64 KiB wait in the transport
 
 
-def json_response(status: int, body: Any, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(body: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
     return JsonAnswer(sse.dumps(body), status, headers)
