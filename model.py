@@ -190,7 +190,11 @@ class NumpyOps:
 
     def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
         """[q, k, v] = RMSNorm(x) W_qkv^T + b"""
-        return self._linear(self._rms_norm(x, layer.attn_norm), layer.wqkv, layer.bqkv)
+        return self._normed_linear(x, layer.attn_norm, layer.wqkv, layer.bqkv)
+
+    def _normed_linear(self, x: Array, norm: Array, w: Matrix, b: Array | None) -> Array:
+        """RMSNorm(x) W^T + b"""
+        return self._linear(self._rms_norm(x, norm), w, b)
 
     def _rms_norm(self, x: Array, w: Array) -> Array:
         """x / sqrt(mean(x^2) + eps) * w, over the last axis. https://arxiv.org/abs/1910.07467, equation 4"""
@@ -258,8 +262,8 @@ class NumpyOps:
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Array:
         """h = swiglu(RMSNorm(x) W_gate_up^T + b)"""
-        normed = self._rms_norm(x, layer.mlp_norm)
-        return self._swiglu(self._linear(normed, layer.w_gate_up, layer.b_gate_up))
+        gate_up = self._normed_linear(x, layer.mlp_norm, layer.w_gate_up, layer.b_gate_up)
+        return self._swiglu(gate_up)
 
     def _swiglu(self, gate_up: Array) -> Array:
         """silu(gate) * up: SwiGLU, https://arxiv.org/abs/2002.05202, equation 6. (..., 2 n) -> (..., n)
@@ -281,7 +285,7 @@ class NumpyOps:
 
     def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
         """RMSNorm(x) W_head^T for the wanted rows."""
-        return self._linear(self._rms_norm(x[batch.wanted_rows], weights.norm), weights.head, None)
+        return self._normed_linear(x[batch.wanted_rows], weights.norm, weights.head, None)
 
     def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
         """Choose a token for each wanted row (sampling.py)."""

@@ -126,24 +126,18 @@ class FastOps(NumpyOps):
         x: Array = weights.embed.take(batch.token_ids)
         return x
 
-    def qkv(self, x: Array, layer: Layer, batch: Batch) -> Array:
-        return self._normed_product(x, layer.attn_norm, layer.wqkv, layer.bqkv)
-
     def out(self, x: Array, y: Array, layer: Layer, batch: Batch) -> None:
         self._product(self._stored(y, layer.wo), layer.wo, layer.bo, x)
 
     def gate_up(self, x: Array, layer: Layer, batch: Batch) -> Numbers:
         """The hidden layer in the form that `down` multiplies."""
-        gate_up = self._normed_product(x, layer.mlp_norm, layer.w_gate_up, layer.b_gate_up)
+        gate_up = self._normed_linear(x, layer.mlp_norm, layer.w_gate_up, layer.b_gate_up)
         h: Numbers = layer.w_down.inputs(len(x))
         self._run(silu_product, 4 * gate_up.size, gate_up, h)
         return h
 
     def down(self, x: Array, h: Numbers, layer: Layer, batch: Batch) -> None:
         self._product(h, layer.w_down, layer.b_down, x)
-
-    def logits(self, x: Array, weights: Weights, batch: Batch) -> Array:
-        return self._normed_product(x[batch.wanted_rows], weights.norm, weights.head, None)
 
     def _run(self, one: Any, n_multiplications: int, *arguments: Any) -> None:
         """Call a kernel, with all threads if that is worth their waking up."""
@@ -155,7 +149,7 @@ class FastOps(NumpyOps):
         self._run(rms_norm, 4 * x.size, x, w, np.float32(self.config.norm_eps), y)
         return y
 
-    def _normed_product(self, x: Array, norm: Array, w: Panels, b: Array | None) -> Array:
+    def _normed_linear(self, x: Array, norm: Array, w: Matrix, b: Array | None) -> Array:
         return self._product(self._normed(x, norm, w.inputs(len(x))), w, b)
 
     def _rms_norm(self, x: Array, w: Array) -> Array:
