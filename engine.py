@@ -39,13 +39,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import wait
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from checkpoint.config import Config
 from model import PAGE, Span, Ticket
 from sampling import Choice, Context
-from scheduler import Scheduled, Scheduler, Sequence, Step
+from scheduler import FinishReason, Scheduled, Scheduler, Sequence, Step
 
 log = logging.getLogger("engine")
 
@@ -57,7 +57,7 @@ class StepOutput(NamedTuple):
     """The new tokens of one sequence after a step, including a stop token."""
 
     tokens: list[Choice]  # empty while the prompt is being computed
-    finish: Literal["stop", "length", "failed"] | None = None  # None: more will come
+    finish: FinishReason | None = None  # None: more will come
     message: str = ""  # why it failed
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
 

@@ -103,6 +103,7 @@ MIN_ROWS = 8  # of prompts that a step allows while others decode, however slow 
 # --- Sequence -----------------------------------------------------------------------------------------------
 
 Mask = NDArray[np.bool_]  # (vocab_size,) the tokens that are allowed next
+FinishReason = Literal["stop", "length", "failed"]  # failed: its logits are not finite numbers
 PreemptedFor = Literal["pages", "turn", ""]  # no page was free; an owner ran nothing; "": never preempted
 
 
@@ -119,7 +120,7 @@ class Sequence:
     request_id: str = ""  # for the engine's log lines, and for the observer of the steps
 
     output: list[int] = field(default_factory=list)  # tokens chosen, in the steps that have been read
-    finish: Literal["stop", "length", "failed"] | None = None  # failed: its logits are not finite numbers
+    finish: FinishReason | None = None
     mask: Mask | None = None  # for the next token of a sequence with a constraint; None: not known yet
 
     slot: int | None = None  # place in the batch; None while it waits, and when it has ended
