@@ -111,7 +111,7 @@ CAPS = {
     "audit":      21_000,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
     "benches":     4_982,  # with the time of each op of a GPU beside its floor, in a page that ends in time
     "checkpoint": 10_400,
-    "devices":    17_877,  # with AVX2; a GPU that checks itself (check.py), and steps back from what fails
+    "devices":    17_796,  # with AVX2; a GPU that checks itself (check.py), and steps back from what fails
     "dialects":    8_400,
     "gateway":     9_327,  # with an upstream's Warning and extra_content
     "request":    15_832,  # bodies of three APIs; what a plain request passes stands alone, above the folds
