@@ -108,8 +108,8 @@ class ModelRunner(Protocol):
 class Engine:
     """Runs a model in a thread of its own."""
 
-    def __init__(self, runner: ModelRunner, speculate: int = 0, step_s: float = STEP_S) -> None:
-        """`speculate`: drafts a step may verify for a sequence; 0: none. `step_s`: rule 4."""
+    def __init__(self, runner: ModelRunner, speculate: int = 0) -> None:
+        """`speculate`: drafts a step may verify for a sequence; 0: none."""
         self.config = runner.config
         self.max_seq_len = min(runner.max_seq_len, runner.n_pages * PAGE)
         self.about, self.degraded = runner.about, runner.degraded
@@ -126,7 +126,6 @@ class Engine:
         ]()
         self._late: set[Sequence] = set()  # sequences whose masks were late
         self._outbox: list[tuple[Sequence, StepOutput]] = []  # what leaves the thread at the end of a step
-        self._step_s = step_s
         self._rows_per_s = math.inf  # of the last step with a prefill chunk
         self._began_at = 0.0  # the time when the oldest step in flight could begin
         self._n_failed_steps = 0  # since one that worked
@@ -181,7 +180,7 @@ class Engine:
         self._late = self._wait_for_masks() if awaits_mask else set()
         # 2. The next step, launched before the last one is read.
         in_flight = [step for _, step in self._in_flight]
-        step = self._scheduler.schedule(in_flight, max_rows=self._step_s * self._rows_per_s)
+        step = self._scheduler.schedule(in_flight, max_rows=STEP_S * self._rows_per_s)
         if step:
             self._launch(step)
         # 3. To the event loop: that prompts have begun and, if steps run ahead (GPU), the tokens read before.

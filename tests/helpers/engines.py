@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
+from unittest.mock import patch
 
 from engine import Engine, StepOutput, StepRead
 from helpers.limits import PATIENCE_S
@@ -104,13 +105,13 @@ class WatchedOps(NumpyOps):
 class WatchedEngine(Engine):
     """An engine, seen from inside its thread."""
 
-    def __init__(self, ops: WatchedOps, speculate: int, step_s: float) -> None:
+    def __init__(self, ops: WatchedOps, speculate: int) -> None:
         self.steps: list[list[int]] = []  # the rows of each sequence in it
         self.hold_at = set[int]()  # steps, counted from 0, that wait to be released
         self._held = threading.Semaphore(0)
         self._go = threading.Semaphore(0)
         ops.before_step = self._before_step
-        super().__init__(ops, speculate, step_s)
+        super().__init__(ops, speculate)
         self.pictures = WatchedScheduler()
         self.observer = self.pictures.observe
 
@@ -159,15 +160,16 @@ def started(
     step_s: float = math.inf,
 ) -> Iterator[WatchedEngine]:
     """An engine; when it is left, all pages must be free. `step_s` inf: no step depends on the clock."""
-    engine = WatchedEngine(WatchedOps(max_seq_len, n_pages, n_ahead), speculate, step_s)
-    try:
-        yield engine
-    finally:
-        for _ in engine.hold_at:
-            engine.release()
-        engine.close()
-        assert engine.counts()["free_pages"] == n_pages
-        assert engine.pictures.violations == []
+    with patch("engine.STEP_S", step_s):
+        engine = WatchedEngine(WatchedOps(max_seq_len, n_pages, n_ahead), speculate)
+        try:
+            yield engine
+        finally:
+            for _ in engine.hold_at:
+                engine.release()
+            engine.close()
+            assert engine.counts()["free_pages"] == n_pages
+            assert engine.pictures.violations == []
 
 
 # ---- What it is asked, and answers -------------------------------------------------------------------------
