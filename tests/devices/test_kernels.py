@@ -32,7 +32,6 @@ def test_every_op_is_plain() -> None:
     by_steps(
         ops, [rows(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)], Sampling(presence_penalty=1)
     )
-    assert isinstance(ops, PlainOps)
     assert kernels._function.cache_info().currsize == len(signatures(PLAIN_CODE.read_text()))
 
 

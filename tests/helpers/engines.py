@@ -168,8 +168,7 @@ def started(
             for _ in engine.hold_at:
                 engine.release()
             engine.close()
-            assert engine.counts()["free_pages"] == n_pages
-            assert engine.pictures.violations == []
+            assert (engine.counts()["free_pages"], engine.pictures.violations) == (n_pages, [])
 
 
 # ---- What it is asked, and answers -------------------------------------------------------------------------
