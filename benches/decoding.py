@@ -81,7 +81,7 @@ def random_tensors(config: Config, _: Path) -> dict[str, NDArray[Any]]:
     }
 
 
-def op_bytes(config: Config, batch: int, context: int, packed: float = 1) -> dict[str, float]:
+def op_bytes(config: Config, batch: int, context: int, packed: float) -> dict[str, float]:
     """Return what each op of a decoding step reads at least: weights and the KV cache of all sequences.
 
     Of the experts as many are read as rows choose that choose at random; an embedding only if it is the head.

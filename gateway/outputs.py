@@ -37,7 +37,7 @@ MAX_LOGPROB = 10**6  # magnitude: a larger number is no logprob, and may not fit
 class Outputs:
     """Reads the chunks of an answer of one choice, and the fragments of its calls, which the answer holds."""
 
-    def __init__(self, answer: Answer, n_top_logprobs: int = 20) -> None:
+    def __init__(self, answer: Answer, n_top_logprobs: int) -> None:
         self._answer = answer
         self._n_top_logprobs = n_top_logprobs  # at most so many alternatives of a token are kept
         self._said: list[Output] = []  # outputs that leave now

@@ -320,7 +320,7 @@ def upstreams() -> Lines:
         '{"choices": [{"delta": {}, "finish_reason": "STOP"}]}',
     ]
     answer = Answer(Meter(), Asked(new_id=counted_ids()))
-    reader = Outputs(answer)
+    reader = Outputs(answer, n_top_logprobs=20)
     for document in sent:
         yield f"sent: {document}"
         yield from put_right(answer.feed(f"data: {document}\n\n".encode()), reader)

@@ -130,7 +130,7 @@ def test_shapes_are_those_of_the_models() -> None:
 
 def test_a_row_reads_the_experts_that_it_chooses() -> None:
     config = parse_config(SHAPES["gpt-oss-20b"], {})
-    n_all, n_one, n_two = (sum(op_bytes(config, batch, 0).values()) for batch in (10**6, 1, 2))
+    n_all, n_one, n_two = (sum(op_bytes(config, batch, 0, packed=1).values()) for batch in (10**6, 1, 2))
     assert n_all == n_weight_bytes(config) - 2 * config.vocab_size * config.dim  # without the embedding
     n_one, n_two = n_all - n_one, n_all - n_two
     assert n_two / n_one == pytest.approx(28 / 32)
@@ -138,7 +138,7 @@ def test_a_row_reads_the_experts_that_it_chooses() -> None:
 
 def test_a_step_reads_the_weights_and_what_its_windows_see() -> None:
     config = parse_config(SHAPES["qwen3-0.6b"], {})
-    assert sum(op_bytes(config, 1, 320).values()) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
+    assert sum(op_bytes(config, 1, 320, packed=1).values()) == 2 * (n_params(config) + 2 * 28 * 8 * 128 * 320)
 
 
 # ---- A GPU, which the emulator stands for ------------------------------------------------------------------

@@ -249,7 +249,7 @@ def relay_headers(chunks: list[list[list[str]]]) -> Iterator[Any]:
 def completions_deltas(chunks: list[bytes], logprobs: bool = False, **options: Any) -> Iterator[Any]:
     """Items, ["logprobs", token, ...] if they are asked for, then ["finish", reason, message]."""
     answer = answers.Answer(metering.Meter(), answers.Asked(**options))
-    said = Outputs(answer)
+    said = Outputs(answer, n_top_logprobs=20)
     read = [said.read(answer.feed(chunk)) for chunk in chunks]
     made = [*itertools.chain(*read, said.read(answer.close()), said.close(None))]
     yield from laws.items(output for output in made if not isinstance(output, Finish))

@@ -96,7 +96,7 @@ def chat(data: bytes, stream: bool, **options: Any) -> Answer:
 def outputs_of(data: bytes, **options: Any) -> tuple[list[Output | Finish], Any]:
     """As remote.py reads an answer, and jobs.py restores its calls."""
     reader, chunks = read(data, **options)
-    said, restorer = Outputs(reader), Restorer({})
+    said, restorer = Outputs(reader, n_top_logprobs=20), Restorer({})
     made = [*said.read(chunks), *said.close(None)]
     return [cast(Any, output) for each in made for output in restorer.feed(each)], reader.meter.usage
 

@@ -84,7 +84,7 @@ def test_upstream_dies_at_every_byte() -> None:
         reader = Reader(Meter(), Asked())
         chunks = reader.feed(STREAM[:n]) + reader.close()
         complete = [chunk for chunk in chunks if "error" not in chunk]
-        outputs = Outputs(reader)
+        outputs = Outputs(reader, n_top_logprobs=20)
         outputs.read(chunks)
         end: Any = outputs.close(None)[-1]
         assert (end.reason == "failed") == (n < finished)
