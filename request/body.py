@@ -53,7 +53,8 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
     """Receive the body of a request, and return it unparsed: `async with` parses it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
-        raise BadInput(NOT_READ.format(encoding), code="unsupported_content_encoding")
+        message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
+        raise BadInput(message, code="unsupported_content_encoding")
     content = bytearray()
     began_at = asyncio.get_running_loop().time()
     try:
@@ -68,7 +69,9 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
                     visit.set_held(visit.rooms.bytes, n_bytes)
                     await visit.until_its_turn()
     except TimeoutError as error:
-        raise BadInput(TOO_SLOW, code="request_timeout") from error
+        expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received"
+        message = f"Expected the whole body {expected}; only a part came."
+        raise BadInput(message, code="request_timeout") from error
     return parsed(bytes(content), visit, encoding)
 
 
@@ -81,12 +84,17 @@ async def parsed(content: bytes, visit: Visit, encoding: str = "identity") -> As
 
     Leave the block as soon as the Request is made: a large body keeps others waiting until then (rule 3).
     """
-    if len(content) > SMALL_BODY_BYTES or encoding != "identity":
-        async with parsed_by_turns(content, visit, encoding) as value:
-            yield value
-    else:
+    if len(content) <= SMALL_BODY_BYTES and encoding == "identity":
         visit.is_small = len(content) <= FEW_BYTES
         yield parse(content)
+        return
+    async with visit.rooms.parsing.turn(visit.owner):
+        began_at = time.thread_time()
+        try:
+            value = parse(unpacked(content, encoding, visit))
+        finally:
+            await asyncio.sleep(time.thread_time() - began_at)
+        yield value
 
 
 def parse(json_text: bytes) -> Any:
@@ -134,30 +142,12 @@ def nesting(outside: bytes) -> int:
 # --- what comes ---------------------------------------------------------------------------------------------
 
 
-TOO_SLOW = (
-    f"Expected the whole body within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received; "
-    "only a part came."
-)
-
-
 def too_large(visit: Visit) -> BadInput:
     expected = f"at most {visit.rooms.max_body_bytes} bytes, before and after decompression (--max-body)"
     return BadInput(f"Expected a body of {expected}.", code="body_too_large")
 
 
 # --- parsing ------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def parsed_by_turns(content: bytes, visit: Visit, encoding: str) -> AsyncIterator[Any]:
-    """Yield the value of a large or packed body while it keeps one of N_PARSED places: rule 3."""
-    async with visit.rooms.parsing.turn(visit.owner):
-        began_at = time.thread_time()
-        try:
-            value = parse(unpacked(content, encoding, visit))
-        finally:
-            await asyncio.sleep(time.thread_time() - began_at)
-        yield value
 
 
 def too_many_values() -> BadInput:
@@ -171,17 +161,13 @@ GZIP = 16 + zlib.MAX_WBITS  # zlib.decompressobj()
 
 # Each has decompress(), eof and unused_data.
 READERS: dict[str, Any] = {"identity": None, "gzip": partial(zlib.decompressobj, GZIP)}
+ZSTD_NEEDS = "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
 ZSTD_WINDOW_LOG = 23  # 8 MiB of memory, "recommended for decoders to support": RFC 8878, section 3.1.1.1.2
 
 with suppress(ImportError):  # Codex compresses its bodies with zstd
     zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     window = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
     READERS["zstd"] = partial(zstd.ZstdDecompressor, options=window)
-
-NOT_READ = (
-    f"Expected a body encoded as {', '.join(READERS)}, got '{{}}'. "
-    "For zstd the server needs Python 3.14, or a package: pip install backports.zstd"
-)
 
 
 def unpacked(content: bytes, encoding: str, visit: Visit) -> bytes:

@@ -105,7 +105,12 @@ def resolve(values: Object, found: Found, sealer_of: SealerOf) -> tuple[list[Ite
 def _bound(n: int, limit: int, things: str) -> None:
     """Raise BadInput for a conversation with more than `limit` of these things."""
     if n > limit:
-        raise too_long(f"{limit} {things}")
+        raise BadInput(
+            f"The conversation is too long: expected at most {limit} {things}, got more. Compact it (POST "
+            "/v1/responses/compact), or begin a new one without previous_response_id.",
+            param="input",
+            code="context_length_exceeded",
+        )
 
 
 # --- the long form ------------------------------------------------------------------------------------------
@@ -243,15 +248,6 @@ def _opened(item: Item, path: str, sealer_of: SealerOf) -> Item:
             code="invalid_encrypted_content",  # clients know it by its code: openai/codex/issues/8145
         ) from error
     return item | {SEALED[kind]: opened}
-
-
-def too_long(limit: str) -> BadInput:
-    return BadInput(
-        f"The conversation is too long: expected at most {limit}, got more. Compact it (POST "
-        "/v1/responses/compact), or begin a new one without previous_response_id.",
-        param="input",
-        code="context_length_exceeded",
-    )
 
 
 def _referred(item: Item, path: str, referable: Mapping[str, Item]) -> Item:

@@ -81,21 +81,13 @@ class Room:
         n_held = self.held[owner]
         n_left = self.n_total - self.held.total() - n
         if n > 0 and n_left < 0:
-            raise self._full()
+            message = f"The server is at its limit for {self.things}; try again later."
+            raise BadInput(message, code="server_is_overloaded")
         if n > 0 and self.is_shared and n_held and n_held + n > n_left:  # rule 1
-            raise self._share_taken(n_held)
+            share = f"{n_held} of {self.n_total} {self.things}"
+            message = f"Your key holds {share}, and more would leave too few for others; try again later."
+            raise BadInput(message, code="rate_limit_exceeded")
         self.held[owner] += n
-
-    # --- the fold of this class: a request goes on with the next one ----------------------------------------
-
-    def _full(self) -> BadInput:
-        message = f"The server is at its limit for {self.things}; try again later."
-        return BadInput(message, code="server_is_overloaded")
-
-    def _share_taken(self, n_held: int) -> BadInput:
-        share = f"{n_held} of {self.n_total} {self.things}"
-        message = f"Your key holds {share}, and more would leave too few for others; try again later."
-        return BadInput(message, code="rate_limit_exceeded")
 
 
 @dataclass
@@ -182,6 +174,17 @@ class Turns:
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
 
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
+
+BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
+MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
+MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
+N_PARSED = 2  # large bodies that are parsed, or checked, at once
+BETWEEN_TURNS_S = 0.001  # the event loop has this time for others
+
+
+# --- turns --------------------------------------------------------------------------------------------------
+
 # Threads of the event loop, for what would keep it too long. They share Python's lock, which the event loop
 # wants back after each system call: with six threads at work, a turn of the event loop took 0.2 s.
 N_THREADS = 2
@@ -190,29 +193,18 @@ N_THREADS = 2
 class Threads(Turns):
     """Threads that work by turns of the owners: the event loop's own, or those of an executor."""
 
+    def __init__(self, n_threads: int = N_THREADS, executor: Executor | None = None) -> None:
+        super().__init__(n_threads)
+        self._executor = executor
+
     async def call(self, owner: str, function: Callable[..., T], *args: Any) -> T:
         """Call the function in a thread. If the caller is cancelled before it has begun, it never begins."""
         loop = asyncio.get_running_loop()
         async with self.turn(owner):
             return await loop.run_in_executor(self._executor, copy_context().run, function, *args)
 
-    # --- the fold of this class: a request goes on with the next one ----------------------------------------
-
-    def __init__(self, n_threads: int = N_THREADS, executor: Executor | None = None) -> None:
-        super().__init__(n_threads)
-        self._executor = executor
-
     async def until_idle(self) -> None:
         """Wait until all calls have begun, also those that are made meanwhile."""
         await asyncio.sleep(0)  # a task may not have asked for its turn yet
         while self.n_waiting:
             await asyncio.sleep(0.01)
-
-
-# --- the fold: a plain streamed request passes what stands above --------------------------------------------
-
-BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
-MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
-MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
-N_PARSED = 2  # large bodies that are parsed, or checked, at once
-BETWEEN_TURNS_S = 0.001  # the event loop has this time for others

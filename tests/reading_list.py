@@ -43,7 +43,7 @@ FLAGS = ["--model", str(walkthrough.TINY), "--port", "0", "--log-level", "warnin
 PAUSE_S = 0.5  # in which a connection is closed and a response written to the store
 INDENT = 28
 FOLD = "# --- the fold"  # a class has its own, indented
-CALLED_BY_THE_CLOCK = {"Registry.evict", "Store.evict", "Store._evict_one"}
+CALLED_BY_THE_CLOCK = {"Registry.evict", "Store.evict"}
 DECLARATIONS = {"__init__", "__post_init__", "__new__"}  # a request may pass them, or not
 
 
@@ -70,6 +70,8 @@ def traced() -> list[CodeType]:
     def trace(frame: FrameType | None, event: str, _: Any) -> None:
         callers: list[CodeType] = []
         while is_traced.is_set() and event == "call" and frame and frame.f_code not in called:
+            if frame.f_code.co_qualname in CALLED_BY_THE_CLOCK:
+                return
             callers.append(frame.f_code)
             frame = frame.f_back
         called.update(dict.fromkeys(reversed(callers)))
@@ -143,8 +145,7 @@ def passed() -> dict[Path, list[str]]:
     for code in traced():
         module = Path(code.co_filename)
         name = code.co_qualname.partition(".<locals>")[0]
-        is_function = "<" not in name and name not in CALLED_BY_THE_CLOCK
-        if is_function and module.parent in (walkthrough.ROOT, walkthrough.ROOT / "request"):
+        if "<" not in name and module.parent in (walkthrough.ROOT, walkthrough.ROOT / "request"):
             names = functions.setdefault(module, [])
             if name not in names:
                 names.append(name)
