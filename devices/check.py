@@ -141,19 +141,14 @@ def check(ops: CudaOps) -> None:
     Raises RuntimeError if plain kernels are not what NumPy is, or if stepping back does not help.
     """
     weights = replace(ops.weights, layers=ops.weights.layers[:N_LAYERS])
-    sizes = 3 * PAGE, 3 * SLOTS, SLOTS
-
-    def small() -> CudaOps:
-        made = CudaOps(ops.config, weights, *sizes, ops.cp)
-        made._kernels, made.degraded, made.differences = ops._kernels, ops.degraded, ops.differences
-        return made
+    small = partial(replace, ops, weights=weights, max_seq_len=3 * PAGE, n_pages=3 * SLOTS, max_batch=SLOTS)
 
     # 1) Each op of a batch's steps beside its plain kernels, and the first steps beside NumPy
     ops.degraded[NO_GRAPHS] = "not yet"
     beside = small()
     vars(beside).update({op: partial(compare, beside, op, getattr(beside, op)) for op in OPS})
     host: Any = OnHost(weights)
-    numpy = NumpyOps(ops.config, host, *sizes)
+    numpy = NumpyOps(ops.config, host, 3 * PAGE, 3 * SLOTS, SLOTS)
     runs = run(beside, SLOTS)[:FOR_NUMPY], run(numpy, 1, FOR_NUMPY)
     tops: Any = [[choice.top for choices in steps for choice in choices] for steps in runs]
     distance = np.median(np.abs(np.subtract(*tops)[..., 1]))
@@ -170,7 +165,7 @@ def check(ops: CudaOps) -> None:
 def prove(ops: CudaOps, anew: bool) -> None:
     """Compile the kernels and check them, or recall the verdict. Raises what plain kernels raise."""
     with suppress(Exception):  # of which op, the check says
-        ops._kernels.load()
+        ops.kernels.load()
     cp = ops.cp
     card = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
     versions = cp.cuda.runtime.driverGetVersion(), cp.__version__

@@ -23,7 +23,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
@@ -219,6 +219,11 @@ class CudaOps:
     n_pages: int
     max_batch: int
     cp: Any = None  # the module cupy, or a stand-in for it
+    # How it runs because something failed, and why: step_back(). As check.py has found, how far ops are from
+    # their plain kernels.
+    degraded: dict[str, str] = field(default_factory=dict)
+    differences: dict[str, float] = field(default_factory=dict)
+    kernels: Any = None  # of this model, if they are compiled already
 
     chunk = 256  # tokens of a prompt that are computed together
     n_ahead = 4  # steps that are launched after the one that is read next
@@ -228,8 +233,6 @@ class CudaOps:
         self.cp = self.cp or importlib.import_module("cupy")
         self.about = {"device": f"CUDA, {n_weight_bytes(self.config) / 1e6:.0f} MB of weights in bfloat16"}
         self._constants = model_constants(self.config)
-        self.degraded: dict[str, str] = {}  # how it runs because something failed, and why: step_back()
-        self.differences: dict[str, float] = {}  # of each op from its plain kernels, as check.py has found
         self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[1:]
         # The device's copy of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(self.max_batch)]
@@ -239,7 +242,7 @@ class CudaOps:
         self._stream = self.cp.cuda.Stream(non_blocking=True)
         with self._stream:
             self._allocate()
-            self._kernels = Kernels(self.cp, self.config)
+            self.kernels = self.kernels or Kernels(self.cp, self.config)
 
     @staticmethod
     def pack(w: Any) -> Any:
@@ -541,4 +544,4 @@ class CudaOps:
         arguments = self._buffers | batch.views | {"n_rows": batch.n_rows} | others
         if plainly(op) in self.degraded:
             shape = PLAIN
-        self._kernels.launch(name, grid, arguments, shape)
+        self.kernels.launch(name, grid, arguments, shape)

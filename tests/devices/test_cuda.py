@@ -203,7 +203,7 @@ def test_the_shape_of_a_product_leaves_no_processor_idle(n_rows: int, n_columns:
 
 def test_all_shapes_are_loaded_before_the_first_step() -> None:
     """A shape that no step had needed was compiled when the first long prompt came, and it waited."""
-    loaded = ops_of(VARIED[0])._kernels
+    loaded = ops_of(VARIED[0]).kernels
     loaded.load()
     cp = loaded._modules[kernels.ANY_SHAPE].emulator
     asked_for = {id(kernel.module) for kernel in cp.kernels}

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulato
 def test_every_op_is_plain() -> None:
     """No op of PlainOps is left to a fast kernel."""
     ops = ops_on(emulator.Emulator(), "qwen3-moe-dense-layers", PlainOps)  # it has an MLP in some layers too
-    kernels = ops._kernels
+    kernels = ops.kernels
     kernels._modules = {PLAIN: kernels._modules[PLAIN]}
     by_steps(
         ops, [rows(tokens(40)), rows([3], 40), rows([4, 5], 41, n_wanted=2)], Sampling(presence_penalty=1)
