@@ -84,8 +84,7 @@ class Delta(NamedTuple):
 Output = Delta | Call | Arguments | Close
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """The first output of a worker for a request: after it, a refusal can only be an error of the answer."""
 
     input_tokens: int = 0  # of its prompt; 0: only the upstream can count them
