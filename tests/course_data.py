@@ -3,7 +3,8 @@
 chapter --BLOCKS[chapter]()--> its lines --written()--> the page; its sessions (>>>) are run as well
 
 python tests/course_data.py             prints the blocks
-python tests/course_data.py --write     puts each into its chapter, and its picture beside; a test checks both
+python tests/course_data.py --write     puts each into its chapter, its picture beside, and chapter 4's
+                                        run into the page's second view; a test checks all
 """
 
 import argparse
@@ -40,19 +41,20 @@ from helpers.scripted import counted_ids
 from model import PAGE, Batch, NumpyOps, Span
 from pages import PagePool, prefix_hash, root_hash
 from responses import Builder, fold, label
-from sampling import Choice, Context, Sampling, apply_penalties, apply_temperature, apply_top_p, draw
-from scheduler import Scheduled, Scheduler, Sequence, prompt_lookup
+from sampling import Context, Sampling, apply_penalties, apply_temperature, apply_top_p, draw
+from scheduler import prompt_lookup
 from tokenizer import Decoder, Tokenizer
 from walkthrough import ROOT, TINY, in_page, shown
 
 sys.argv, ARGUMENTS = ["micro.py", str(TINY)], sys.argv  # micro.py reads its arguments when it is imported
 from course import micro  # noqa: E402
-from course_pictures import PICTURES, picture  # noqa: E402
+from course_pictures import PICTURES, picture, three_requests  # noqa: E402
 
 sys.argv = ARGUMENTS
 
 MAX_WIDTH = 114
 END = "the end of a session"
+ENGINE_VIEW = ROOT / "service" / "engine.html"
 
 Lines = Iterator[str]
 
@@ -157,34 +159,25 @@ def pages() -> Lines:
 
 def batching() -> Lines:
     """Chapter 4: what schedule() returns, step by step, with four pages and then with too few."""
-    scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE, speculate=0, max_wanted=3)
-    lengths = {"A": 124, "B": 61, "C": 150}
-    sequences: dict[str, Sequence] = {}
-    for i, (name, n) in enumerate(lengths.items(), 1):
-        sequences[name] = Sequence([*range(1000 * i, 1000 * i + n)], 8, frozenset(), Sampling())
-    letters = {sequence: name for name, sequence in sequences.items()}
-    arrivals = {1: "A", 2: "B", 4: "C"}
+    run = three_requests()
+    lengths = {"ABC"[share["sequence"]]: share["n_prompt"] for step in run for share in step["sequences"]}
     prompts = ", ".join(f"{name} {n}" for name, n in lengths.items())
     yield f"Tokens of the prompts: {prompts}. Each has 8 tokens of output. There are 4 pages of {PAGE}."
     yield f"\nstep  {'A':18}{'B':18}{'C':18}n_free  waiting"
-    for number in range(1, 17):
-        if number in arrivals:
-            scheduler.add(sequences[arrivals[number]])
-        batch = {letters[one.sequence]: one for one in scheduler.schedule()}
-        columns = "".join(f"{share(batch.get(name), one):18}" for name, one in sequences.items())
-        waiting = " ".join(letters[sequence] for sequence in scheduler.waiting) or "-"
-        yield f"{number:4}  {columns}{scheduler.pool.n_free:6}  {waiting}"
-        for one in batch.values():
-            scheduler.postprocess(one, [Choice(7) for _ in one.contexts])
+    columns = dict.fromkeys(lengths, "-")
+    for step in run:
+        columns = {name: "has ended" if column != "-" else "-" for name, column in columns.items()}
+        for share in step["sequences"]:
+            does = "preempted" * bool(share["preempted_for"]) or "-"
+            if "phase" in share:
+                does = f"{share['phase']} {share['start']}:{share['end']}"
+            columns["ABC"[share["sequence"]]] = does
+        shares = "".join(f"{column:18}" for column in columns.values())
+        waiting = " ".join("ABC"[number] for number in step["waiting"]) or "-"
+        yield f"{step['step']:4}  {shares}{step['n_free_pages']:6}  {waiting}"
     yield "\ntests/explore.py: pages of 2 tokens, and a bug: a shared page is freed by the first who leaves"
     (bug,) = (bug for bug in explore.bugs() if bug.undoes.startswith("a page that two use is freed"))
     yield from (f"  {i}. {line}" for i, line in enumerate(explore.found(bug, "turns")[1], 1))
-
-
-def share(scheduled: Scheduled | None, sequence: Sequence) -> str:
-    if scheduled is None:
-        return "has ended" if sequence.finish else "preempted" * bool(sequence.preempted_for) or "-"
-    return f"{'prefill' if scheduled.is_prefill else 'decode'} {scheduled.span.start}:{scheduled.span.end}"
 
 
 def sampling() -> Lines:
@@ -440,10 +433,20 @@ def written(chapter: str) -> str:
     )
 
 
+def engine_view() -> str:
+    """Return the page's second view with the run of chapter 4, for servers that do not show their steps."""
+    before, begin, rest = ENGINE_VIEW.read_text(encoding="utf-8").partition("const CHAPTER_4 = [\n")
+    _, end, after = rest.partition("];\n")
+    lines = [f"  {sse.dumps(step)},\n" for step in three_requests()]
+    return "".join([before, begin, *lines, end, after])
+
+
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description="What each chapter of the course shows as data.")
     options.add_argument("--write", action="store_true", help="put it into the chapters")
     is_written = options.parse_args().write
+    if is_written:
+        ENGINE_VIEW.write_text(engine_view(), encoding="utf-8")
     for name in BLOCKS:
         if is_written:
             page(name).write_text(written(name), encoding="utf-8")

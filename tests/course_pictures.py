@@ -5,8 +5,10 @@ pictures()[chapter] --drawn()--> pictures/<chapter>.svg; `python tests/course_da
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import cache
 from html import escape
 from itertools import accumulate, repeat
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ import sse
 from channels import Parser
 from course import micro, numpy_micro
 from dialects.families import DIALECTS
+from engine import StepRead
 from event_log import EventLog
 from gateway.answers import Answer, Asked
 from gateway.metering import Meter
@@ -22,6 +25,7 @@ from helpers.tables import table
 from model import PAGE
 from sampling import Choice, Sampling, apply_temperature, apply_top_p
 from scheduler import Scheduler, Sequence
+from service.steps import Steps
 from tokenizer import Decoder, Tokenizer
 
 LEFT, HEIGHT, LETTER = 170, 22, 6.1  # of the boxes, of a row, of a letter: pixels
@@ -127,26 +131,40 @@ def pages() -> Rows:
     return rows
 
 
-def batching() -> Rows:
+@cache
+def three_requests() -> list[dict[str, Any]]:
+    """Return the steps of three requests in four pages, as /debug/steps tells them: chapter 4's run."""
     scheduler = Scheduler(n_pages=4, max_batch=3, chunk=PAGE, speculate=0, max_wanted=3)
-    texts = {"A": "Count to five. " * 16, "B": "What is 2+2? " * 6, "C": "Hello! " * 48}
-    rows: Rows = {f"{name}, {len(asked(text))} tokens": [] for name, text in texts.items()}
-    answers = [said(text)[:9] for text in texts.values()]
-    sequences = [Sequence(asked(text), 9, frozenset(), Sampling()) for text in texts.values()]
-    for step in range(30):
-        if step < 6 and step % 2 == 0:
-            scheduler.add(sequences[step // 2])
-        batch = {one.sequence: one for one in scheduler.schedule()}
-        for sequence, boxes in zip(sequences, rows.values(), strict=True):
-            if one := batch.get(sequence):
-                n = one.span.end - one.span.start
-                boxes.append(Box(step, 1, f"{n}", "gold" if one.is_prefill else "blue"))
-            elif sequence in scheduler.waiting:
-                boxes.append(Box(step, 1, "", "red" if sequence.preempted_for else ""))
-        for sequence, one in batch.items():
-            answer = answers[sequences.index(sequence)]
-            chosen = [Choice((answer * 2)[len(sequence.output)]) for _ in one.contexts]
-            scheduler.postprocess(one, chosen)
+    engine: Any = SimpleNamespace()
+    observed, steps = list[dict[str, Any]](), Steps(engine, micro.BYTES.__getitem__)
+    arrivals = {1: "Name a color. " * 16, 2: "What is 2+2? " * 6 + "Well?", 4: "Hello! " * 46 + "Hi"}
+    answers: dict[Sequence, list[int]] = {}
+    for number in range(1, 17):
+        if text := arrivals.get(number):
+            sequence = Sequence(asked(text), 8, frozenset(), Sampling())
+            answers[sequence] = said(text)
+            scheduler.add(sequence)
+        read: StepRead = []
+        for one in scheduler.schedule():
+            chosen = [Choice(answers[one.sequence][len(one.sequence.output)]) for _ in one.contexts]
+            read.append((one, scheduler.postprocess(one, chosen)))
+        steps.observe(scheduler, read, 0)
+        step, shares = steps.steps[-1]
+        whole = [share | texts for _, share, texts in shares]
+        observed.append(step | {"step": number, "time_s": 0, "sequences": whole})
+    return observed
+
+
+def batching() -> Rows:
+    rows: Rows = {}
+    for step in three_requests():
+        for share in step["sequences"]:
+            boxes = rows.setdefault(f"{'ABC'[share['sequence']]}, {share['n_prompt']} tokens", [])
+            if phase := share.get("phase"):
+                n, kind = f"{share['end'] - share['start']}", "gold" if phase == "prefill" else "blue"
+            else:
+                n, kind = "", "red" if share["preempted_for"] else ""
+            boxes.append(Box(step["step"] - 1, 1, n, kind))
     return rows
 
 

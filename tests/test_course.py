@@ -17,7 +17,7 @@ import openai
 import pytest
 
 # isort: split  (course_data says where micro.py finds its model)
-from course_data import BLOCKS, drawing, page, written
+from course_data import BLOCKS, ENGINE_VIEW, drawing, engine_view, page, written
 from course_pictures import PICTURES, picture
 
 # isort: split
@@ -150,7 +150,8 @@ def test_a_chapter_holds_its_data_and_lists_its_exercises(chapter: str) -> None:
     if chapter == "11-kernels" and MISSING:
         pytest.skip(MISSING)
     text, svg = [file(chapter).read_text(encoding="utf-8") for file in (page, drawing)]
-    assert (text, svg) == (written(chapter), picture(chapter)), "python tests/course_data.py --write"
+    expected = written(chapter), picture(chapter), engine_view()
+    assert (text, svg, ENGINE_VIEW.read_text("utf-8")) == expected, "python tests/course_data.py --write"
     assert f"![{PICTURES[chapter][0]}](../pictures/{chapter}.svg)" in text
     listed = re.findall(r"^\* ([\d.]+) .*\(`python -m course ([\d.]+)`\)$", text, re.MULTILINE)
     own = [number for number in EXERCISES if number.split(".")[0] == str(int(chapter[:2]))]
