@@ -13,7 +13,7 @@ Rules of this file:
 import re
 from collections.abc import Mapping, Sequence
 
-from request.refusals import wrong_value
+from request.refusals import unsupported, wrong_value
 from request.validation import one_of
 from sse import Object
 
@@ -39,6 +39,8 @@ def number(query: Query, name: str, default: int, low: int = 0, high: int = 10**
 
 def page(items: Sequence[Object], query: Query) -> Object:
     """Return the page of `items` (oldest first) that `limit`, `order`, `after` ask for; raises BadInput."""
+    if "before" in query:  # of old SDKs: to ignore it would show the first page again and again
+        raise unsupported("before", "Use 'after' with the other 'order'.")
     limit = number(query, "limit", 20, 1, 100)
     order = one_of("asc", "desc")(query.get("order", "desc"), "order")
     ordered = items[::-1] if order == "desc" else items

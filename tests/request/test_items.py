@@ -57,6 +57,8 @@ def test_pages_add_up_to_the_list(n_items: int, limit: int, order: str) -> None:
         assert found["has_more"] == (len(seen) < n_items)
         asked["after"] = seen[-1]["id"]
     assert seen == listed[:: 1 if order == "asc" else -1]
+    with pytest.raises(BadInput, match="'before'"):
+        page(listed, asked | {"before": "msg_1"})
 
 
 @given(st.sampled_from(sorted(PREFIXES.values())))
