@@ -267,7 +267,7 @@ class Engine:
             except Exception as error:
                 ended.set_exception(error)
             else:
-                if not ended.done() and (output.finish or not wants_more):  # on_step() may cancel its reader
+                if output.finish or not wants_more:
                     ended.set_result(None)
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------

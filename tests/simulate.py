@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,6 +53,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 import background
 import server
 from checkpoint.config import read_config
+from event_log import FRAMES_A_READ
 from gateway.remote import RemoteWorker
 from gateway.upstreams import CLOSING, Timeouts
 from helpers import world as worlds
@@ -173,6 +174,7 @@ class Connection:
         self.sent_at: float | None = None  # the last time, of a stream
         self.written_at = 0.0  # the last time that something was written
         self.has_comment = False  # that is not read yet
+        self.full_at = 0  # the turn of the loop in which the last piece of a log came, if that was a full one
         self.left_at = float("inf")
 
     json = property(lambda self: json.loads(self.body))
@@ -211,7 +213,7 @@ class Connection:
             await PROCESS.app(self.scope, self.receive, self.send)
             is_cut = self.kind == "http" and not self.is_over.is_set() and not PROCESS.is_stopping
             self.world.law(not is_cut, self.label, "the server cut its own answer")
-        except sqlite3.Error:
+        except sqlite3.OperationalError:
             pass  # uvicorn logs it, and drops the connection; Starlette raises it after a 500
         except Exception as error:
             self.world.errors.append(f"{self.label}: raised {error!r}")
@@ -246,6 +248,9 @@ class Connection:
         is_late = world.now - self.written_at > 0.9 * KEEP_ALIVE_S
         world.law(is_late or not is_comment, self.label, "a comment where no silence was")
         world.law(not (is_comment and self.has_comment), self.label, "a comment after one that waits")
+        if message.get("more_body") and not is_comment:
+            world.law(world.n_turns != self.full_at, self.label, "leaves no turn to others")
+            self.full_at = world.n_turns if message["body"].count(b"\n\n") == FRAMES_A_READ else 0
         self.written_at, self.has_comment = world.now, self.has_comment or is_comment
         if self.sent_at is not None and not self.slow:
             world.law(world.now - self.sent_at < MAX_SILENCE_S, self.label, "was silent since", self.sent_at)
@@ -286,6 +291,7 @@ class Connection:
 class Known:
     """What clients know of one response."""
 
+    request: Connection  # that has made it
     owner: str
     body: Json
     sent_at: float
@@ -360,6 +366,7 @@ class Laws:
                 continue
             law(not chunk or chunk.endswith(b"\n\n"), connection.label, "sent a part of an event")
             *frames, rest = (rest + chunk).split(b"\n\n")
+            law(len(frames) <= FRAMES_A_READ, connection.label, "sent many events at once:", len(frames))
             for frame in frames:
                 if frame.startswith(b":"):
                     continue
@@ -417,6 +424,55 @@ class Laws:
         self.law(expected, "create says", connection.status, connection.body)
 
 
+@dataclass
+class Lane:
+    """What the client of a WebSocket knows of one of its lanes."""
+
+    number: int = -1  # of its last event
+    newest: str = ""  # its newest response
+    last: str = ""  # the response that its next turn can continue: rule 3 of service/websocket.py
+    is_kept: bool = False  # that one is stored
+    asked: deque[str | None] = field(default_factory=deque)  # what the turns continue that have not begun
+    forgotten: set[str] = field(default_factory=set)
+    is_in_turn: bool = True  # no turn was refused before those that had been asked before it
+
+    def hear(self, law: Any, event: Json, begins_unasked: bool) -> None:
+        """Check an event: its number, and whether its turn could continue what it did, or could not."""
+        type_, response, error = event["type"], event.get("response", {}), event.get("error", {})
+        if type_ == "response.created":
+            self.number, self.newest = -1, response["id"]
+        if "sequence_number" in event:
+            self.number += 1  # a steer may fail before a response began
+            law(event["sequence_number"] == self.number, "socket: event", event, self.number)
+        if type_ == "error":
+            known = (
+                "previous_response_not_found",
+                "context_length_exceeded",
+                "invalid_value",
+                "no",
+            )  # upstream
+            expected = event["status"] in (429, 502, 503) or error["code"] in known
+            law(expected, "socket: error", event)
+            self.is_in_turn &= event["status"] not in (429, 503)  # there was no room
+            if self.asked.popleft() == self.last:
+                is_gone = error["code"] == known[0]
+                law(not (is_gone and self.is_in_turn), "socket: its lane has forgotten", self.last)
+                self._forget()
+        elif type_ == "response.created" and not begins_unasked:
+            parent = self.asked.popleft()
+            is_known = parent not in self.forgotten or not self.is_in_turn
+            law(is_known, "socket: its lane has not forgotten", parent)
+        elif response.get("status") in TERMINAL:
+            self._forget()
+            if response["status"] != "failed":
+                self.last, self.is_kept = response["id"], response["store"]
+
+    def _forget(self) -> None:
+        if not self.is_kept:
+            self.forgotten.add(self.last)
+        self.last, self.is_kept = "", False
+
+
 # --- what clients do ----------------------------------------------------------------------------------------
 
 
@@ -460,10 +516,10 @@ class Clients:
         parent = random.choice(parents) if parents and world.chance(0.3) else None
         if parent:
             body["previous_response_id"] = parent.id
-        known = Known(key, body, world.now, world.disk_full or world.n_bad_writes > 0)
-        self.laws.known.append(known)
         slow = random.choice((0, 0, 0, 0.1, 5))
         connection = self.connection(key, "POST", "/v1/responses", body, slow=slow)
+        known = Known(connection, key, body, world.now, world.disk_full or world.n_bad_writes > 0)
+        self.laws.known.append(known)
         if not connection.start(self.leaving(0.25, 2)):
             return
         racing = asyncio.create_task(self.race(known, connection)) if known.is_background else None
@@ -571,6 +627,7 @@ class Clients:
         known.asked_to_delete, final = True, known.final
         connection = await self.connection(known.owner, "DELETE", f"/v1/responses/{known.id}").read()
         known.deleted |= connection.status == 200 and connection.is_whole
+        self.world.gone |= {known.request.request_id} if known.deleted else set()
         self.law(connection.status != 400 or not final, known.id, "has ended, and cannot be deleted")
         if known.deleted:
             await self.get(known)
@@ -588,7 +645,7 @@ class Clients:
 
     async def socket(self) -> None:
         """Take turns in lanes of a WebSocket, one after another or at once, and steer; then leave."""
-        world, numbers, n_ended = self.world, dict[str, int](), 0
+        world, lanes, n_ended = self.world, defaultdict[str, Lane](Lane), 0
         steered = dict[str, str]()  # accepted steers that no response has as input yet, by what they steer
         connection = self.connection(self.random.choice(KEYS), "", "/v1/responses")
         connection.messages.put_nowait({"type": "websocket.connect"})
@@ -597,8 +654,9 @@ class Clients:
             data = json.dumps({"type": type, **members}).encode()
             world.tell(connection.label, "says", data.decode()[:200])
             connection.messages.put_nowait({"type": "websocket.receive", "bytes": data})
+            if type == "response.create":
+                lanes[members["stream_id"]].asked.append(members.get("previous_response_id"))
 
-        newest = dict[str, str]()  # response of a lane
         n_turns = self.random.choice((1, 3, 6))
         for _ in range(n_turns):
             more = {"store": world.chance(0.5), "stream_id": self.random.choice(("", "a", "b"))}
@@ -607,26 +665,25 @@ class Clients:
             return
         while (n_ended < n_turns or steered) and (text := await connection.chunks.get()) is not None:
             event = json.loads(text)
-            lane, type_, response = event.get("stream_id", ""), event["type"], event.get("response", {})
-            of_lane = {"stream_id": lane, "previous_response_id": response.get("id")}
+            name, type_, response = event.get("stream_id", ""), event["type"], event.get("response", {})
+            lane = lanes[name]
             if response or "steer" in type_ or type_ == "error":
-                world.tell(connection.label, "hears in lane", lane, type_, response.get("id", ""))
+                world.tell(connection.label, "hears in lane", name, type_, response.get("id", ""))
             n_ended += type_ == "error" or response.get("status") in TERMINAL
-            if type_ == "error":  # what it continues may be forgotten, or too long; "no": an upstream's
-                known = ("previous_response_not_found", "context_length_exceeded", "no")
-                expected = event["status"] in (429, 502, 503) or event["error"]["code"] in known
-                self.law(expected, "socket: error", event)
-            elif type_ == "response.completed" and world.chance(0.3):
-                n_turns += 1
-                say("response.create", **self.body(), **of_lane)
+            if type_ == "response.failed" or (type_ == "response.completed" and world.chance(0.3)):
+                parent = response["id" if type_ == "response.completed" else "previous_response_id"]
+                before = self.random.choice(
+                    ([], [], [{"previous_response_id": "resp_0"}], [{"temperature": 9}])
+                )
+                for more in (*before, {}):  # what is refused, and what is not
+                    n_turns += 1
+                    of_lane = {"stream_id": name, "previous_response_id": parent}
+                    say("response.create", **self.body() | of_lane | more)
             elif type_ in ("response.in_progress", "response.output_text.delta") and world.chance(0.3):
-                say("response.steer", input="more", previous_response_id=newest[lane])
-            if type_ == "response.created":
-                numbers[lane], newest[lane] = -1, response["id"]
-            n_turns += self.saw_steer(event, steered)
-            if "sequence_number" in event:
-                numbers[lane] = numbers.get(lane, -1) + 1  # a steer may fail before a response began
-                self.law(event["sequence_number"] == numbers[lane], "socket: event", event, numbers)
+                say("response.steer", input="more", previous_response_id=lane.newest)
+            begins_unasked = self.saw_steer(event, steered)
+            n_turns += begins_unasked
+            lane.hear(self.law, event, begins_unasked)
         connection.leave()
 
     def saw_steer(self, event: Json, steered: dict[str, str]) -> bool:
@@ -839,7 +896,7 @@ class Simulation:
             case "stop":
                 self.stop()
             case "bad write":
-                world.n_bad_writes = chance.choice((1, 1, 3))
+                world.n_bad_writes, world.fails_ends = chance.choice((1, 1, 3)), chance.random() < 0.5
             case "slow":
                 world.disk_slow_s = 0.5
                 world.counts["slow disks"] += 1

@@ -97,6 +97,7 @@ class World:
     def heal(self) -> None:
         self.disk_full = self.device_broken = self.device_nan = self.upstream_down = False
         self.disk_slow_s, self.n_bad_writes = 0.0, 0
+        self.fails_ends = False  # bad are only writes of last events
 
     @property
     def is_slow(self) -> bool:
@@ -273,11 +274,12 @@ class Loop(asyncio.BaseEventLoop):
 class SimStore(Store):
     """The real store, on a disk that may be full."""
 
-    def _disk(self, what: str, *about: object) -> None:
-        """Note a call of the disk; raise if it fails."""
+    def _disk(self, what: str, *about: object, is_end: bool = False) -> None:
+        """Note a call of the disk; raise if it fails. `is_end`: a last event is written."""
         WORLD.trace("disk", what, *about)
         WORLD.moment(what, WORLD.writing)
-        if WORLD.disk_full or WORLD.n_bad_writes > 0:
+        is_bad = WORLD.n_bad_writes > 0 and (not WORLD.fails_ends or is_end)
+        if WORLD.disk_full or is_bad:
             WORLD.n_bad_writes -= 1
             WORLD.counts["disk faults"] += 1
             WORLD.tell("the disk is full:", what, *about)
@@ -285,7 +287,8 @@ class SimStore(Store):
 
     def write(self, row: Row, first_number: int = 0, frames: Sequence[bytes] = ()) -> None:
         WORLD.writing = row.id
-        self._disk("write", row.id, f"events {first_number}+{len(frames)}", row.status)
+        is_end = row.status in TERMINAL
+        self._disk("write", row.id, f"events {first_number}+{len(frames)}", row.status, is_end=is_end)
         super().write(row, first_number, frames)
 
     def delete(self, id: str) -> None:
@@ -348,7 +351,7 @@ class HashRunner:
 
     def __init__(self, config: Config, n_pages: int, max_batch: int, n_ahead: int) -> None:
         self.config, self.n_pages, self.max_batch, self.n_ahead = config, n_pages, max_batch, n_ahead
-        self.max_wanted = 2 * max_batch
+        self.max_wanted = max_batch + WORLD.own.choice((0, 1, max_batch))  # the rest is for drafts
         self.about, self.degraded = {"device": "a hash"}, dict[str, str]()
         self._kv = np.zeros((n_pages, PAGE), np.int64)
         self._chosen = defaultdict[int, list[int]](list)  # by slot
@@ -423,6 +426,12 @@ class SimEngine(engine.Engine):
         is_full = all(len(one.prefix_hashes) * PAGE <= one.n_tokens for one in known)
         WORLD.law(is_full, "a page has a hash before it is full")
         self._event_loop.call_later(WORLD.delay(WORLD.step_s), self._end_step, context=Context())
+
+    def _launch(self, step: scheduler.Step) -> None:
+        for sequence, span in ((one.sequence, one.span) for one in step):
+            is_needed = span.end < len(sequence.prompt) + sequence.max_tokens
+            WORLD.law(is_needed, "a row is computed after which nothing comes:", sequence.request_id)
+        super()._launch(step)
 
     def _end_step(self) -> None:
         if not self._why_closed:
