@@ -56,7 +56,7 @@ class Watch(Protocol):
     is_accepted: bool  # the worker has accepted the request
     finish: Finish  # of the worker
 
-    def note(self, outputs: list[WorkerOutput]) -> None: ...
+    def note(self, output: WorkerOutput) -> None: ...
     def end(self) -> None: ...
 
 
@@ -78,11 +78,11 @@ async def run(
 
     def take(outputs: Iterable[WorkerOutput]) -> None:
         """Pass on the outputs of a step: worker.Answer.feed() has decoded and parsed its tokens."""
-        restored = [one for output in outputs for one in restorer.feed(output)]  # calls of the client's tools
-        watch.note(restored)  # metrics
-        said = [one for output in restored for one in output_filter.feed(output)]  # for a compaction, less
-        events = (event for one in said for event in make_events(one))  # made one by one, as they are logged
-        event_log.extend(events)  # numbered, encoded once, shown to every reader (in the background: stored)
+        for output in outputs:
+            for restored in restorer.feed(output):  # calls of the client's tools
+                watch.note(restored)  # metrics
+                for said in output_filter.feed(restored):  # for a compaction, less
+                    event_log.extend(make_events(said))  # numbered, encoded once, shown to every reader
 
     try:
         await prompt.run(take, choice)

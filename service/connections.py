@@ -152,8 +152,10 @@ class FairSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
-        self._start = (self._start + READY_A_TURN) % max(len(ready), 1)
-        return (ready[self._start :] + ready[: self._start])[:READY_A_TURN]
+        if len(ready) > READY_A_TURN:
+            self._start = (self._start + READY_A_TURN) % len(ready)
+            ready = (ready[self._start :] + ready)[:READY_A_TURN]
+        return ready
 
 
 # --- uvicorn, with limits -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ Rules of this file:
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -137,16 +137,15 @@ class Stopwatch:
     has_begun: bool = False
     finish: Finish = BROKEN_OFF  # until the worker reports another
 
-    def note(self, outputs: Sequence[WorkerOutput]) -> None:
+    def note(self, output: WorkerOutput) -> None:
         """Note what a step has brought: the first piece, and how the run ends."""
-        for output in outputs:
-            if isinstance(output, Accepted):
-                self.is_accepted = True
-            elif isinstance(output, Finish):
-                self.finish = output
-            elif not self.has_begun:
-                self.has_begun = True
-                self.metrics.add("time_to_first_token_seconds", time.perf_counter() - self.started_at)
+        if isinstance(output, Accepted):
+            self.is_accepted = True
+        elif isinstance(output, Finish):
+            self.finish = output
+        elif not self.has_begun:
+            self.has_begun = True
+            self.metrics.add("time_to_first_token_seconds", time.perf_counter() - self.started_at)
 
     def end(self) -> None:
         """Count and log a run that has ended; a count that is not known is 0."""
