@@ -41,11 +41,6 @@ OWN_LETTERS = re.compile("[\ud800-\udfff]+")
 REQUESTS_LETTER = re.compile("[!-~]")
 
 
-def plain(text: str) -> str:
-    """Return a text in the alphabet of all others."""
-    return OWN_LETTERS.sub(lambda own: own[0].translate(PLAIN), text)
-
-
 class SpecialTokens:
     """The added tokens of a vocabulary, kept apart from text that spells them."""
 
@@ -89,7 +84,7 @@ class Own(str):
     def read(cls, value: Any) -> Any:
         """Return a value of a template, Own if it is a text with something of the template in it."""
         if type(value) is str and OWN_LETTERS.search(value):
-            return cls(plain(value), value)
+            return cls(OWN_LETTERS.sub(lambda own: own[0].translate(PLAIN), value), value)
         return value
 
     def __add__(self, other: Any) -> Any:

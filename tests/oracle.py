@@ -96,15 +96,15 @@ def channels(random: Random) -> Cases:
 
 
 def special_tokens(random: Random) -> Cases:
-    from request.special_tokens import ALPHABET, SpecialTokens, plain
+    from request.special_tokens import ALPHABET, PLAIN, SpecialTokens
 
     known = SpecialTokens(["<|im_end|>", "<|im_start|>", "<|im", "｜｜", "｜end｜", "[X]"])
     words = ["<|im_end|>", "<|im", "_start|>", "｜｜", "｜", "end", "[X]", "[", "X]", " ", "\n", "user"]
     for _ in range(N):
         alphabets = random.choices([ALPHABET, {}], k=9)  # of the template, or of the request
         pieces = [random.choice(words).translate(alphabet) for alphabet in alphabets]
-        trace = "".join(pieces)
-        yield ["prompt", plain(trace), "trace", trace], known.cut(plain(trace), trace)
+        prompt = (trace := "".join(pieces)).translate(PLAIN)
+        yield ["prompt", prompt, "trace", trace], known.cut(prompt, trace)
 
 
 def tokenizer(random: Random) -> Cases:

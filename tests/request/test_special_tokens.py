@@ -21,7 +21,7 @@ from helpers.serving import ROOT
 from helpers.tables import table
 from request import params
 from request.refusals import BadInput
-from request.special_tokens import ALPHABET, SpecialTokens, plain
+from request.special_tokens import ALPHABET, Own, SpecialTokens
 from request.template import ChatTemplate
 from tokenizer import Tokenizer
 from worker import LocalPrompt
@@ -193,6 +193,6 @@ def test_a_prompt_is_what_jinja_makes_of_the_request(source: str) -> None:
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     prompt = environment.from_string(source).render(messages=messages, tools=tools)
     assert template.render(messages, tools, datetime.min) == prompt
-    assert plain(template.render(messages, tools, datetime.min, True)) == prompt
+    assert Own.read(template.render(messages, tools, datetime.min, True)) == prompt
     tokens = SpecialTokens(["<|object|>", "object", "<b>", "<f>"])
     assert "".join(tokens.cut(prompt, template.render(messages, tools, datetime.min, True))) == prompt
