@@ -670,15 +670,14 @@ class Clients:
             if response or "steer" in type_ or type_ == "error":
                 world.tell(connection.label, "hears in lane", name, type_, response.get("id", ""))
             n_ended += type_ == "error" or response.get("status") in TERMINAL
-            if type_ == "response.failed" or (type_ == "response.completed" and world.chance(0.3)):
-                parent = response["id" if type_ == "response.completed" else "previous_response_id"]
-                before = self.random.choice(
-                    ([], [], [{"previous_response_id": "resp_0"}], [{"temperature": 9}])
+            if type_ in ("response.completed", "response.incomplete") and world.chance(0.2):
+                first = self.random.choice(
+                    ({"model": FAR}, {"previous_response_id": "resp_0"}, {"temperature": 9})
                 )
-                for more in (*before, {}):  # what is refused, and what is not
+                for more in (first, {}):  # the first one may fail, or is refused
                     n_turns += 1
-                    of_lane = {"stream_id": name, "previous_response_id": parent}
-                    say("response.create", **self.body() | of_lane | more)
+                    more = {"previous_response_id": response["id"], "store": world.chance(0.5)} | more
+                    say("response.create", **self.body() | {"stream_id": name} | more)
             elif type_ in ("response.in_progress", "response.output_text.delta") and world.chance(0.3):
                 say("response.steer", input="more", previous_response_id=lane.newest)
             begins_unasked = self.saw_steer(event, steered)
