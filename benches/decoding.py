@@ -166,26 +166,21 @@ def speed(batch: int, n_prompt: int, n_new: int, sampling: Sampling, engine: Eng
 
     The engine is asked for all answers together, as the server asks it.
     """
-    answers: list[Answer] = []
+    times: list[float] = []
 
-    async def one() -> None:
+    def read(step: StepOutput) -> bool:
+        times.extend(time.monotonic() for _ in step.tokens)
+        assert step.finish != "failed", step.message
+        return True
+
+    async def together() -> Answer:
+        prompts = _random.integers(N_WORDS, size=(batch, n_prompt)).tolist()
+        sequences = [Sequence(prompt, n_new, frozenset(), sampling) for prompt in prompts]
         asked_at = time.monotonic()
-        times: list[float] = []
+        await asyncio.gather(*(engine.generate(sequence, read) for sequence in sequences))
+        return Answer(asked_at, times, len(times))
 
-        def read(step: StepOutput) -> bool:
-            times.extend(time.monotonic() for _ in step.tokens)
-            assert step.finish != "failed", step.message
-            return True
-
-        prompt = _random.integers(N_WORDS, size=n_prompt).tolist()
-        await engine.generate(Sequence(prompt, n_new, frozenset(), sampling), read)
-        answers.append(Answer(asked_at, times, len(times)))
-
-    async def together() -> None:
-        await asyncio.gather(*(one() for _ in range(batch)))
-
-    asyncio.run(together())
-    found = figures(answers)
+    found = figures([asyncio.run(together())])
     return [1e3 * n_prompt / found["first text, ms"] if n_new == 1 else found["tokens/s"]]
 
 
