@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -243,6 +243,8 @@ class Connection:
             return
         world, headers = self.world, dict(message.get("headers", ()))
         self.request_id = headers.get(b"x-request-id", self.request_id.encode()).decode()
+        rooms = PROCESS.rooms.streams, PROCESS.rooms.sockets, PROCESS.rooms.bytes
+        world.law(all(room.held.total() <= room.n_total for room in rooms), "more is held than there is")
         world.trace(self.label, message["type"], message.get("status", ""), message.get("body", ""))
         is_comment = message.get("body", b"").startswith(b":")
         is_late = world.now - self.written_at > 0.9 * KEEP_ALIVE_S
@@ -303,6 +305,7 @@ class Known:
     frames: dict[int, bytes] = field(default_factory=dict)  # by number
     deleted: bool = False
     asked_to_delete: bool = False
+    asked_to_cancel: bool = False
     cancelled: bool = False
     was_queued: bool = False  # when the last process was killed
     was_left: bool = False  # its client has left this process: what has begun ends, and is stored if kept
@@ -349,6 +352,8 @@ class Laws:
         took_s = (response["completed_at"] or response["created_at"]) - response["created_at"]
         law(took_s >= 0, known.id, "was over before it began:", took_s)
         law(not known.cancelled or status == "cancelled", known.id, "was cancelled, and is", status)
+        is_asked = known.asked_to_cancel or not known.is_background
+        law(is_asked or status != "cancelled", known.id, "is cancelled, which nobody has asked for")
         is_cut = "interrupted" in ((response["error"] or {}).get("message") or "")
         law(not is_cut or not known.was_queued, known.id, "was queued, and was not run again")
         if status == "completed" and known.body["model"] == FAR:
@@ -440,9 +445,11 @@ class Lane:
         """Check an event: its number, and whether its turn could continue what it did, or could not."""
         type_, response, error = event["type"], event.get("response", {}), event.get("error", {})
         if type_ == "response.created":
-            self.number, self.newest = -1, response["id"]
+            self.newest = response["id"]
         if "sequence_number" in event:
-            self.number += 1  # a steer may fail before a response began
+            # What is told of steers before a response has begun may have the first numbers of its log.
+            begins = event["sequence_number"] == 0 and (type_ == "response.created" or "steer" in type_)
+            self.number = 0 if begins else self.number + 1
             law(event["sequence_number"] == self.number, "socket: event", event, self.number)
         if type_ == "error":
             known = (
@@ -613,7 +620,7 @@ class Clients:
             self.law(not accepted or self.laws.may_be_gone(known), known.id, "is lost")
 
     async def cancel(self, known: Known) -> None:
-        asked_at = self.world.now
+        known.asked_to_cancel, asked_at = True, self.world.now
         connection = self.connection(known.owner, "POST", f"/v1/responses/{known.id}/cancel")
         await connection.read()
         is_quick = self.world.now - asked_at < MAX_SILENCE_S
@@ -746,6 +753,7 @@ class Simulation:
         world, n = self.world, self.n_processes
         world.tell("a process begins")
         world.next_process()
+        CLOSING.clear()  # what the last process has left open ended with it
         PROCESS = Process(is_persistent=not self.path)
         self.plan(n)
         self.loop = Loop()
@@ -1063,11 +1071,11 @@ def main() -> int:
     gc.freeze()
     gc.disable()
     seeds = [*range(args.first, args.first + args.seeds)] if args.seed is None else [args.seed]
-    began_at, n, n_bad, virtual_s, cpu_s, n_kills = time.monotonic(), 0, 0, 0.0, 0.0, 0
+    began_at, n, n_bad, virtual_s, cpu_s, counts = time.monotonic(), 0, 0, 0.0, 0.0, Counter[str]()
     for found in outcomes(seeds, args.n, args.events, args.without, args.tail):
         print(*found["tail"], sep="\n", end="\n" * bool(args.tail))
         n, virtual_s, cpu_s = n + 1, virtual_s + found["virtual_s"], cpu_s + found["cpu_s"]
-        n_kills += found["counts"].get("kills", 0)
+        counts.update(found["counts"])
         if args.seed is not None:
             print(found["hash"], found["counts"])
         if found["error"]:
@@ -1080,7 +1088,7 @@ def main() -> int:
                 break
     rate = n / (time.monotonic() - began_at) * 60
     print(f"{n} seeds, {n_bad} with errors; {rate:.0f} seeds a minute, {cpu_s / n:.2f} s of a processor each")
-    print(f"{virtual_s / 3600:.1f} virtual hours, {n_kills} kills")
+    print(f"{virtual_s / 3600:.1f} virtual hours, {dict(sorted(counts.items()))}")
     return bool(n_bad)
 
 

@@ -37,3 +37,4 @@ def test_no_law_breaks(n_seeds: int) -> None:
     """
     ended = simulate("--seeds", str(n_seeds), "-n", "2", "--first-only")
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "'upstream: whole': " in ended.stdout  # bug: none was ever reached, and no law was broken by that

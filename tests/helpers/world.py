@@ -31,7 +31,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar
-from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +79,6 @@ class World:
         self.errors: list[str] = []  # laws broken where no one could raise
         self.counts = Counter[str]()
         self.graveyard: list[object] = []  # killed processes: nothing of them may be finalised during the run
-        self.open_bodies = set[int]()  # answers of upstreams whose connections are open
         self.gone = set[str]()  # ids of requests that are over, and whose work must be over too
         self.next_process()
 
@@ -92,6 +90,7 @@ class World:
         self.free_at = defaultdict[object, list[float]](lambda: [0.0])  # when each thread of an executor is
         self.waiting = defaultdict[str, list[asyncio.Future[None]]](list)  # for a moment, by id of a response
         self.writing = ""  # the id of the response that is being written
+        self.open_bodies = set[int]()  # answers of upstreams whose connections are open
         self.heal()
 
     def heal(self) -> None:
@@ -490,11 +489,15 @@ def far_answer(text: str) -> str:
 
 
 class SimBody(httpx.AsyncByteStream):
-    """The body of an answer, piece by piece. None: the upstream says nothing more, and stays connected."""
+    """The body of an answer, piece by piece. None: the upstream says nothing more, and stays connected.
 
-    def __init__(self, pieces: Iterable[bytes | Exception | None], pause_s: float) -> None:
-        self._pieces = pieces
-        self._pause_s = pause_s
+    `closed`: the client that reads it is; then it breaks off.
+    """
+
+    def __init__(
+        self, closed: asyncio.Event, pieces: Iterable[bytes | Exception | None], pause_s: float = 0.001
+    ) -> None:
+        self._closed, self._pieces, self._pause_s = closed, pieces, pause_s
         self._number = WORLD.own.getrandbits(64)
         WORLD.open_bodies.add(self._number)
 
@@ -502,11 +505,13 @@ class SimBody(httpx.AsyncByteStream):
         for piece in self._pieces:
             await asyncio.sleep(WORLD.delay(self._pause_s))
             if piece is None:
-                await asyncio.Future()
-            elif isinstance(piece, Exception):
+                await self._closed.wait()
+            if self._closed.is_set():
+                raise httpx.ReadError("closed")
+            if isinstance(piece, Exception):
                 raise piece
-            else:
-                yield piece
+            assert piece
+            yield piece
 
     async def aclose(self) -> None:
         WORLD.open_bodies.discard(self._number)
@@ -515,21 +520,33 @@ class SimBody(httpx.AsyncByteStream):
 class SimUpstream(httpx.AsyncBaseTransport):
     """The network behind Upstreams, with an OpenAI-compatible server that fails as a script says."""
 
+    def __init__(self) -> None:
+        self._closed = asyncio.Event()
+
+    async def aclose(self) -> None:
+        self._closed.set()
+
+    def _whole(self, status: int, value: Json) -> httpx.Response:
+        """Return an answer in one piece; as a stream: what httpx has read itself cannot be read raw."""
+        return httpx.Response(status, stream=SimBody(self._closed, [json.dumps(value).encode()]))
+
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(WORLD.delay(0.01))
         if WORLD.upstream_down:
             raise httpx.ConnectError("connection refused")
         if request.url.path.endswith("/models"):
-            return httpx.Response(200, json={"data": [{"id": FAR, "object": "model"}]})
+            return self._whole(200, {"data": [{"id": FAR, "object": "model"}]})
         script = WORLD.random.choices([*SCRIPTS], [*SCRIPTS.values()])[0]
         body = json.loads(request.content)
         WORLD.tell("the upstream is asked, and answers:", script)
+        WORLD.counts[f"upstream: {script}"] += 1
         if script == "no connection":
             raise httpx.ConnectError("connection refused")
         if script == "nothing":
-            await asyncio.Future()
+            await self._closed.wait()
+            raise httpx.ReadError("closed")
         if script.isdigit():
-            return httpx.Response(int(script), json={"error": {"message": "no", "code": "no"}})
+            return self._whole(int(script), {"error": {"message": "no", "code": "no"}})
         content = body["messages"][-1]["content"]
         text = content if isinstance(content, str) else "".join(part["text"] for part in content)
         return self._answer(script, far_answer(text), body)
@@ -541,8 +558,7 @@ class SimUpstream(httpx.AsyncBaseTransport):
         if script == "json" or not body.get("stream"):
             message = {"role": "assistant", "content": text}
             choices: list[Any] = [{"index": i, "message": message, "finish_reason": "stop"} for i in range(n)]
-            whole = head | {"object": "chat.completion", "choices": choices, "usage": usage}
-            return httpx.Response(200, json=whole)
+            return self._whole(200, head | {"object": "chat.completion", "choices": choices, "usage": usage})
 
         def chunk(i: int, delta: Json, reason: str | None = None) -> bytes:
             return event(head | {"choices": [{"index": i, "delta": delta, "finish_reason": reason}]})
@@ -566,10 +582,15 @@ class SimUpstream(httpx.AsyncBaseTransport):
             case "silent":
                 frames = [*frames[:n_sent], None]
         headers = {"content-type": "text/event-stream"}
-        return httpx.Response(200, headers=headers, stream=SimBody(frames, WORLD.random.choice((0.001, 0.1))))
+        stream = SimBody(self._closed, frames, WORLD.random.choice((0.001, 0.1)))
+        return httpx.Response(200, headers=headers, stream=stream)
 
 
-upstreams.httpx.AsyncClient = partial(httpx.AsyncClient, transport=SimUpstream())  # type: ignore
+def client(original: Any = httpx.AsyncClient, **options: Any) -> httpx.AsyncClient:
+    return original(transport=SimUpstream(), **options)  # type: ignore[no-any-return]
+
+
+upstreams.httpx.AsyncClient = client  # type: ignore
 
 
 # --- the log ------------------------------------------------------------------------------------------------

@@ -231,22 +231,6 @@ def test_a_response_that_calls_is_steered_after_its_results(server: Server, clie
             assert last["error"]["code"] == "previous_response_not_found"
 
 
-def test_what_cannot_be_steered_to_is_given_back(client: ClientConnection) -> None:
-    """The successor's prompt would be too long; what was said before can be continued all the same."""
-    send(client, RUNS)
-    id_ = json.loads(client.recv(PATIENCE_S))["response"]["id"]
-    message = {"role": "user", "content": "long " * 5000}
-    steer(client, id_, [message])
-    *events, last = received(client)
-    (accepted,) = [event for event in events if event["type"] == "response.steer.accepted"]
-    assert last["response"]["incomplete_details"] == {"reason": "steered"}
-    failed = json.loads(client.recv(PATIENCE_S))
-    assert failed["steer"] == accepted["steer"]
-    assert failed["error"]["code"] == "successor_creation_failed"
-    assert "context" in failed["error"]["message"]
-    answer(client, ASKED | {"previous_response_id": id_})
-
-
 @pytest.mark.bug("M13")
 def test_a_response_is_not_steered(client: ClientConnection) -> None:
     """Bug: the answer was an `error` event, of which a client cannot tell what it is about.
