@@ -570,7 +570,7 @@ class Clients:
     async def chat(self) -> None:
         n, stream, said = self.random.choice((1, 2, 3)), self.world.chance(0.5), self.body()
         messages = [{"role": "user", "content": said["input"]}]
-        body = {"model": said["model"], "messages": messages, "n": n, "stream": stream}
+        body = {"model": said["model"], "messages": messages, "n": n, "stream": stream, "stop": "2"}
         connection = self.connection(self.random.choice(KEYS), "POST", "/v1/chat/completions", body)
         got = await connection.read(self.leaving(0.3, 2))
         if got.status != 200 or not got.is_whole:

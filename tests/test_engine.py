@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
-from contextvars import ContextVar
 from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
@@ -90,23 +89,6 @@ def test_the_next_step_is_launched_before_tokens_are_fed(n_ahead: int, n_fed: in
         engine.hold_at = {5}
         play(main(engine))
     assert len(fed) == 20
-
-
-def test_tokens_are_fed_in_the_context_of_their_request(engine: Engine) -> None:
-    """The id of the request in the log, and the owner in whose name the store is called."""
-    of_request = ContextVar("of_request", default="")
-    seen: list[str] = []
-
-    def feed(step: StepOutput) -> bool:
-        seen.append(of_request.get())
-        return True
-
-    async def main() -> None:
-        of_request.set("req_1")
-        await engine.generate(endless(1, 3), feed)
-
-    play(main())
-    assert seen == ["req_1"] * 4  # the prompt, and three tokens
 
 
 def test_it_is_busy_from_the_moment_it_is_asked(engine: Engine) -> None:

@@ -45,6 +45,7 @@ from checkpoint.config import Config
 from engine import OnStep
 from gateway import upstreams
 from helpers.upstream import DONE, Json, event
+from request.ids import REQUEST_ID
 from sampling import NO_TOKEN, Choice
 from sampling import Context as SamplingContext
 from store import TERMINAL, Row, Store
@@ -452,9 +453,16 @@ class SimEngine(engine.Engine):
         self._flush_outbox()
 
     async def generate(self, sequence: scheduler.Sequence, on_step: OnStep) -> None:
-        expected = alone(sequence)
+        expected, is_told = alone(sequence), False
 
         def check_and_feed(step: engine.StepOutput) -> bool:
+            nonlocal is_told
+            is_own = REQUEST_ID.get() == sequence.request_id
+            WORLD.law(is_own, "its reader works for another request:", sequence.request_id)
+            WORLD.law(
+                is_told or not step.tokens, "that its prompt is computed is not told:", sequence.request_id
+            )
+            is_told = True
             for token in step.tokens:
                 past = f"preempted for {sequence.preempted_for!r}, {sequence.n_cached} tokens from the cache"
                 is_right = token.token_id == next(expected, -1)
