@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -217,6 +218,14 @@ async def test_how_a_run_ends(how: str, in_background: bool) -> None:
         assert response["output"][0]["content"][0]["text"] == "Hel"
         assert (await ended(registry, asked)).response == response
         assert registry._store.frames(asked.id) == (frames if in_background else [])
+
+
+@pytest.mark.bug("F03")
+async def test_what_has_no_prompt_when_its_turn_comes_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scripts, "prepare", AsyncMock(side_effect=BadInput("Gone")))
+    async with registry_of() as registry:
+        frames = await laws.read(await started(registry, row(), hello))
+    assert parsed(frames)[-1]["response"]["error"]["message"] == "Gone"
 
 
 async def test_what_is_damaged_on_a_full_disk_does_not_end_the_start() -> None:
