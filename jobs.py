@@ -97,6 +97,18 @@ async def run(
 # --- the store ----------------------------------------------------------------------------------------------
 
 
+MAX_TOGETHER = 8  # large ones take 10 ms each, and others wait for their turn
+
+
+class Batch:
+    """Writes of one owner that are done together: to wake the thread costs more than a small write."""
+
+    task: asyncio.Task[list[Exception | None]]  # what each of them raised
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[Row, int, list[bytes]]] = []
+
+
 class Archive:
     """The store, called for one thing at a time and never in the event loop."""
 
@@ -105,7 +117,7 @@ class Archive:
         self._thread = ThreadPoolExecutor(1, "store")
         self.threads = Threads(1, self._thread)
         self.call = self.threads.call
-        self._due: list[tuple[Row, int, list[bytes]]] = []  # writes that wait for the thread
+        self._due: dict[str, Batch] = {}  # by owner: the newest that waits for its turn
 
     async def write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
         """Store events of a background response, or the last event of another; return whether it worked.
@@ -114,21 +126,23 @@ class Archive:
         """
         _, status, response_json = newest_of(entries)
         frames = [entry.frame for entry in entries] if row.background else []
-        if not self._due:
-            self._writing = asyncio.create_task(self._write_due())
-        writing, number = self._writing, len(self._due)
-        self._due.append((row.with_response(status, response_json, time.time()), first_number, frames))
-        errors = await asyncio.shield(writing)
+        batch = self._due.get(row.owner)
+        if not batch or len(batch.writes) == MAX_TOGETHER:
+            batch = self._due[row.owner] = Batch()
+            batch.task = asyncio.create_task(self._write_batch(row.owner, batch))
+        number = len(batch.writes)
+        batch.writes.append((row.with_response(status, response_json, time.time()), first_number, frames))
+        errors = await asyncio.shield(batch.task)
         if error := errors[number]:  # a full disk fails every write: a line is enough
             log.error("%s could not be stored: %s", row.id, error)
         return not error
 
-    async def _write_due(self) -> list[Exception | None]:
-        """Write what waits for the thread, all at once: to wake it costs several times as much as a write."""
-        async with self.threads.turn(""):
-            due, self._due = self._due, []
+    async def _write_batch(self, owner: str, batch: Batch) -> list[Exception | None]:
+        async with self.threads.turn(owner):
+            if self._due[owner] is batch:
+                del self._due[owner]
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, list, starmap(self._write, due))
+            return await loop.run_in_executor(self._thread, list, starmap(self._write, batch.writes))
 
     def _write(self, *what: Any) -> Exception | None:
         """Write in the store's thread; return what it raises."""

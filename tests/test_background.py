@@ -22,7 +22,7 @@ from channels import Accepted, Compaction, Delta, Finish, Take, TokenLogprob, Us
 from event_log import EventLog, encode_event
 from helpers import laws
 from helpers.limits import PATIENCE_S
-from jobs import UNFINISHED, Job
+from jobs import MAX_TOGETHER, UNFINISHED, Archive, Job
 from request import items, params
 from request.refusals import BadInput
 from responses import Builder
@@ -283,6 +283,17 @@ async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         held.go_on.set()
         await until_idle(registry)
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+async def test_an_owner_who_stores_much_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes that wait are done together, but not all of them: large ones take 10 ms each."""
+    order: list[str] = []
+    monkeypatch.setattr(Store, "write", lambda _, row, *events: order.append(row.owner))
+    archive = Archive(Store(":memory:", Retention()))
+    entry = encode_event(0, {"type": "response.queued", "response": {"status": "queued"}})
+    await asyncio.gather(*(archive.write(row(owner=name), 0, [entry]) for name in "a" * 31 + "b"))
+    assert order.index("b") == 2 * MAX_TOGETHER  # those that run, and those that wait for the thread
+    assert len(order) == 32
 
 
 async def test_the_store_is_closed_after_all_that_was_asked_of_it() -> None:
