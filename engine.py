@@ -37,7 +37,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from multiprocessing.connection import wait
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -233,7 +232,7 @@ class Engine:
         brought: StepRead = []
         for scheduled in step:
             sequence = scheduled.sequence
-            chosen = list(islice(choices, len(scheduled.contexts)))
+            chosen = [next(choices) for _ in scheduled.contexts]
             tokens = self._scheduler.postprocess(scheduled, chosen)
             brought.append((scheduled, tokens))
             if tokens:
@@ -241,6 +240,7 @@ class Engine:
                 self._outbox.append((sequence, output))
             elif sequence.finish == "failed":
                 self._fail(sequence, NO_NUMBERS)
+        assert next(choices, None) is None, "a choice without a context"
         return brought, seconds
 
     def _end_constraints(self) -> None:

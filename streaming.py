@@ -108,7 +108,7 @@ class EventStream(Response):
             with suppress(ClientDisconnect):
                 await while_connected(self._send_events(send), receive)
         finally:
-            if self.task and not self.task.done():
+            if self.task:
                 await cancel(self.task)
 
     async def _send_events(self, send: Send) -> None:
@@ -163,15 +163,14 @@ async def kept_alive(
         commenting.cancel()
 
 
-# --- the fold: a plain streamed request passes what stands above --------------------------------------------
-
-
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
     """Cancel the tasks that have not ended, and wait until all have; drop their exceptions."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
+
+# --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
 PIECE_BYTES = 64 * 1024  # a piece of a large answer: about what a connection takes before it pauses us
 

@@ -54,7 +54,7 @@ llvmlite.binding.initialize_native_asmparser()  # for the instructions that are 
 codegen: Any = cpu_target.target_context.codegen()
 _, PROCESSOR, target_features = codegen.magic_tuple()  # $NUMBA_CPU_NAME and $NUMBA_CPU_FEATURES change them
 FEATURES = set(target_features.split(","))
-HAS_AVX512 = "+avx512bw" in FEATURES
+HAS_AVX512 = "+avx512bw" in FEATURES  # with products of 16-bit integers
 HAS_VNNI = "+avx512vnni" in FEATURES
 FAST_BFLOAT16 = "+avx512bf16" in FEATURES and PROCESSOR.startswith("znver")
 

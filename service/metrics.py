@@ -138,7 +138,7 @@ class Stopwatch:
     finish: Finish = BROKEN_OFF  # until the worker reports another
 
     def note(self, output: WorkerOutput) -> None:
-        """Note what a step has brought: the first piece, and how the run ends."""
+        """Note an output: the first piece, and how the run ends."""
         if isinstance(output, Accepted):
             self.is_accepted = True
         elif isinstance(output, Finish):

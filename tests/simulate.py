@@ -452,17 +452,12 @@ class Lane:
             self.number = 0 if begins else self.number + 1
             law(event["sequence_number"] == self.number, "socket: event", event, self.number)
         if type_ == "error":
-            known = (
-                "previous_response_not_found",
-                "context_length_exceeded",
-                "invalid_value",
-                "no",
-            )  # upstream
-            expected = event["status"] in (429, 502, 503) or error["code"] in known
+            is_gone = error["code"] == "previous_response_not_found"
+            known = ("context_length_exceeded", "invalid_value", "no")  # the last is an upstream's
+            expected = is_gone or event["status"] in (429, 502, 503) or error["code"] in known
             law(expected, "socket: error", event)
             self.is_in_turn &= event["status"] not in (429, 503)  # there was no room
             if self.asked.popleft() == self.last:
-                is_gone = error["code"] == known[0]
                 law(not (is_gone and self.is_in_turn), "socket: its lane has forgotten", self.last)
                 self._forget()
         elif type_ == "response.created" and not begins_unasked:

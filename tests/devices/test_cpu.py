@@ -131,7 +131,10 @@ def test_a_processor_without_vnni_sums_the_same_bits(name: str, monkeypatch: pyt
     expected, found = (np.empty((8, WIDTH), np.float32) for _ in range(2))
     kernels.product(rows, packed.words, expected, NOTHING)
     key = name, types.int16
-    for dot in [microkernel.portable_dot, microkernel.two_step_dot][: 1 + ("+avx2" in FEATURES)]:
+    dots = [microkernel.portable_dot]
+    if "+avx2" in FEATURES:
+        dots.append(microkernel.two_step_dot)
+    for dot in dots:
         monkeypatch.setitem(microkernel.FORMATS, key, microkernel.FORMATS[key]._replace(dot=dot))
         fresh = njit(fastmath={"contract"}, error_model="numpy")(kernels.product.py_func)
         fresh(rows.repeat(2, 0)[::2], packed.words, found, NOTHING)  # of a type not compiled yet
