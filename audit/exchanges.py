@@ -10,8 +10,8 @@ example of Hurl. A request is a line; indented lines go on with it:
     DELETE /responses/ID -> deleted:=true               ID is that of the response that was made before
     POST /a/path {"model": "MODEL"} -> any              another endpoint, and its whole body
 
-In a change, null leaves a member out, a word of WORDS (peer.py) stands for its text, and what is not JSON is
-the body.
+In a change, null leaves a member out, a word of WORDS (peer.py) stands for its text, STORY asks for a long
+answer, and what is not JSON is the body.
 What must come back is one of these, or several with ", or " between them:
 
     refused         a 4xx, or a stream that begins with the error. A request without an arrow must be refused
@@ -60,6 +60,8 @@ def exchanged(peer: Peer, requests: list[str]) -> Iterator[tuple[str, Json, Repl
             yield expected, {}, peer.ask(place, target, whole.encode())
             continue
         change = loads(text)
+        if "STORY" in asked:
+            change |= peer.long
         for stream in (False,) if expected else (False, True):
             path, good = peer.request(api=place, limit=CUT, stream=stream)
             if peer.once(path, good).status in NOT_THERE:

@@ -197,12 +197,10 @@ def begun(peer: Peer, **asked: object) -> Kept:
 
 def ended(made: Kept) -> Json:
     """Return a background response when it is terminal; a slow one uses up the rule's budget."""
-    while True:
-        reply = made.ask("GET")
-        assert reply.status == 200
-        if reply.json.get("status") in ("completed", "incomplete", "failed", "cancelled"):
-            return reply.json
+    while (reply := made.ask("GET")).json.get("status") in ("queued", "in_progress"):
         time.sleep(0.1)
+    assert reply.status == 200
+    return reply.json
 
 
 @must
@@ -289,8 +287,7 @@ def resume_end(peer: Peer) -> None:
     """
     # No event is to come; a reader of events that were lost may be told how it ended.
     made, stream = followed(peer)
-    last = len(stream.events) - 1
-    for after in (last, 10**6):
+    for after in (len(stream.events) - 1, 10**6):
         try:
             reply = made.ask("GET", f"?stream=true&starting_after={after}")
         except NoReply as error:
@@ -315,7 +312,7 @@ def resume_number(peer: Peer) -> None:
 
 
 def begun_story(peer: Peer) -> Kept:
-    return begun(peer, said=STORY, limit=400, **peer.long)
+    return begun(peer, said=STORY, limit=1500, **peer.long)
 
 
 def cancelled(peer: Peer) -> Kept:
@@ -360,7 +357,7 @@ def follower_ends(peer: Peer) -> None:
     a reader that follows a stream waits for its terminal event
     F04 C19 https://github.com/vllm-project/vllm/pull/49721
     """
-    with peer.live(said=STORY, limit=400, background=True, **peer.long) as events:
+    with peer.live(said=STORY, limit=1500, background=True, **peer.long) as events:
         first = next(events)
         Kept(peer, first.response).ask("POST", "/cancel")
         try:
