@@ -16,12 +16,15 @@ Rules of this file:
    for a page (a CORS preflight); it sends other content types and WebSockets at once, so those are refused.
 5. Without keys a request must name this server by its address, or by a name from the command line: a page can
    point the name of its own site to our address, and then it is of the same site (DNS rebinding).
+6. A few requests begin in a turn of the event loop, by turns of the owners: a thousand of one key do not keep
+   another's waiting.
 
 Why one function that turns requests away, and not a middleware for each check: each would be a layer in every
 traceback and a call for every message of every stream, and the order of the checks would be spread over the
 list that stacks them.
 """
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -118,6 +121,8 @@ def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: S
             scope["visit"] = visit
             refusal = turned_away(scope, headers, keys, origins, hosts)
             app = error_response(scope, refusal) if refusal else inner
+            async with rooms.begun.turn(visit.owner):  # rule 6
+                await asyncio.sleep(0)
             await app(scope, receive, send)
 
     routes = [
@@ -129,8 +134,7 @@ def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: S
             for method, path, handler in api.endpoints()
         ),
     ]
-    kinds = (BadInput, HTTPException, ClientDisconnect, Exception)
-    inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, on_error))
+    inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(ERRORS, on_error))
     inner.router.redirect_slashes = False  # a redirect would go where the client's Host header says
     app = CORSMiddleware(
         guarded,
@@ -235,6 +239,10 @@ def error_response(scope: Scope, error: BadInput) -> Response:
     if error.retry_after:
         response.headers["Retry-After"] = error.retry_after
     return response
+
+
+# Those of an endpoint become answers.
+ERRORS = (BadInput, HTTPException, ClientDisconnect, Exception)
 
 
 async def on_error(http: HttpRequest, error: Exception) -> Response:

@@ -20,7 +20,7 @@ from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Reply, Server, http_bytes, http_frames, serve, until
 from helpers.tables import table
 from helpers.wire import UPGRADE
-from middleware import digest, owner_of, turned_away
+from middleware import digest, make_app, owner_of, turned_away
 from request import params
 from request.body import parsed
 from request.room import Rooms, Visit
@@ -251,6 +251,28 @@ class SlowWorkers(Workers):
 
 def api_of(workers: SlowWorkers) -> Api:
     return Api(Registry(Store(":memory:", Retention()), workers), b"", True, True, "openai", False, None)
+
+
+async def test_a_crowd_of_one_key_does_not_keep_another_waiting() -> None:
+    """Bug: amid 1,000 GETs at once another key's took half a second."""
+    served: list[str] = []
+    rooms = Rooms(max_streams=100, max_body_bytes=2**20, is_shared=True)
+    app = make_app(api_of(SlowWorkers()), {digest("mine"), digest("yours")}, rooms, set(), set())
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def get(key: str) -> None:
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                served.append(key)
+
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": headers, "root_path": ""}
+        await app(scope, receive, send)
+
+    await asyncio.gather(*map(get, ["mine"] * 100 + ["yours"]))
+    assert "yours" in served[:12]
 
 
 async def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:

@@ -22,6 +22,7 @@ class Wire(asyncio.Transport):
         self.written = b""
         self.is_read = True
         self.is_closed = False
+        self.max_size = 0  # bytes of a read
 
     def write(self, data: Any) -> None:
         self.written += data

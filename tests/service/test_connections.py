@@ -124,16 +124,19 @@ async def test_a_handshake_that_is_refused_is_told_why_in_json(old: str, new: st
 
 
 async def test_at_the_end_of_its_grace_a_stop_waits_for_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: with the half of a large one it took 2 s more, which are for clients to read their last event."""
-    protocols = [connected(application([])) for _ in range(3)]
+    """Bugs: with the half of a large one it took 2 s more, which are for clients to read their last event; it
+    waited for those who had come after it had looked, before the socket was closed."""
+    protocols = [connected(application([])) for _ in range(4)]
     head = http_bytes(RESPONSES, None, Content_Length="100000")
-    for (protocol, _, _), data in zip(protocols, (head + bytes(50_000), WHOLE, b""), strict=True):
+    for (protocol, _, _), data in zip(protocols, (head + bytes(50_000), WHOLE, b"", b""), strict=True):
         protocol.data_received(data)
     server = connections.HttpServer(uvicorn.Config(application([])))
-    server.server_state.connections = {protocol for protocol, _, _ in protocols}
+    *here, late = (protocol for protocol, _, _ in protocols)
+    server.server_state.connections = {*here}
     monkeypatch.setattr(connections, "STALLED_S", 0)
     server.drop_clients()
-    assert [wire.is_closed for _, wire, _ in protocols] == [True, False, False]
+    assert [wire.is_closed for _, wire, _ in protocols] == [True, False, False, False]
+    server.server_state.connections.add(late)
     for _ in range(2):
         await asyncio.sleep(0)
     assert all(wire.is_closed for _, wire, _ in protocols)
@@ -196,16 +199,18 @@ def test_what_wraps_a_body_is_bounded(server: Server, data: bytes) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux's")
 def test_one_turn_tells_of_so_many_connections() -> None:
-    """Bug: a thousand that were closed at once were one turn of the event loop, and streams waited for it."""
+    """Bugs: a thousand that were closed at once were one turn of the event loop, and streams waited for it; a
+    new client waited for the whole crowd before it."""
+    n = 3 * connections.READY_A_TURN
     with connections.FairSelector() as selector, ExitStack() as held:
-        for number in range(3 * connections.READY_A_TURN):
-            ours, theirs = socket.socketpair()
-            held.enter_context(ours)
-            held.enter_context(theirs).sendall(b"x")
+        ends = [[held.enter_context(end) for end in socket.socketpair()] for _ in range(n)]
+        for number, (ours, theirs) in enumerate(ends):
+            theirs.sendall(b"x")
             selector.register(ours, selectors.EVENT_READ, number)
-        turns = [selector.select(0) for _ in range(3)]
-    assert {len(turn) for turn in turns} == {connections.READY_A_TURN}
-    assert len({key.data for turn in turns for key, _ in turn}) == 3 * connections.READY_A_TURN
+        turns = [[key.data for key, _ in selector.select(0)] for _ in range(6)]
+    assert all(turn[0] == 0 and n - 1 in turn and len({*turn}) == len(turn) for turn in turns)
+    assert max(map(len, turns)) == connections.READY_A_TURN + 1
+    assert {number for turn in turns for number in turn} == {*range(n)}
 
 
 def test_a_name_is_looked_up_beside_threads_that_are_all_busy() -> None:

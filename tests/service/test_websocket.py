@@ -366,6 +366,7 @@ async def test_few_frames_come_in_a_time(monkeypatch: pytest.MonkeyPatch, small:
         later.setattr(connections, "FRAMES_S", 0)
         client.data_received(small * (connections.MAX_FRAMES - 3))
     assert not wire.is_closed
+    assert wire.max_size == connections.READ_FRAMES_BYTES  # bug: 340 pings in a read, and others waited 0.2 s
     client.data_received(small * 4)
     assert wire.is_closed
 
@@ -380,9 +381,10 @@ async def test_nothing_is_read_before_the_answer_to_a_handshake() -> None:
 
 async def test_what_was_sent_on_a_connection_is_not_held_after_it() -> None:
     """Bug: of one that was lost the package held all that had come, until a garbage collection."""
-    client, _ = await accepted()
+    client, wire = await accepted()
     client.data_received(frame(b"x" * 100_000)[:65536])
     assert client.conn.reader.buffer
+    assert wire.max_size == connections.READ_MESSAGE_BYTES
     client.connection_lost(ConnectionResetError())
     assert not client.conn.reader.buffer
 
