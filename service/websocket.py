@@ -219,18 +219,19 @@ class Connection:
                 raise BadInput("The server is about to stop.", code="server_is_overloaded")
             items = [item for steer in steers for item in params.input_items(steer["input"], "input")]
             job, prompt = await self.begin(parsing, lane.visit, memory=self.memory(), before=items)
-            await job.start(nullcontext(prompt))
-            await self._send_events(lane, job)
+            await self._run(lane, job, prompt)
         except BadInput as refusal:
             why_not = BadInput(refusal.message, code="successor_creation_failed")
             await self._tell(lane, "failed", steers, **error_body(why_not))
             raise
         return job
 
-    async def _send_events(self, lane: Lane, job: Job) -> None:
+    async def _run(self, lane: Lane, job: Job, prompt: Any) -> None:
+        """Run a response and send its events; if the connection ends, it does not run on."""
         lane.response_id = job.row.id
         lane.job = job  # until all is sent: the log numbers an event for a client that steers meanwhile
         try:
+            await job.start(nullcontext(prompt))
             async with aclosing(job.log.read()) as logged:
                 async for frames in logged:
                     if job.log.ended:

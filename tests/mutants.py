@@ -45,6 +45,7 @@ class Mutant(NamedTuple):
     old: str
     new: str
     test: str = ""  # "": explore.py or simulate.py finds it
+    unseen: str = ""  # why no run of simulate.py can find it
 
     def __str__(self) -> str:
         return f"{self.file}: {self.undoes}: {self.test}"

@@ -38,7 +38,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,9 @@ if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # sets o
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 import background
+import jobs
 import server
+from channels import Finish
 from checkpoint.config import read_config
 from event_log import FRAMES_A_READ
 from gateway.remote import RemoteWorker
@@ -61,7 +63,7 @@ from helpers.world import CHANCE, FAR, Broken, HashRunner, Killed, Loop, SimEngi
 from middleware import digest, make_app
 from mutants import ROOT, Mutant, copied, mutants, mutated
 from request.template import ChatTemplate
-from responses import fold
+from responses import Builder, fold
 from store import IN_MEMORY, TERMINAL, Retention
 from streaming import KEEP_ALIVE_S
 from tokenizer import Tokenizer
@@ -85,7 +87,10 @@ OF_ONE = ("get", "resume", "cancel", "delete", "foreign", "items")  # what clien
 OTHERS = ("chat", "large", "socket", "other")  # and else, beside creating responses
 # What goes wrong, and what of the world is then so; "": more than that.
 FAULTS = {"stop": "", "full": "disk_full", "bad write": "", "slow": "", "jump": "", "broken": "device_broken",
-          "nan": "device_nan", "upstream": "upstream_down"}  # fmt: skip
+          "nan": "device_nan", "upstream": "upstream_down", "file": "", "bugs": "has_bugs"}  # fmt: skip
+# What may be damaged between two processes: what was asked for, or an event, also after the end.
+DAMAGE_REQUEST = "UPDATE texts SET request = '{' WHERE id = ?"
+DAMAGE_EVENT = "DELETE FROM events WHERE response_id = ? AND number = 0"
 
 # Small, so that they are reached: what runs at once, and all background responses together.
 background.MAX_RUNNING = 3
@@ -137,6 +142,31 @@ server.announce = server.tune_garbage_collector = lambda *_: None  # type: ignor
 server.make_app = app_of  # type: ignore
 
 
+# --- bugs, in spite of which a response ends: rule 3 of jobs.py ---------------------------------------------
+
+
+async def run_amid_bugs(prompt: Any, make_events: Any, *more: Any, real: Any = jobs.run) -> None:
+    """Run as the real one does; amid bugs all that comes is lost, or only the end, or some of it raises."""
+    bug = worlds.WORLD.random.choice(("all", "end", "raises")) if worlds.WORLD.has_bugs else ""
+
+    def make(said: Any) -> Iterator[Any]:
+        if bug != "all" and not (bug == "end" and isinstance(said, Finish)):
+            yield from make_events(said)
+        if bug == "raises" and worlds.WORLD.chance(0.2):
+            raise ZeroDivisionError("a bug of a run")
+
+    await real(prompt, make, *more)
+
+
+def finish_amid_bugs(builder: Any, *about: Any, real: Any = Builder.finish) -> Any:
+    if worlds.WORLD.has_bugs and worlds.WORLD.chance(0.2):
+        raise ZeroDivisionError("a bug of the builder")
+    return real(builder, *about)
+
+
+jobs.run, Builder.finish = run_amid_bugs, finish_amid_bugs  # type: ignore
+
+
 # --- connections --------------------------------------------------------------------------------------------
 
 
@@ -170,6 +200,7 @@ class Connection:
         self.label = f"{key}: {method or 'WebSocket'} {path}{query and '?'}{query}"
         self.about = "" if body is None else json.dumps(body, ensure_ascii=False)[:200]
         self.request_id = ""
+        self.is_loaded = False  # the answer is a response
         self.is_outlived = bool(body and body.get("background"))
         self.sent_at: float | None = None  # the last time, of a stream
         self.written_at = 0.0  # the last time that something was written
@@ -216,7 +247,8 @@ class Connection:
         except sqlite3.OperationalError:
             pass  # uvicorn logs it, and drops the connection; Starlette raises it after a 500
         except Exception as error:
-            self.world.errors.append(f"{self.label}: raised {error!r}")
+            if not (self.world.counts["bugs"] and "made no event" in repr(error)):
+                self.world.errors.append(f"{self.label}: raised {error!r}")
         finally:
             took_s = self.world.now - self.left_at
             self.world.law(took_s < MAX_SILENCE_S or self.world.is_slow, self.label, "left", took_s, "s ago")
@@ -253,6 +285,8 @@ class Connection:
         if message.get("more_body") and not is_comment:
             world.law(world.n_turns != self.full_at, self.label, "leaves no turn to others")
             self.full_at = world.n_turns if message["body"].count(b"\n\n") == FRAMES_A_READ else 0
+        is_held = rooms[2].held.total() >= len(message.get("body", b""))
+        world.law(is_held or not self.is_loaded, self.label, "has no room for what it has loaded")
         self.written_at, self.has_comment = world.now, self.has_comment or is_comment
         if self.sent_at is not None and not self.slow:
             world.law(world.now - self.sent_at < MAX_SILENCE_S, self.label, "was silent since", self.sent_at)
@@ -261,8 +295,10 @@ class Connection:
                 self.status = message["status"]
                 if b"event-stream" in headers[b"content-type"]:
                     self.sent_at = world.now
-                excused = world.counts["disk faults"] or world.counts["device faults"] or PROCESS.is_stopping
-                excused = excused or "/compact" in self.label  # the model wrote no summary
+                else:
+                    self.is_loaded = self.status == 200 and "GET /v1/responses/" in self.label
+                excused = world.counts["disk faults"] or world.counts["device faults"] or world.counts["bugs"]
+                excused = excused or PROCESS.is_stopping or "/compact" in self.label  # no summary was written
                 world.law(self.status != 500 or excused, self.label, "says 500")
             case "http.response.body":
                 self.body += message["body"]
@@ -327,6 +363,7 @@ class Laws:
         self.world, self.law = world, world.law
         self.known: list[Known] = []
         self.may_expire = False  # the clock has jumped, or few responses are kept
+        self.is_far = False  # there are upstreams alone
 
     def may_be_gone(self, known: Known) -> bool:
         return self.may_expire or known.asked_to_delete or known.body.get("store") is False
@@ -354,8 +391,11 @@ class Laws:
         law(not known.cancelled or status == "cancelled", known.id, "was cancelled, and is", status)
         is_asked = known.asked_to_cancel or not known.is_background
         law(is_asked or status != "cancelled", known.id, "is cancelled, which nobody has asked for")
-        is_cut = "interrupted" in ((response["error"] or {}).get("message") or "")
+        message = (response["error"] or {}).get("message") or ""
+        is_cut = "interrupted" in message
         law(not is_cut or not known.was_queued, known.id, "was queued, and was not run again")
+        is_early = self.is_far and known.is_background and "reached yet" in message
+        law(not is_early, known.id, "did not wait for an upstream")
         if status == "completed" and known.body["model"] == FAR:
             said = "".join(item["content"][0]["text"] for item in response["output"])
             is_right = said == worlds.far_answer(known.body["input"])
@@ -423,7 +463,7 @@ class Laws:
         """Check why a response was not made."""
         is_gone = parent and (self.may_be_gone(parent) or parent.faulted)
         is_too_long = b"context_length_exceeded" in connection.body
-        is_fault = self.world.counts["disk faults"] or PROCESS.is_stopping
+        is_fault = self.world.counts["disk faults"] or self.world.counts["bugs"] or PROCESS.is_stopping
         excused = body["model"] == FAR or {400: is_gone or is_too_long, 408: True, 500: is_fault}
         expected = excused is True or excused.get(connection.status or 0)
         self.law(expected, "create says", connection.status, connection.body)
@@ -466,6 +506,8 @@ class Lane:
             law(is_known, "socket: its lane has not forgotten", parent)
         elif response.get("status") in TERMINAL:
             self._forget()
+            is_counted = response["usage"] or not response["output"] or response["model"] == FAR
+            law(is_counted or response["status"] == "failed", "socket: counts no tokens:", response["id"])
             if response["status"] != "failed":
                 self.last, self.is_kept = response["id"], response["store"]
 
@@ -484,7 +526,6 @@ class Clients:
     def __init__(self, world: World, laws: Laws) -> None:
         self.world, self.laws, self.law = world, laws, world.law
         self.connection = partial(Connection, world)
-        self.is_far = False
 
     random = property(lambda self: self.world.random)
 
@@ -501,7 +542,7 @@ class Clients:
 
     def body(self) -> Json:
         text = " ".join(self.random.choice(WORDS) for _ in range(self.random.choice((1, 3, 30))))
-        model = FAR if self.is_far or self.world.chance(0.2) else "tiny"
+        model = FAR if self.laws.is_far or self.world.chance(0.2) else "tiny"
         body: Json = {"model": model, "input": text, "max_output_tokens": self.random.choice((1, 5, 60))}
         if self.world.chance(0.1):
             parameters = {"type": "object", "description": "z" * self.random.choice((10, 3_000, 20_000))}
@@ -714,6 +755,11 @@ class Simulation:
     life: random.Random  # of a process
     retention: Retention
     is_last: bool
+    file: Path  # of the store
+    tasks: list[asyncio.Task[None]]
+    is_harmed: bool
+
+    away = property(lambda self: Path(f"{self.file}.away"))  # where it is if it has been taken away
 
     def __init__(self, seed: int, n_events: int, without: frozenset[str], n_kept: int) -> None:
         """`without`: the names of events that do not happen."""
@@ -727,10 +773,11 @@ class Simulation:
         weights = {kind: own.choice((0, 1, 1, 3)) for kind in (*OF_ONE, *OTHERS)} | {"create": 8}
         self.kinds = [kind for kind, n in weights.items() for _ in range(n)]
         self.path = IN_MEMORY if own.random() < 0.15 else ""
-        self.clients.is_far = own.random() < 0.1  # there are upstreams alone
+        self.laws.is_far = own.random() < 0.1
         self.folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.exists("/dev/shm") else None)
         self.had_slow_disk = False
         self.ended_well = False  # the last process: what is in the store is as it should be
+        self.damaged = ""  # a response that had not ended, and can no longer be read
 
     def run(self) -> None:
         worlds.enter(self.world)
@@ -742,6 +789,10 @@ class Simulation:
 
     # --- a process ------------------------------------------------------------------------------------------
 
+    def n_written(self) -> int:
+        wal = Path(f"{self.file}-wal")
+        return wal.stat().st_size if wal.exists() else 0
+
     def run_process(self) -> bool:
         """Run one process; return whether it was the last."""
         global PROCESS
@@ -752,7 +803,10 @@ class Simulation:
         PROCESS = Process(is_persistent=not self.path)
         self.plan(n)
         self.loop = Loop()
-        self.store = SimStore(self.path or f"{self.folder}/{n}.db", self.retention)
+        self.file = Path(f"{self.folder}/{n}.db")
+        n_written = self.n_written()
+        self.store = SimStore(self.path or str(self.file), self.retention)
+        world.law(not n or self.n_written() == n_written, "a start writes, and the disk may be full")
         statuses = {*self.store.live_statuses().values()}
         world.law(not self.ended_well or statuses <= {"queued"}, "a stop has not ended", statuses)
         self.note_faults()
@@ -780,7 +834,7 @@ class Simulation:
         ends = life.choice(("", "", "time", "moment"))
         if f"life{n}" in self.without or self.n_begun == self.n_events:
             return
-        world.disk_full = n > 0 and life.random() < 0.3
+        world.disk_full, world.upstream_down = (n > 0 and life.random() < p for p in (0.3, 0.2))
         if ends == "time":
             world.kill_at = world.now + life.choice((0.01, 0.3, 3)) * life.expovariate(1)
         elif ends == "moment":
@@ -788,13 +842,18 @@ class Simulation:
             world.n_moments = life.randint(1, 20)
 
     def leave_behind(self, n: int, was_killed: bool) -> None:
-        """Give the next process what is on the disk: after a power failure, not the newest of it."""
+        """Give the next process what is on the disk: after a power failure, not the newest of it.
+
+        Now and then some of it is damaged.
+        """
         is_cut = was_killed and not self.path and self.life.random() < 0.15
         live: dict[str, str] = {}
         with suppress(sqlite3.ProgrammingError):  # it was closed already
             live = self.store.live_statuses()
+        if self.away.exists():
+            self.away.rename(self.file)
         for end in ("", "-wal"):  # what kill -9 leaves; its locks are on the old file
-            path = Path(f"{self.folder}/{n}.db{end}")
+            path = Path(f"{self.file}{end}")
             if path.exists():
                 data = path.read_bytes()
                 if end and is_cut:
@@ -809,16 +868,36 @@ class Simulation:
             known.accepted &= not is_cut
             if known.faulted or is_cut:
                 known.forget()
+        if not self.path and self.life.random() < 0.15:
+            self.damage(f"{self.folder}/{n + 1}.db")
+
+    def damage(self, path: str) -> None:
+        """Lose an event of a response, or what has been asked for. One that has not ended is set aside."""
+        events = "SELECT id, ended_at IS NULL FROM responses WHERE event_bytes > 0 ORDER BY id"
+        with closing(sqlite3.connect(path)) as db, db:
+            if rows := db.execute(events).fetchall():
+                id_, is_live = self.life.choice(rows)
+                damage = self.life.choice((DAMAGE_EVENT, DAMAGE_REQUEST if is_live else DAMAGE_EVENT))
+                self.world.tell(id_, "is damaged:", damage)
+                self.world.counts["damages"] += 1
+                db.execute(damage, (id_,))
+                self.damaged = id_ if is_live else ""
+        for known in [known for known in self.laws.known if rows and known.id == id_]:
+            known.sent_at = -PATIENCE_S  # as if its events had expired
+            if is_live:
+                self.laws.known.remove(known)
 
     async def main(self) -> None:
-        world = self.world
+        world, self.tasks, self.is_harmed = self.world, list[asyncio.Task[None]](), False
         self.loop.call_later(self.life.expovariate(0.2), world.heal)
         grace = self.life.choice((0.0, 0.5, 5.0))
         serving, is_up = asyncio.create_task(self.serve(grace)), asyncio.create_task(PROCESS.is_up.wait())
         await asyncio.wait([serving, is_up], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             raise Broken(f"it did not start: {serving.exception()!r}")
-        is_stopped, tasks = False, list[asyncio.Task[None]]()
+        world.law(not self.damaged or self.store.get(self.damaged), self.damaged, "is damaged, and lost")
+        self.damaged = ""
+        is_stopped = False
         while self.n_begun < self.n_events and not is_stopped:
             name, chance = str(self.n_begun), random.Random(f"{self.seed} {self.n_begun}")
             self.n_begun += 1
@@ -826,9 +905,9 @@ class Simulation:
             if name not in self.without and chance.random() < 0.06:
                 is_stopped = self.fail(chance)
             elif name not in self.without:
-                tasks.append(asyncio.create_task(self.event(chance)))
+                self.tasks.append(asyncio.create_task(self.event(chance)))
         if not is_stopped:
-            await asyncio.gather(*tasks)
+            await asyncio.gather(*self.tasks)
             world.kill_at, world.kill_turn, world.kill_moment = float("inf"), 1 << 60, ""
             world.heal()
             await self.quiet()
@@ -841,7 +920,7 @@ class Simulation:
         world.law(world.now - stopped_at < grace + 5 or is_slow, "the stop took", world.now - stopped_at, "s")
         for id_ in [*world.waiting]:
             world.moment("stopped", id_)
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*self.tasks)
         await asyncio.sleep(0)
         others: Any = asyncio.all_tasks() - {asyncio.current_task()}
         names = {task.get_coro().__qualname__ for task in others}
@@ -866,7 +945,7 @@ class Simulation:
             max_batch=max_batch,
         )  # fmt: skip
         listener: Any = None
-        workers = (None if self.clients.is_far else local), remote
+        workers = (None if self.laws.is_far else local), remote
         await server.serve(args, {*map(digest, KEYS)}, *workers, self.store, listener)
 
     async def event(self, chance: random.Random) -> None:
@@ -895,6 +974,7 @@ class Simulation:
         if FAULTS[kind]:
             setattr(world, FAULTS[kind], True)
             world.counts["device faults"] += FAULTS[kind].startswith("device")
+            world.counts["bugs"] += kind == "bugs"
         match kind:
             case "stop":
                 self.stop()
@@ -907,9 +987,35 @@ class Simulation:
             case "jump":
                 world.skew += chance.choice((-3600, -1, 1, 700, 3600))
                 self.laws.may_expire = True
+            case "file" if not (self.path or self.is_harmed):
+                self.is_harmed = True
+                self.tasks.append(asyncio.create_task(self.harm(chance.random() < 0.5)))
         self.loop.call_later(chance.choice((0, 1, 10)) * chance.expovariate(0.5), world.heal)
         self.note_faults()
         return kind == "stop"
+
+    async def harm(self, is_cut: bool) -> None:
+        """Take the store's file away, or cut it, twice: SQLite goes on, and each time one line tells it."""
+        world, file = self.world, self.file
+        for _ in range(2):
+            if is_cut:
+                os.truncate(file, file.stat().st_size + 1)  # one byte of which SQLite knows nothing
+            await asyncio.sleep(30)
+            if PROCESS.is_stopping or (is_cut and file.stat().st_size % 4096 != 1):
+                return  # SQLite has cut it off, when it closed the file or took over what is in the WAL
+            n_told = world.counts["harms told"]
+            world.counts["harms"] += 1
+            world.tell("the store's file is", "cut" if is_cut else "taken away")
+            if is_cut:
+                os.truncate(file, file.stat().st_size - 1)
+            else:
+                file.rename(self.away)
+            await asyncio.sleep(30)
+            n = world.counts["harms told"] - n_told
+            is_told = n == 1 or world.is_slow or PROCESS.is_stopping
+            world.law(is_told, "what has become of the store's file is told", n, "times")
+            if not is_cut:
+                self.away.rename(file)
 
     def note_faults(self) -> None:
         for known in self.laws.known if self.world.disk_full or self.world.n_bad_writes > 0 else ():
@@ -1039,9 +1145,12 @@ def plant(mutant: Mutant, n_seeds: int) -> str:
 
 
 def planted() -> Iterator[Mutant]:
-    """Yield bugs that a run should find: those of planted.toml, and those of the life of responses."""
+    """Yield bugs that a run should find: those of planted.toml, and those of the life of responses.
+
+    Not those that change only what something costs, a form that no event changes, or what no run gets to.
+    """
     yield from mutants("planted.toml")
-    yield from (each for each in mutants() if each.module in LIFE)
+    yield from (each for each in mutants() if each.module in LIFE and not each.unseen)
 
 
 def main() -> int:

@@ -1,40 +1,34 @@
-"""background.py on its own: real stores, and runs that say what the test wants, when it wants."""
+"""background.py on its own: its queue. simulate.py sees how runs end, in any order of what can happen."""
 
 import asyncio
 import functools
 import itertools
 import json
-import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
 import background
-import sse
 from background import MIN_BYTES, Registry
-from channels import Accepted, Compaction, Delta, Finish, Take, TokenLogprob, Usage
+from channels import Accepted, Compaction, Delta, Finish, Take, Usage
 from event_log import EventLog, encode_event
-from helpers import laws
 from helpers.limits import PATIENCE_S
-from jobs import MAX_TOGETHER, UNFINISHED, Archive, Job
+from jobs import MAX_TOGETHER, Archive, Job
 from request import items, params
 from request.refusals import BadInput
 from responses import Builder
 from service.metrics import Metrics, Stopwatch
-from store import TERMINAL, Retention, Row, Store
+from store import Retention, Row, Store
 from worker import Prompt, Workers
 
 pytestmark = pytest.mark.timeout(PATIENCE_S)
 BODY = {"model": "m", "input": "hi", "background": True, "stream": True}
 HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_responses(BODY, {}).echo
 DONE = Finish("stop", Usage(3, 2))
-FULL = "PRAGMA max_page_count = 1"  # SQLite's own limit: as much as there is, and no more
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 
 Says = Callable[[], AsyncIterator[items.Said]]
@@ -51,16 +45,12 @@ def row(**changes: Any) -> Row:
     return Row(id_, "", 0, None, True, True, True, body, json.dumps([ITEM]))._replace(**changes)
 
 
-def builder_of(row: Row) -> Builder:
-    return Builder({"id": row.id, **HEAD}, new_id, "{}: {}".format)
-
-
 @dataclass
 class Script:
     """A Prompt that says what a test wants."""
 
     says: Says
-    request: params.Request = field(default_factory=functools.partial(params.from_responses, BODY, {}))
+    request: params.Request
     headers: dict[str, str] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
 
@@ -72,7 +62,7 @@ class Script:
 
 
 class Scripts(Workers):
-    """Workers that say what each response is to say, by its id; what was not told says hello."""
+    """Workers that say what each response is to say, by its id."""
 
     alive = True
 
@@ -84,39 +74,22 @@ class Scripts(Workers):
         return SimpleNamespace(defaults={})
 
     async def prepare(self, request: params.Request, conversation: Any) -> Prompt:
-        return Script(self.says.get(request.echo["metadata"]["id"], hello), request)
-
-
-def job_of(registry: Registry, row: Row) -> Job:
-    watch = Stopwatch(Metrics("m", dict))
-    return Job(row, builder_of(row), registry.archive, watch)
-
-
-async def start(registry: Registry, job: Job, says: Says) -> None:
-    if job.row.background:
-        assert isinstance(registry.workers, Scripts)
-        registry.workers.says[job.row.id] = says
-        await registry.queue(job)
-    else:
-        await job.start(nullcontext(Script(says)))
+        return Script(self.says[request.echo["metadata"]["id"]], request)
 
 
 async def started(registry: Registry, row: Row, says: Says) -> EventLog:
-    job = job_of(registry, row)
-    await start(registry, job, says)
+    builder = Builder({"id": row.id, **HEAD}, new_id, "{}: {}".format)
+    job = Job(row, builder, registry.archive, Stopwatch(Metrics("m", dict)))
+    assert isinstance(registry.workers, Scripts)
+    registry.workers.says[row.id] = says
+    await registry.queue(job)
     return job.log
-
-
-async def hello() -> AsyncIterator[items.Said]:
-    yield Delta("final", "Hello")
-    yield DONE
 
 
 class Held:
     """Says half, then nothing until it is let go."""
 
-    def __init__(self, rest: str = "lo") -> None:
-        self.rest = rest
+    def __init__(self) -> None:
         self.runs = asyncio.Event()
         self.go_on = asyncio.Event()
 
@@ -125,14 +98,14 @@ class Held:
         yield Delta("final", "Hel")
         self.runs.set()
         await self.go_on.wait()
-        yield Delta("final", self.rest)
+        yield Delta("final", "lo")
         yield DONE
 
 
 @asynccontextmanager
-async def registry_of(is_shared: bool = False, path: str = ":memory:") -> AsyncIterator[Registry]:
+async def registry_of(is_shared: bool = False) -> AsyncIterator[Registry]:
     """A registry over a store of its own; in the end what runs is ended."""
-    registry = Registry(Store(path, Retention()), Scripts(), is_shared)
+    registry = Registry(Store(":memory:", Retention()), Scripts(), is_shared)
     try:
         async with asyncio.timeout(20):
             yield registry
@@ -142,33 +115,9 @@ async def registry_of(is_shared: bool = False, path: str = ":memory:") -> AsyncI
         await registry.close_store()
 
 
-def parsed(frames: list[bytes]) -> list[dict[str, Any]]:
-    return [json.loads(event.data) for event in sse.Parser().feed(b"".join(frames))]
-
-
-async def ended(registry: Registry, asked: Row) -> Row:
-    """A response when it is terminal, as GET tells it."""
-    while not (found := await registry.get(asked.id, asked.owner)) or found.status not in TERMINAL:
-        await asyncio.sleep(0)
-    return found
-
-
 async def until_idle(registry: Registry) -> None:
     while registry.jobs:
         await asyncio.sleep(0)
-
-
-async def execute(registry: Registry, statement: str, *values: str) -> None:
-    """In the store's thread: SQLite may be at work."""
-    await registry._call("", registry._store._db.execute, statement, values)
-
-
-async def left_by_another(registry: Registry) -> Row:
-    """A response that was queued when its process died."""
-    left = row()
-    queued = [encode_event(n, event) for n, event in enumerate(builder_of(left).queue())]
-    assert await registry._write(left, 0, queued)
-    return left
 
 
 async def yields(n: int) -> None:
@@ -176,66 +125,7 @@ async def yields(n: int) -> None:
         await asyncio.sleep(0)
 
 
-# --- how a run ends; simulate.py has any order of all that can happen ---------------------------------------
-
-NOT_UTF_8 = Delta("final", "x", (TokenLogprob("\ud800", -1, b"x"),))  # half a surrogate pair
-
-#   how a run ends            what it says or raises last        status        of the error message
-ENDS: dict[str, tuple[items.Said | Exception | None, str, str | None]] = {
-    "completes":              (DONE,                             "completed",  None),
-    "is cut":                 (Finish("length", Usage(3, 1)),    "incomplete", None),
-    "fails":                  (Finish("failed", message="Gone"), "failed",     "Gone"),
-    "raises":                 (ZeroDivisionError("a bug"),       "failed",     UNFINISHED.message),
-    "returns":                (None,                             "failed",     UNFINISHED.message),
-    "says what UTF-8 cannot": (NOT_UTF_8,                        "failed",     UNFINISHED.message),
-}  # fmt: skip
-
-
-@pytest.mark.bug("F01", "F02", "F03", "F04")
-@pytest.mark.parametrize("in_background", [True, False])
-@pytest.mark.parametrize("how", ENDS)
-async def test_how_a_run_ends(how: str, in_background: bool) -> None:
-    """Bugs of others: runs without an end, readers that wait for ever (BUGS.md)."""
-    last, status, error = ENDS[how]
-
-    async def says() -> AsyncIterator[items.Said]:
-        yield Delta("final", "Hel")
-        if isinstance(last, Exception):
-            raise last
-        if last:
-            yield last
-
-    async with registry_of() as registry:
-        asked = row(background=in_background)
-        job = job_of(registry, asked)
-        await start(registry, job, says)
-        frames = await laws.read(job.log)
-        await job.task  # raises nothing: the end has told it
-        events = parsed(frames)
-        laws.check_order(events)
-        response = events[-1]["response"]
-        assert (response["status"], (response["error"] or {}).get("message")) == (status, error)
-        assert response["output"][0]["content"][0]["text"] == "Hel"
-        assert (await ended(registry, asked)).response == response
-        assert registry._store.frames(asked.id) == (frames if in_background else [])
-
-
-@pytest.mark.bug("F03")
-async def test_what_has_no_prompt_when_its_turn_comes_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scripts, "prepare", AsyncMock(side_effect=BadInput("Gone")))
-    async with registry_of() as registry:
-        frames = await laws.read(await started(registry, row(), hello))
-    assert parsed(frames)[-1]["response"]["error"]["message"] == "Gone"
-
-
-async def test_what_is_damaged_on_a_full_disk_does_not_end_the_start() -> None:
-    async with registry_of() as registry:
-        left = await left_by_another(registry)
-        await execute(registry, "DELETE FROM events WHERE response_id = ?", left.id)
-        await execute(registry, "PRAGMA query_only = ON")
-        await registry.recover(functools.partial(job_of, registry))
-        assert not registry.jobs
-        await execute(registry, "PRAGMA query_only = OFF")
+# --- the queue ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.bug("P09")
@@ -258,9 +148,6 @@ async def test_what_waits_is_queued(monkeypatch: pytest.MonkeyPatch, max_batch: 
     held.go_on.set()
     await until_idle(registry)
     await registry.close_store()
-
-
-# --- the queue ----------------------------------------------------------------------------------------------
 
 
 async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,82 +235,6 @@ async def test_no_owner_fills_the_queue(
         await started(registry, row(owner=owner, items_json=items_json), Held())
 
 
-# --- a store that does not take it --------------------------------------------------------------------------
-
-DAMAGE = ["UPDATE texts SET request = '{' WHERE id = ?", "DELETE FROM events WHERE response_id = ?"]
-TOO_MUCH = json.dumps({"instructions": "long" * 20_000})
-
-
-@pytest.mark.parametrize("kept", [True, False])
-async def test_what_could_not_be_stored_is_not_told_as_stored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
-) -> None:
-    """Bugs: it was answered with `store: true`; a full disk was 5,000 tracebacks in 25 s."""
-    async with registry_of(path=str(tmp_path / "db")) as registry:
-        await execute(registry, FULL)
-        asked = row(background=False, kept=kept, request_json=TOO_MUCH)
-        events = parsed(await laws.read(await started(registry, asked, hello)))
-        laws.check_response(events)
-        stored = [event["response"]["store"] for event in events if "response" in event]
-        assert stored == [True, True, not kept]
-        assert await registry.get(asked.id, "") is None
-        with pytest.raises(BadInput, match="could not be stored") as refused:
-            await started(registry, row(request_json=TOO_MUCH), hello)
-        assert refused.value.status == 503
-    assert [record.exc_info for record in caplog.records] == [None] * (1 + kept)
-    assert caplog.records[0].getMessage().endswith("could not be stored: database or disk is full")
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-async def test_what_is_damaged_stops_nothing_else(damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A live row that cannot be read, or whose events cannot, is set aside. Bug: deleted, and a traceback."""
-
-    def revive(left: Row) -> Job:
-        assert left.request["input"] == "hi"  # read, as the server does
-        return job_of(registry, left)
-
-    async with registry_of() as registry:
-        damaged, whole = [await left_by_another(registry) for _ in range(2)]
-        await execute(registry, damage, damaged.id)
-        await registry.recover(revive)
-        assert await registry.get(damaged.id, "") is None
-        assert (await ended(registry, whole)).status == "completed"
-        owners = await registry._call("", registry._store._db.execute, "SELECT owner FROM responses")
-        assert sorted(owners) == [("",), ("damaged",)]
-        [told] = [record for record in caplog.records if record.name == "background"]
-        assert told.getMessage().startswith(f"{damaged.id} is damaged, and set aside in the store: ")
-        assert not told.exc_info
-
-
-HARMS: dict[str, Callable[[Path], None]] = {
-    "No such file": Path.unlink,
-    "replaced or cut": lambda path: os.truncate(path, path.stat().st_size - 1),
-}
-
-
-@pytest.mark.parametrize("told", HARMS)
-async def test_a_store_that_is_removed_or_cut_is_told_once(
-    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SQLite went on without a word, and the next start found nothing."""
-    monkeypatch.setattr(background, "EVICTION_INTERVAL_S", 0)
-    async with registry_of(path=str(tmp_path / "db")) as registry:
-        await registry._call("", registry._store.evict, 0)
-        HARMS[told](tmp_path / "db")
-        evicting = asyncio.create_task(registry.evict())
-        for _ in range(9):
-            await registry._call("", int)  # by turns with it
-        [record] = caplog.records
-        assert told in record.getMessage()
-        if (tmp_path / "db").exists():  # bug: once it had been told, it was not told when it came back
-            for n_bytes in (1, -1):
-                os.truncate(tmp_path / "db", (tmp_path / "db").stat().st_size + n_bytes)
-                for _ in range(9):
-                    await registry._call("", int)
-            assert len(caplog.records) == 2
-        evicting.cancel()
-
-
 async def test_eviction_lets_writes_in_between() -> None:
     """Bug: while the store deleted what one owner had too much of, the events of all others waited."""
     async with registry_of() as registry:
@@ -441,37 +252,3 @@ async def test_eviction_lets_writes_in_between() -> None:
         left = await registry._call("", store._db.execute, "SELECT COUNT(*) FROM responses")
         assert left.fetchone() > (20,)
         evicting.cancel()
-
-
-@pytest.mark.parametrize("in_background", [True, False])
-async def test_what_the_builder_cannot_end_ends_all_the_same(in_background: bool) -> None:
-    """Bug: it stayed in progress. Here the seal raises, with which a thought is closed."""
-
-    def seal(type: str, text: str) -> str:
-        raise ZeroDivisionError(type, text)
-
-    async def thinks() -> AsyncIterator[items.Said]:
-        yield Delta("analysis", "Hm.")
-        yield DONE
-
-    async with registry_of() as registry:
-        asked = row(background=in_background)
-        job = job_of(registry, asked)
-        job.builder = Builder({"id": asked.id, **HEAD}, new_id, seal, seals_reasoning=True)
-        await start(registry, job, thinks)
-        events = parsed(await laws.read(job.log))
-        assert [event["sequence_number"] for event in events] == [*range(len(events))]
-        last = events[-1]["response"]
-        assert (last["status"], last["error"]["message"]) == ("failed", UNFINISHED.message)
-        if in_background:
-            assert (await ended(registry, asked)).response == last
-
-
-async def test_what_the_builder_cannot_begin_is_an_error() -> None:
-    """Not an empty stream that ends as if all were well."""
-    async with registry_of() as registry:
-        job = job_of(registry, row(background=False))
-        job.builder.state = "end"
-        await start(registry, job, hello)
-        with pytest.raises(AssertionError, match="no event"):
-            await job.task

@@ -48,7 +48,7 @@ from helpers.upstream import DONE, Json, event
 from request.ids import REQUEST_ID
 from sampling import NO_TOKEN, Choice
 from sampling import Context as SamplingContext
-from store import TERMINAL, Row, Store
+from store import DAMAGED, TERMINAL, Row, Store
 
 EPOCH = 1_800_000_000.0
 PAGE = 8  # instead of 64: page tables grow, run out, are shared and preempted in short runs
@@ -95,7 +95,7 @@ class World:
         self.heal()
 
     def heal(self) -> None:
-        self.disk_full = self.device_broken = self.device_nan = self.upstream_down = False
+        self.disk_full = self.device_broken = self.device_nan = self.upstream_down = self.has_bugs = False
         self.disk_slow_s, self.n_bad_writes = 0.0, 0
         self.fails_ends = False  # bad are only writes of last events
 
@@ -270,6 +270,12 @@ class Loop(asyncio.BaseEventLoop):
 
 # --- the disk -----------------------------------------------------------------------------------------------
 
+# Of each owner what has ended: all, what is kept, and what has events that are older than they may be.
+HELD = f"""
+SELECT owner, COUNT(*), SUM(kept), SUM(ended_at < ? AND event_bytes > 0 AND owner <> '{DAMAGED}')
+FROM responses WHERE ended_at IS NOT NULL GROUP BY owner
+"""
+
 
 class SimStore(Store):
     """The real store, on a disk that may be full."""
@@ -296,13 +302,28 @@ class SimStore(Store):
         self._disk("delete", id)
         super().delete(id)
 
+    def set_aside(self, id: str, now: float) -> None:
+        self._disk("set aside", id)
+        super().set_aside(id, now)
+
     def evict(self, now: float) -> bool:
         if WORLD.disk_full:
             self._disk("evict")
-        live = self.live()
+        live, before = self.live(), self._held(now)
         is_more = super().evict(now)
         WORLD.law(self.live() == live, "a live response was evicted")
+        held = self._held(now)
+        for owner in before:  # what is kept is not here for so long that it is too old
+            is_fair = held[owner][1] == before[owner][1] or held[owner][0] + 1 >= max(held.values())[0]
+            WORLD.law(is_fair, "an owner who holds less than another loses a response:", owner)
+        n, _, n_old = map(sum, zip((0, 0, 0), *held.values(), strict=True))
+        is_within = is_more or (n <= self._retention.max_responses and not n_old)
+        WORLD.law(is_within, "more is kept than may be:", n, "responses, old events of", n_old)
         return is_more
+
+    def _held(self, now: float) -> defaultdict[str, tuple[int, ...]]:
+        rows = self._db.execute(HELD, (now - self._retention.events_age_s,))
+        return defaultdict(lambda: (0, 0, 0), {owner: tuple(counts) for owner, *counts in rows})
 
     def live_statuses(self) -> dict[str, str]:
         """Return the status of each response that has not ended, by id."""
@@ -603,6 +624,8 @@ upstreams.httpx.AsyncClient = client  # type: ignore
 
 # --- the log ------------------------------------------------------------------------------------------------
 
+HARMS = "No such file", "replaced or cut"  # that come to the file of the store
+
 
 class Errors(logging.Handler):
     """Puts the log into the trace. An error that no fault has caused is a broken law."""
@@ -613,7 +636,11 @@ class Errors(logging.Handler):
         excused = record.levelno < logging.ERROR
         is_told = ("could not be" in message or "has a fault" in message) and not record.exc_info  # in a line
         excused |= WORLD.counts["disk faults"] > 0 and is_told
+        is_harmed = WORLD.counts["harms"] > 0 and any(harm in message for harm in HARMS)
+        WORLD.counts["harms told"] += is_harmed
+        excused |= is_harmed or (WORLD.counts["damages"] > 0 and "damaged" in message)
         excused |= WORLD.counts["device faults"] > 0 and "a step failed" in message
+        excused |= WORLD.counts["bugs"] > 0 and ("a run failed" in message or "could not be ended" in message)
         if not excused:
             error = record.exc_info[1] if record.exc_info else ""
             WORLD.errors.append(f"logged: {message} {error!r}")
