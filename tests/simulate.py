@@ -763,7 +763,8 @@ class Simulation:
 
     def __init__(self, seed: int, n_events: int, without: frozenset[str], n_kept: int) -> None:
         """`without`: the names of events that do not happen."""
-        self.world = World(seed, n_kept)
+        folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.exists("/dev/shm") else None)
+        self.world = World(seed, folder, n_kept)
         self.laws = Laws(self.world)
         self.clients = Clients(self.world, self.laws)
         self.seed, self.n_events, self.without = seed, n_events, without
@@ -774,7 +775,6 @@ class Simulation:
         self.kinds = [kind for kind, n in weights.items() for _ in range(n)]
         self.path = IN_MEMORY if own.random() < 0.15 else ""
         self.laws.is_far = own.random() < 0.1
-        self.folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.exists("/dev/shm") else None)
         self.had_slow_disk = False
         self.ended_well = False  # the last process: what is in the store is as it should be
         self.damaged = ""  # a response that had not ended, and can no longer be read
@@ -785,7 +785,7 @@ class Simulation:
             while not self.run_process():
                 pass
         finally:
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self.world.folder)
 
     # --- a process ------------------------------------------------------------------------------------------
 
@@ -803,7 +803,7 @@ class Simulation:
         PROCESS = Process(is_persistent=not self.path)
         self.plan(n)
         self.loop = Loop()
-        self.file = Path(f"{self.folder}/{n}.db")
+        self.file = Path(f"{world.folder}/{n}.db")
         n_written = self.n_written()
         self.store = SimStore(self.path or str(self.file), self.retention)
         world.law(not n or self.n_written() == n_written, "a start writes, and the disk may be full")
@@ -859,7 +859,7 @@ class Simulation:
                 if end and is_cut:
                     self.world.tell("the power has failed, too")
                     data = data[: self.life.randrange(len(data) + 1)]
-                Path(f"{self.folder}/{n + 1}.db{end}").write_bytes(data)
+                Path(f"{self.world.folder}/{n + 1}.db{end}").write_bytes(data)
         if self.path:
             self.laws.known.clear()  # it was in memory
         for known in self.laws.known:
@@ -869,7 +869,7 @@ class Simulation:
             if known.faulted or is_cut:
                 known.forget()
         if not self.path and self.life.random() < 0.15:
-            self.damage(f"{self.folder}/{n + 1}.db")
+            self.damage(f"{self.world.folder}/{n + 1}.db")
 
     def damage(self, path: str) -> None:
         """Lose an event of a response, or what has been asked for. One that has not ended is set aside."""

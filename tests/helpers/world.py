@@ -68,7 +68,9 @@ class Killed(BaseException):
 class World:
     """What outlives the processes of a run."""
 
-    def __init__(self, seed: int, n_kept: int = 0) -> None:
+    def __init__(self, seed: int, folder: str, n_kept: int = 0) -> None:
+        """`folder`: of its files; its name is another one in each run."""
+        self.folder = folder
         self.own = random.Random(f"{seed} world")
         self.now = 0.0  # of the event loop
         self.cpu = 0.0  # what time.perf_counter() adds: the steps of the device
@@ -631,7 +633,7 @@ class Errors(logging.Handler):
     """Puts the log into the trace. An error that no fault has caused is a broken law."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
+        message = record.getMessage().replace(WORLD.folder, "")
         WORLD.trace("log", record.name, record.levelname, message)
         excused = record.levelno < logging.ERROR
         is_told = ("could not be" in message or "has a fault" in message) and not record.exc_info  # in a line
