@@ -193,10 +193,12 @@ DOT = vnni_dot if HAS_VNNI else two_step_dot if "+avx2" in FEATURES else portabl
 # How a block of weights is read, as vectors with one value an output.
 
 Inputs = Iterable[tuple[int, list[Value]]]  # (which word of x it is multiplied by, its (VECTORS,)), as read
+STAGE_BITS = 4  # by which the integer sums are moved down between two stages
 
 
 class Block(NamedTuple):
-    inputs: Inputs  # FLOATS, one input each; or INTS and SHORTS, two inputs each
+    # In stages. FLOATS, one input each; or INTS and SHORTS, two inputs each.
+    inputs: Sequence[Inputs]
     scales: Sequence[Value] = ()  # FLOATS (VECTORS,); none if the weights are floats
     minima: Sequence[Value] = ()  # the same
 
@@ -207,22 +209,22 @@ def load_halves(b, w, n_bytes: int) -> list[Value]:
 
 
 def read_float32(b, w) -> Block:
-    return Block([(0, load_row(b, w, 0, FLOATS))])
+    return Block([[(0, load_row(b, w, 0, FLOATS))]])
 
 
 def read_float16(b, w) -> Block:
-    return Block([(0, load_halves(b, w, 0))])
+    return Block([[(0, load_halves(b, w, 0))]])
 
 
 def read_bfloat16(b, w) -> Block:
     """For x in float32."""
     pairs = [widened(b, pair) for pair in load_row(b, w, 0, INTS)]
-    return Block((i, [pair[i] for pair in pairs]) for i in range(2))
+    return Block([[(i, [pair[i] for pair in pairs]) for i in range(2)]])
 
 
 def read_bfloat16_pairs(b, w) -> Block:
     """For x in bfloat16."""
-    return Block([(0, load_row(b, w, 0, INTS))])
+    return Block([[(0, load_row(b, w, 0, INTS))]])
 
 
 def read_int8(b, w) -> Block:
@@ -233,23 +235,38 @@ def read_int8(b, w) -> Block:
             two_bytes = load_row(b, w, 2 * WIDTH * (1 + i), BYTES)
             yield i, [b.sext(two, SHORTS) for two in two_bytes]
 
-    return Block(pairs(), load_halves(b, w, 0))
+    return Block([pairs()], load_halves(b, w, 0))
 
 
-def nibbles(b, w, n_bytes: int) -> Inputs:
-    """Two bytes an output hold a pair of inputs in their lower halves, and in the upper ones the pair that
-    comes 16 inputs later.
+# The pairs of inputs in four bytes of an output: (number of the first such pair, how far its bits are moved
+# down, the power of 2 that they are multiplied by then). To mask bits where they stand is one instruction, to
+# move them down is another; in stages the sums of a block are moved down instead.
+IN_STAGES = [[(1, 0, 8)], [(8, 0, 4)], [(0, 0, 0), (9, 12, 0)]]
+AT_ONCE = [[(1, 8, 0), (8, 4, 0), (0, 0, 0), (9, 12, 0)]]
+
+
+def nibbles(b, w, n_bytes: int, stages, made) -> list[Inputs]:
+    """Each 16 bits of an output hold the first numbers of four pairs, or their second ones.
+
+    `made` takes a pair, the power of 2, which vector of an output's it is, and bits; it returns the numbers.
     """
-    for i in range(PAIRS // 2):
-        two_bytes = load_row(b, w, n_bytes + 2 * WIDTH * i, BYTES)
-        both = [b.zext(two, SHORTS) for two in two_bytes]
-        yield i, [b.and_(numbers, repeated(SHORTS, 15)) for numbers in both]
-        yield PAIRS // 2 + i, [b.lshr(numbers, repeated(SHORTS, 4)) for numbers in both]
+
+    def stage(places) -> Inputs:
+        for i in range(PAIRS // 4):
+            bits = load_row(b, w, n_bytes + 4 * WIDTH * i, SHORTS)
+            for first, down, power in places:
+                mask = repeated(SHORTS, 15 << power)
+                masked = [b.and_(b.lshr(some, repeated(SHORTS, down)), mask) for some in bits]
+                pair = first + 2 * i
+                yield pair, [made(pair, power, v, some) for v, some in enumerate(masked)]
+
+    return [stage(places) for places in stages]
 
 
 def read_int4(b, w) -> Block:
     """WIDTH scales, WIDTH minima; then the numbers."""
-    return Block(nibbles(b, w, 4 * WIDTH), load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
+    numbers = nibbles(b, w, 4 * WIDTH, IN_STAGES, lambda *of: of[-1])
+    return Block(numbers, load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
 
 
 def read_int5(b, w) -> Block:
@@ -260,15 +277,13 @@ def read_int5(b, w) -> Block:
         # Move the bit of an odd input into the upper half of a lane; the even input's is in the lower half.
         fifths.append([b.bitcast(b.or_(two, b.shl(two, repeated(INTS, 15))), SHORTS) for two in bits])
 
-    def pairs() -> Inputs:
-        for i, numbers in nibbles(b, w, 8 * WIDTH):
-            half, place = divmod(i, PAIRS // 2)
-            for v, bits in enumerate(fifths[half]):
-                bit = b.and_(b.lshr(bits, repeated(SHORTS, 2 * place)), repeated(SHORTS, 1))
-                numbers[v] = b.or_(numbers[v], b.shl(bit, repeated(SHORTS, 4)))
-            yield i, numbers
+    def with_fifth(pair: int, power: int, v: int, numbers: Value) -> Value:
+        half, place = divmod(pair, PAIRS // 2)
+        bit = b.and_(b.lshr(fifths[half][v], repeated(SHORTS, 2 * place)), repeated(SHORTS, 1))
+        return b.or_(numbers, b.shl(bit, repeated(SHORTS, 4 + power)))
 
-    return Block(pairs(), load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
+    numbers = nibbles(b, w, 8 * WIDTH, IN_STAGES, with_fifth)
+    return Block(numbers, load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
 
 
 LEAST_EXPONENT = 0x00400000  # the bits of 2^-127, the meaning of an exponent of 0
@@ -295,8 +310,7 @@ def read_mxfp4(b, w) -> Block:
         bits = b.shl(b.zext(exponents, INTS), repeated(INTS, 23))
         bits = call(b, f"llvm.umax.v{LANES}i32", INTS, bits, repeated(INTS, LEAST_EXPONENT))
         scales.append(b.fmul(b.bitcast(bits, FLOATS), repeated(FLOATS, 0.5)))
-    pairs = ((i, [twice_e2m1(b, codes) for codes in both]) for i, both in nibbles(b, w, WIDTH))
-    return Block(pairs, scales)
+    return Block(nibbles(b, w, WIDTH, AT_ONCE, lambda *of: twice_e2m1(b, of[-1])), scales)
 
 
 class Format(NamedTuple):
@@ -345,11 +359,15 @@ def add_products(b, x: Sequence[Value], inputs: Inputs, dot, sums: Variables) ->
 
 def add_block(b, x: Sequence[Value], w: Block, dot, sums: Variables) -> None:
     if not w.scales:
-        add_products(b, x, w.inputs, dot, sums)
+        [inputs] = w.inputs
+        add_products(b, x, inputs, dot, sums)
         return
     numbers = [moved(b, address, 4 * X_HEADER) for address in x]
     dots = [[cgutils.alloca_once_value(b, repeated(INTS, 0)) for _ in row] for row in sums]
-    add_products(b, numbers, w.inputs, dot, dots)
+    for number, inputs in enumerate(w.inputs):
+        for variable in chain(*dots) if number else ():
+            b.store(b.ashr(b.load(variable), repeated(INTS, STAGE_BITS)), variable)
+        add_products(b, numbers, inputs, dot, dots)
     for address, row, dots_of_row in zip(x, sums, dots, strict=True):
         scale_of_x = load_float(b, address, 0)
         sum_of_x = load_float(b, address, 4)

@@ -28,6 +28,7 @@ from model import Array, Ints, Numbers
 
 ARENA = 2**26  # bytes of packed matrices that lie in one piece of memory
 FIRST = {"F32": 4, "BF16": 4, "MXFP4": 1}  # bytes of a block's first unit, see sections(); of other formats 2
+NIBBLES = ("Q4_1", "Q5_1", "MXFP4")  # formats whose blocks end with two numbers a byte
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Panels:
         """Some rows of the matrix, (len(rows), n_in) float32."""
         data = np.empty((len(rows), self.words.shape[1], self.words.itemsize // WIDTH), np.uint8)
         for units, panels in sections(self.format, data, self.words):
-            units[...] = panels[rows // WIDTH, :, :, rows % WIDTH]
+            units[...] = swapped(self.format, panels[rows // WIDTH, :, :, rows % WIDTH])
         if self.is_quantized:
             return decoded(Blocks(self.format, data))
         numbers: Array = unpacked(data.reshape(len(rows), -1).view(FLOATS[self.format]))
@@ -78,12 +79,20 @@ def sections(name: str, data: Any, words: Any) -> Iterator[tuple[Numbers, Number
     """The units of blocks in two parts, (n_out, n_blocks, units) and (n_panels, n_blocks, units, WIDTH).
 
     data (n_out, n_blocks, bytes of a block) uint8. The first unit is a scale, or a float, of BF16 a pair of
-    these; the others are two bytes.
+    these; the others are two bytes, or four of nibbles.
     """
-    first = FIRST.get(name, 2)
-    for begin, end, size in ((0, first, first), (first, data.shape[2], 2)):
+    first, n_bytes = FIRST.get(name, 2), data.shape[2]
+    middle = n_bytes - BLOCK // 2 * (name in NIBBLES)
+    for begin, end, size in ((0, first, first), (first, middle, 2), (middle, n_bytes, 4)):
         panels = words[name][..., begin * WIDTH : end * WIDTH].view(f"u{size}")
         yield data[..., begin:end].view(f"u{size}"), panels.reshape(*words.shape, -1, WIDTH)
+
+
+def swapped(name: str, units: Numbers) -> Numbers:
+    """Let the second and the third of four bytes of nibbles change places, or change back: microkernel.py."""
+    if name not in NIBBLES or units.itemsize < 4:
+        return units
+    return units & 0xFF0000FF | (units & 0xFF00) << 8 | units >> 8 & 0xFF00
 
 
 class Arena:
@@ -142,6 +151,7 @@ def pack_blocks(w: Blocks, n_in: int = 0) -> Panels:
         for panel, first in zip(panels, range(0, n_out, WIDTH), strict=True):
             some = lanes[..., first : first + WIDTH]
             panel[..., : some.shape[-1]] = some
+            panel[...] = swapped(w.format, panel)
     return Panels(n_out, n_in or w.shape[1], w.format, words)
 
 

@@ -111,7 +111,7 @@ CAPS = {
     "audit":      21_000,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
     "benches":     4_963,  # with the time of each op of a GPU beside its floor, in a page that ends in time
     "checkpoint": 10_400,
-    "devices":    17_786,  # with AVX2; a GPU that checks itself (check.py), and steps back from what fails
+    "devices":    18_079,  # with AVX2, 4 bits masked in place; a GPU that checks itself, and steps back
     "dialects":    8_400,
     "gateway":     9_323,  # with an upstream's Warning and extra_content
     "request":    15_773,  # bodies of three APIs; what a plain request passes stands alone, above the folds
