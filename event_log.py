@@ -27,7 +27,8 @@ response runs. The event loop alone uses a log: it has no lock.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 import sse
 from responses import Event
@@ -36,7 +37,7 @@ from store import TERMINAL
 FRAMES_A_READ = 64  # the most that a reader gets at once
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True):
     """The bytes of an event, and its response object with its status, "" without one."""
 
     frame: bytes
@@ -55,15 +56,14 @@ def newest_of(entries: Sequence[Entry]) -> Entry:
 
 def encode_event(number: int, event: Event) -> Entry:
     """Encode an event, or a chunk of chat: rule 2. Raises ValueError for values that JSON cannot express."""
-    numbered = event
-    status = response_json = ""
-    if event.get("type", "").startswith("response."):
-        numbered = {"type": event["type"], "sequence_number": number, **event}
-    if "response" in event:
-        status = event["response"]["status"]
-        response_json = sse.dumps(event["response"])
-        numbered["response"] = sse.Encoded(response_json)
-    return Entry(sse.encode(numbered, event.get("type")), status, response_json)
+    type_ = event.get("type")
+    if type_ and type_.startswith("response."):
+        event = {"type": type_, "sequence_number": number, **event}
+    if "response" not in event:
+        return Entry(sse.encode(event, type_))
+    response_json = sse.dumps(event["response"])
+    encoded = event | {"response": sse.Encoded(response_json)}
+    return Entry(sse.encode(encoded, type_), event["response"]["status"], response_json)
 
 
 class EventLog:
@@ -75,8 +75,8 @@ class EventLog:
 
     def __init__(self, write: Write | None = None, stored: Sequence[Entry] = ()) -> None:
         self.entries = [*stored]
-        self.shown = newest_of(stored)  # with the newest response object that readers see
-        self.status = self.shown.status  # of the newest response object, even if readers do not see it yet
+        # With the newest response object, and with the newest one that readers see.
+        self.newest = self.shown = newest_of(stored)
         self._write = write
         self._n_shown = self._n_written = len(stored)
         self._writing: asyncio.Task[None] | None = None
@@ -88,7 +88,10 @@ class EventLog:
         for event in events:
             entry = encode_event(len(self.entries), event)
             self.entries.append(entry)
-            self.status = entry.status or self.status
+            if entry.status:
+                self.newest = entry
+                if self._write is None:
+                    self.shown = entry
         if self._write is None:
             self._show(len(self.entries))
         elif self._writing is None:
@@ -96,9 +99,6 @@ class EventLog:
 
     def _show(self, n_shown: int) -> None:
         """Show the first `n_shown` entries to readers, and wake those that wait."""
-        for entry in self.entries[self._n_shown : n_shown]:
-            if entry.status:
-                self.shown = entry
         self._n_shown = n_shown
         self._news.set()
         self._news.clear()
@@ -111,26 +111,30 @@ class EventLog:
     async def read(self, after: int = -1) -> AsyncGenerator[list[bytes]]:
         """Yield the frames after number `after` in batches, as they come, until the log is over."""
         position = after + 1
-        while position < self._n_shown or not self._is_over:
-            entries = self.entries[position : min(position + FRAMES_A_READ, self._n_shown)]
-            position += len(entries)
-            if entries:
-                yield [entry.frame for entry in entries]
-            if position < self._n_shown:
-                await asyncio.sleep(0)  # let others run, however fast this reader is
-            elif not entries:
+        while not self.is_over(position):
+            if position >= self._n_shown:
                 await self._news.wait()
                 await asyncio.sleep(0)  # collect all events of this turn of the event loop in one write
+                continue
+            entries = self.entries[position : min(position + FRAMES_A_READ, self._n_shown)]
+            position += len(entries)
+            yield [entry.frame for entry in entries]
+            if position < self._n_shown:
+                await asyncio.sleep(0)  # let others run, however fast this reader is
 
-    @property
-    def _is_over(self) -> bool:
-        """True if the log is closed and readers see all of it."""
-        return self._is_closed and self._n_shown == len(self.entries)
+    def is_over(self, position: int) -> bool:
+        """Return whether a reader who has come to this number has read all: the log is closed, and shown."""
+        return self._is_closed and position >= self._n_shown == len(self.entries)
 
     def close(self) -> None:
         """End the log: no event follows."""
         self._is_closed = True
         self._show(self._n_shown if self._write else len(self.entries))  # also if extend() has raised
+
+    @property
+    def status(self) -> str:
+        """Of the newest response object, even if readers do not see it yet."""
+        return self.newest.status
 
     @property
     def ended(self) -> bool:
@@ -141,8 +145,10 @@ class EventLog:
     async def _write_all(self, write: Write) -> None:
         """Write until all entries are written: rule 3."""
         while unwritten := self.entries[self._n_written :]:
+            newest = self.newest
             is_written = await write(self._n_written, unwritten)
             self._show(self._n_written + len(unwritten))
+            self.shown = newest
             if is_written:
                 self._n_written += len(unwritten)
             else:
@@ -150,7 +156,7 @@ class EventLog:
         self._writing = None
 
     async def until_over(self) -> None:
-        while not self._is_over:
+        while not self.is_over(self._n_shown):
             await self._news.wait()
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any, Protocol
 
-from channels import Call, Finish, WorkerOutput
+from channels import Finish, WorkerOutput
 from event_log import Entry, EventLog, encode_event, newest_of
 from request.items import OutputFilter, Said
 from request.refusals import BadInput
@@ -124,14 +124,16 @@ class Archive:
 
         It is done even if the caller is cancelled.
         """
-        _, status, response_json = newest_of(entries)
+        newest = newest_of(entries)
         frames = [entry.frame for entry in entries] if row.background else []
         batch = self._due.get(row.owner)
         if not batch or len(batch.writes) == MAX_TOGETHER:
             batch = self._due[row.owner] = Batch()
             batch.task = asyncio.create_task(self._write_batch(row.owner, batch))
         number = len(batch.writes)
-        batch.writes.append((row.with_response(status, response_json, time.time()), first_number, frames))
+        batch.writes.append(
+            (row.with_response(newest.status, newest.response_json, time.time()), first_number, frames)
+        )
         errors = await asyncio.shield(batch.task)
         if error := errors[number]:  # a full disk fails every write: a line is enough
             log.error("%s could not be stored: %s", row.id, error)
@@ -167,7 +169,6 @@ class Job:
     log: EventLog = field(default_factory=EventLog)
     finish: Finish | None = UNFINISHED  # how it ends; None: it does not end, the next process runs it again
     if_cancelled: Finish | None = CANCELLED  # `finish`, if its task is cancelled
-    has_called: bool = False  # a tool: it is not steered before its end
     n_bytes: int = 0  # its share of the room for background responses
     task: asyncio.Task[None] = field(init=False)
 
@@ -207,7 +208,6 @@ class Job:
         if isinstance(said, Finish):
             self.finish = said
             return []
-        self.has_called |= isinstance(said, Call)
         return self.builder.feed(said)
 
     async def end(self, finish: Finish) -> None:

@@ -13,7 +13,7 @@ Authority: https://platform.openai.com/docs/api-reference/responses-streaming an
 Rules of this file:
 1. A response is the fold of its events: whoever applies all of them has the `response` of the last event,
    bit for bit (tests/helpers/laws.py checks it), so fold() need only return that one.
-2. Every event is made by `Builder._event`, where GRAMMAR decides whether it may come now; but for the last of
+2. Every event passes `Builder._allowed`, where GRAMMAR decides whether it may come now; but for the last of
    a response that a bug kept from ending (jobs.py), and those of steering (websocket.py).
 3. The ids and the index of an output item are fixed when it is announced.
 4. `Builder._close` alone closes an item that grows: at the next, the end, a length stop, a failure, a cancel.
@@ -197,6 +197,7 @@ class _Item:
         if self.kind.part:
             # content_index restarts at 0 in every item: https://github.com/vllm-project/vllm/issues/45742
             self.location["content_index"] = 0
+        self.delta = {"type": f"{self.kind.events}.delta", **self.location}  # what all of them say
 
     def part(self) -> Object:
         """Return the content part with the text so far."""
@@ -209,8 +210,8 @@ class _Item:
         return "".join(self.texts)
 
     def grow(self, text: str, logprobs: Sequence[sse.Encoded]) -> Object:
-        """Add to the text; return the members of its delta event."""
-        delta = {**self.location, "delta": text}
+        """Add to the text; return its delta event."""
+        delta = {**self.delta, "delta": text}
         if self.kind.part == "output_text":
             delta["logprobs"] = logprobs
             self.logprobs += logprobs
@@ -252,6 +253,7 @@ class Builder:
     def __post_init__(self) -> None:
         self.state = "start"
         self.output: list[Object] = []  # closed items
+        self.has_called = False  # a tool: it is not steered before its end
         self._item: _Item | None = None  # the open one
         reasoning = KINDS["analysis"]._replace(events=REASONING_EVENTS[self.reasoning_events])
         self._kinds = KINDS | {"analysis": reasoning}
@@ -259,17 +261,18 @@ class Builder:
     def feed(self, output: Accepted | Output | Compaction) -> list[Event]:
         """Return the events of one output of the worker: none, one or several."""
         match output:
-            case Delta(channel, text, logprobs):
+            case Delta():
                 # What cannot be encoded raises before anything has changed.
-                encoded = [sse.encoded(token.entry()) for token in logprobs]
-                if self._item and self._item.kind is self._kinds[channel]:
-                    return self._grow(text, encoded)
-                return [*self._open(channel, {}), *self._grow(text, encoded)]
+                encoded = [sse.encoded(token.entry()) for token in output.logprobs]
+                if self._item and self._item.kind is self._kinds[output.channel]:
+                    return self._grow(output.text, encoded)
+                return [*self._open(output.channel, {}), *self._grow(output.text, encoded)]
             case Accepted():
                 return self.start()
             case Compaction(summary):
                 return [*self._close("completed"), *self._compaction(self.seal("compaction", summary))]
             case Call(name, custom, namespace, extra):
+                self.has_called = True
                 call: Event = {"call_id": self.new_id("call"), "name": name, **extra}
                 if namespace:
                     call["namespace"] = namespace
@@ -297,11 +300,13 @@ class Builder:
             "usage": None,
             **members,
         }
-        return self._event(type_, {"response": response})
+        return self._event(type_, response=response)
 
-    def _event(self, type_: str, fields: Object) -> Event:
-        """Make an event; raises IllegalEvent (rule 2)."""
-        event = {"type": type_, **fields}
+    def _event(self, type_: str, **members: Any) -> Event:
+        return self._allowed({"type": type_, **members})
+
+    def _allowed(self, event: Event) -> Event:
+        """Return an event that may come now; raises IllegalEvent (rule 2)."""
         next_state = GRAMMAR.get((self.state, label(event)))
         if next_state is None:
             raise IllegalEvent(f"can't send {label(event)} in state {self.state!r}")
@@ -317,10 +322,9 @@ class Builder:
         # The output_index of an item, fixed here: rule 3.
         index = len(self.output)
         item = _Item(kind, announced, index)
-        added = {"output_index": index, "item": announced}
-        events.append(self._event("response.output_item.added", added))
+        events.append(self._event("response.output_item.added", output_index=index, item=announced))
         if kind.part:
-            events.append(self._event("response.content_part.added", {**item.location, "part": item.part()}))
+            events.append(self._event("response.content_part.added", **item.location, part=item.part()))
         self._item = item
         return events
 
@@ -329,17 +333,16 @@ class Builder:
         item = self._item
         if item is None:
             return []
-        events = [self._event(item.kind.events + ".done", item.whole())]
+        events = [self._event(f"{item.kind.events}.done", **item.whole())]
         closed = item.announced | {"status": status}
         if item.kind.part:
             closed["content"] = [item.part()]
-            events.append(self._event("response.content_part.done", {**item.location, "part": item.part()}))
+            events.append(self._event("response.content_part.done", **item.location, part=item.part()))
         else:
             closed[item.kind.field] = item.text()
         if self.seals_reasoning and item.kind.item == "reasoning":
             closed["encrypted_content"] = self.seal("reasoning", item.text())
-        done = {"output_index": item.output_index, "item": closed}
-        events.append(self._event("response.output_item.done", done))
+        events.append(self._event("response.output_item.done", output_index=item.output_index, item=closed))
         self.output.append(closed)
         self._item = None
         return events
@@ -349,7 +352,7 @@ class Builder:
         item = self._item
         if item is None or not (text or logprobs):
             return []
-        return [self._event(item.kind.events + ".delta", item.grow(text, logprobs))]
+        return [self._allowed(item.grow(text, logprobs))]
 
     def finish(self, finish: Finish, now: int) -> list[Event]:
         """Return the events that end the response; `now` is the time in Unix seconds."""
@@ -397,8 +400,8 @@ class Builder:
         self.output.append(item)
         announced = item | {"encrypted_content": ""}
         return [
-            self._event("response.output_item.added", {"output_index": index, "item": announced}),
-            self._event("response.output_item.done", {"output_index": index, "item": item}),
+            self._event("response.output_item.added", output_index=index, item=announced),
+            self._event("response.output_item.done", output_index=index, item=item),
         ]
 
 

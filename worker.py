@@ -35,6 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from channels import Accepted, Finish, Output, Parser, Piece, Take, TokenLogprob, Usage
@@ -162,11 +163,11 @@ class LocalPrompt(NamedTuple):
     def rendered(self) -> Object:
         """Return what the model reads: [text, special token] pieces, token ids; and the template."""
         decoder = Decoder(self.worker.tokenizer)
-        pieces = [piece[:2] for token_id in self.token_ids for piece in decoder.feed(token_id)]
+        shown = [(piece.text, piece.special) for id_ in self.token_ids for piece in decoder.feed(id_)]
         template = self.worker.template
         if self.request.tools:
             template = template.with_tools
-        return {"prompt": pieces, "token_ids": self.token_ids, "template": template.source}
+        return {"prompt": shown, "token_ids": self.token_ids, "template": template.source}
 
 
 @dataclass(eq=False)
@@ -395,7 +396,7 @@ class Answer:
         return said
 
     def _parse(self, pieces: list[Piece]) -> list[Output]:
-        return [output for piece in pieces for output in self._parser.feed(piece)]
+        return [*chain.from_iterable(map(self._parser.feed, pieces))]
 
 
 class Workers:

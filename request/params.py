@@ -27,6 +27,7 @@ Rules of this file:
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from request import messages
@@ -143,7 +144,7 @@ def read(table: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: s
 
     `defaults` are the model's own (generation_config.json).
     """
-    values = {name: parameter.default for name, parameter in table.items()}
+    values = dict(zip(table, map(attrgetter("default"), table.values()), strict=True))
     values |= {**defaults, "model": model_name(body)}
     given = [name for name in body if body[name] is not None]
     known = [name for name in given if name in table]
@@ -158,7 +159,7 @@ def responses_request(values: Object, chain: messages.Items, input: messages.Ite
     """Return the Request of what read() has read and items.resolve() has resolved; raises BadInput."""
     conversation = messages.from_items(input, values["instructions"], chain)
     generate = values["generate"] and not values["prompt_cache_options"].get("prewarm")
-    echo = {name: values[name] for name, parameter in RESPONSES.items() if parameter.echo} | {
+    echo = {name: values[name] for name in ECHOED} | {
         "tools": [entry.echo for entry in values["tools"]],
         "service_tier": SERVICE_TIER,
     }
@@ -350,6 +351,8 @@ RESPONSES = COMMON | {
     **moved(MOVED),
 }
 # fmt: on
+ECHOED = [name for name, parameter in RESPONSES.items() if parameter.echo]
+
 # --- the parameters of the two other APIs -------------------------------------------------------------------
 
 # fmt: off

@@ -169,7 +169,7 @@ class Connection:
             steer["id"] = new_id("steer")
             await self._tell(lane, "accepted", [steer])
             self.steers.setdefault(parent_id, []).append(steer)
-            if not job.has_called:
+            if not job.builder.has_called:
                 job.stop(STEERED)
             return
         refusal = BadInput("Send the input with response.create.", code=code)

@@ -15,7 +15,7 @@ from openai.types.responses import ResponseStreamEvent
 import responses
 import sse
 from channels import UNLIKELY, Arguments, Call, Channel, Compaction, Delta, Finish, Output, TokenLogprob
-from event_log import encode_event
+from event_log import Entry, encode_event
 from helpers import clients, laws
 from helpers.laws import deltas, finishes, outputs, texts
 from helpers.scripted import HEAD, builder, events_of
@@ -91,8 +91,8 @@ def test_the_response_in_an_event_is_encoded_with_it(outputs: list[Output], fini
         numbered = {"type": event["type"], "sequence_number": number} | event
         entry = encode_event(number, event)
         assert entry.frame == sse.encode(numbered, event["type"])
-        response = event.get("response")
-        assert entry[1:] == ((response["status"], sse.dumps(response)) if response else ("", ""))
+        told = (response["status"], sse.dumps(response)) if (response := event.get("response")) else ()
+        assert entry == Entry(entry.frame, *told)
         assert entry.response_json.encode() in entry.frame
 
 
