@@ -40,7 +40,7 @@ log = logging.getLogger("background")
 MAX_LIVE_BYTES = 128 * 2**20  # all background responses together that have not ended
 MIN_BYTES = MAX_LIVE_BYTES // 264  # the output of one of them; its request is counted on top
 MAX_RUNNING = 8  # background responses at once
-MAX_WAIT_S = 600  # for a worker that is alive: after a restart no upstream may have been reached yet
+MAX_POLLS = 600  # for a worker that is alive: after a restart no upstream may have been reached yet
 WORKER_POLL_S = 1
 # Copies of the constant part of a response, such as its tools: in its builder, in each of four events, and in
 # the response objects of these.
@@ -200,17 +200,25 @@ class Registry:
     async def _due_prompt(self, job: Job) -> AsyncIterator[Prompt]:
         """Wait for the turn of a response, then make its prompt again: rule 3. Raises BadInput."""
         row = job.row
-        async with self._turns.turn(row.owner):
-            if self.stopping.is_set():  # close() may be over, if the disk was slow
-                job.stop(self._end_of_queued)
-                await asyncio.sleep(0)  # raises CancelledError
-            deadline = time.monotonic() + MAX_WAIT_S
-            while not self.workers.alive and time.monotonic() < deadline:
-                await asyncio.sleep(WORKER_POLL_S)
-            body = await asyncio.to_thread(items.body_of, row)
-            defaults = self.workers.find(body["model"]).defaults
-            request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
-            yield await self.workers.prepare(request, body["input"])
+        for n_polls in range(MAX_POLLS + 1):
+            async with self._turns.turn(row.owner):
+                if self.stopping.is_set():  # close() may be over, if the disk was slow
+                    job.stop(self._end_of_queued)
+                    await asyncio.sleep(0)  # raises CancelledError
+                if n_polls == MAX_POLLS or self._has_worker(job.builder.head["model"]):
+                    body = await asyncio.to_thread(items.body_of, row)
+                    defaults = self.workers.find(body["model"]).defaults
+                    request = await asyncio.to_thread(params.from_responses, body, defaults, row.owner)
+                    yield await self.workers.prepare(request, body["input"])
+                    return
+            await asyncio.sleep(WORKER_POLL_S)  # others have its place
+
+    def _has_worker(self, model: str) -> bool:
+        """Return whether a model's worker is alive; after a restart its upstream may not be known yet."""
+        try:
+            return self.workers.find(model).alive
+        except BadInput as refusal:
+            return refusal.code != "server_is_overloaded"
 
     async def _write(self, row: Row, first_number: int, entries: Sequence[Entry]) -> bool:
         """Store events; after the last one drop the job. Return whether the store has them."""

