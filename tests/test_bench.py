@@ -158,7 +158,7 @@ def test_gpu_report(capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(check, "N_LAYERS", 1)
     monkeypatch.setattr(decoding, "N_READ", 1 << 20)
     monkeypatch.setattr(decoding, "N_LAUNCHES", 1)
-    flags = f"--prompts 5 --new 2 --batches 2 --contexts 9 --repeat 1 --file {tmp_path}/page.md"
+    flags = f"--prompts 5 --new 2 --batches 2 --contexts 9 --repeat 1 --minutes 99 --file {tmp_path}/page.md"
     bench.main(["gpu-report", "--model", "dry", *flags.split()])
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "checked on the emulator: 9 ops, largest difference 0." in text
