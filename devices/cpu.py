@@ -54,7 +54,7 @@ from model import PAGE, Array, Batch, Ints, Numbers, NumpyOps, Span, forward
 
 log = logging.getLogger("cpu")
 
-SMALL = 2**18  # multiplications: one thread is done with fewer before a second has woken up
+SMALL = 2**20  # multiplications: one thread is done with fewer before a second has woken up
 # --weights               of the layers, of the embedding and the head, which 4 bits harm most
 WEIGHTS = {"bfloat16": ("BF16", "BF16"), "int8": ("Q8_0", "Q8_0"), "int4": ("Q4_1", "Q8_0")}
 
