@@ -19,8 +19,8 @@ same way.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,11 +52,13 @@ SSE_HEADERS = [
 # --- while the client is connected --------------------------------------------------------------------------
 
 
-async def while_connected(work: Awaitable[T], receive: Receive) -> T:
+async def while_connected(
+    work: Awaitable[T], receive: Receive, look: Callable[[], Awaitable[None]] | None = None
+) -> T:
     """Await work for a client, such as sending its answer; raises ClientDisconnect if it leaves first.
 
     Then `work` is cancelled, with any task that it awaits. Like asyncio.timeout(), this cancels the task that
-    calls it, and so needs no second task for the work.
+    calls it, and so needs no second task for the work. `look` is called every KEEP_ALIVE_S.
     """
     working = asyncio.current_task()
     assert working
@@ -64,9 +66,13 @@ async def while_connected(work: Awaitable[T], receive: Receive) -> T:
 
     async def watch() -> None:
         nonlocal has_left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        has_left = True
+        while not has_left:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S if look else None):
+                    has_left = (await receive())["type"] == "http.disconnect"
+            except TimeoutError:
+                assert look
+                await look()
         working.cancel()
 
     watching = asyncio.create_task(watch())
@@ -104,70 +110,79 @@ class EventStream(Response):
     keep_alive: bytes = KEEP_ALIVE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = Writer(send, self.keep_alive)
         try:
             with suppress(ClientDisconnect):
-                await while_connected(self._send_events(send), receive)
+                await while_connected(self._send_events(writer), receive, writer.look)
         finally:
             if self.task:
                 await cancel(self.task)
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, writer: "Writer") -> None:
         if self.task:
             await self.log.until_begun()
             if not self.log.entries:
                 await self.task  # raises the refusal while the answer can still have its HTTP status
-        headers = [*SSE_HEADERS, *Headers(self.more_headers).raw]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with kept_alive(send, self.keep_alive) as write, aclosing(self.log.read(self.after)) as logged:
+        await writer.begin([*SSE_HEADERS, *Headers(self.more_headers).raw])
+        position = self.after + 1
+        body = b""
+        async with aclosing(self.log.read(self.after)) as logged:
             async for frames in logged:
-                await write(b"".join(frames))
+                body = b"".join(frames)
+                position += len(frames)
+                if not self.log.is_over(position):  # else the end goes with them
+                    await writer.write(body)
+                    body = b""
         if self.task:
             await self.task  # a bug in it raises here: then the connection breaks, instead of a clean end
         # A log without a status holds chunks. A response that has not ended will be run by the next process:
         # its stream is not complete, so the connection just ends.
-        if self.log.ended or not self.log.status:
-            await send({"type": "http.response.body", "body": self.done})
+        is_whole = self.log.ended or not self.log.status
+        if is_whole:
+            body += self.done
+        await writer.write(body, more=not is_whole)
 
 
 # --- a stream that is silent --------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def kept_alive(
-    send: Send, frame: bytes = KEEP_ALIVE
-) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-    """Yield a function that writes frames; write `frame` during silences, after which proxies hang up.
+@dataclass(eq=False)
+class Writer:
+    """Writes a stream; its silences have comments in them, or proxies would hang up.
 
     `send` is send_with_id() of middleware.py, then uvicorn's, which waits while the client reads too slowly.
     """
-    is_silent = True
 
-    async def write(frames: bytes) -> None:
-        nonlocal is_silent
-        is_silent = False
-        await send({"type": "http.response.body", "body": frames, "more_body": True})
+    send: Send
+    comment: bytes = KEEP_ALIVE
+    is_open: bool = False  # the head has been sent, and the end has not
+    is_silent: bool = False  # since the last look
 
-    async def write_comments() -> None:
-        """Write a comment after each silence; the next one waits until the client has read it."""
-        nonlocal is_silent
-        while True:
-            await asyncio.sleep(KEEP_ALIVE_S)
-            if is_silent:
-                await write(frame)
-            is_silent = True
+    async def begin(self, headers: list[tuple[bytes, bytes]]) -> None:
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        self.is_open = True
 
-    commenting = asyncio.create_task(write_comments())
-    try:
-        yield write
-    finally:
-        commenting.cancel()
+    async def write(self, frames: bytes, more: bool = True) -> None:
+        self.is_silent = False
+        self.is_open = more
+        await self.send({"type": "http.response.body", "body": frames, "more_body": more})
+
+    # --- the fold of this class: a request goes on with the next one ----------------------------------------
+
+    async def look(self) -> None:
+        """Write a comment after a silence; the next look waits until the client has read it."""
+        if self.is_open and self.is_silent:
+            await self.write(self.comment)
+        self.is_silent = True
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
     """Cancel the tasks that have not ended, and wait until all have; drop their exceptions."""
+    running = [task for task in tasks if task.cancel()]
+    await asyncio.gather(*running, return_exceptions=True)
     for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        if not task.cancelled():
+            task.exception()  # asyncio would log one that nothing has looked at
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------

@@ -27,7 +27,7 @@ from gateway.metering import Meter, Outcome
 from gateway.refused import Refused, refused_by
 from gateway.upstreams import RawHeaders, Reply
 from request.refusals import error_body
-from streaming import SSE_HEADERS, JsonAnswer, kept_alive, while_connected
+from streaming import SSE_HEADERS, JsonAnswer, Writer, while_connected
 
 # Seconds after which a request that can wait is accepted, although the upstream may still read its prompt.
 # Until then a refusal keeps its status.
@@ -108,32 +108,31 @@ class RelayedChat(Response):
     is_stream: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = Writer(send)
         with suppress(ClientDisconnect):
-            await while_connected(self._answer(scope, receive, send), receive)
+            await while_connected(self._answer(scope, receive, writer), receive, writer.look)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, writer: Writer) -> None:
         async with self.asking as opening:
             headers = forwarded(opening.result().headers) if opening.done() else []
             if self.is_stream:
-                await send_stream(opening, headers, send)
+                await send_stream(opening, headers, writer)
                 return
             chunks = [chunk async for read in opening.result() for chunk in read]
             response = JsonAnswer(await asyncio.to_thread(whole, chunks))
             response.raw_headers += headers
-            await response(scope, receive, send)
+            await response(scope, receive, writer.send)
 
 
-async def send_stream(opening: Opening, headers: RawHeaders, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [*headers, *SSE_HEADERS]})
-    async with kept_alive(send) as write:
-        try:
-            async for chunks in await opening:
-                if chunks:
-                    await write(frames_of(chunks))
-        except Refused as refused:
-            await write(frames_of([error_body(refused)]))
-        await write(sse.DONE)
-    await send({"type": "http.response.body", "body": b""})
+async def send_stream(opening: Opening, headers: RawHeaders, writer: Writer) -> None:
+    await writer.begin([*headers, *SSE_HEADERS])
+    try:
+        async for chunks in await opening:
+            if chunks:
+                await writer.write(frames_of(chunks))
+    except Refused as refused:
+        await writer.write(frames_of([error_body(refused)]))
+    await writer.write(sse.DONE, more=False)
 
 
 def frames_of(chunks: Iterable[Chunk]) -> bytes:
