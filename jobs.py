@@ -216,6 +216,7 @@ class Job:
             *others, last = self.builder.finish(finish, int(time.time()))
         except Exception:  # rule 3 holds in spite of a bug
             log.exception("%s could not be ended as it should be", self.row.id)
+            self.builder.state = "end"  # what comes while the end is stored does not stop it
             error = {"code": UNFINISHED.code, "message": UNFINISHED.message}
             response = self.shown_row().response | {"status": "failed", "error": error}
             others, last = [], {"type": "response.failed", "response": response}

@@ -4,7 +4,7 @@
     python tests/simulate.py --seeds 1000 -n 2         many, two at a time; one that fails prints its story
     python tests/simulate.py --seed 7 --without 3,5    the same run without some of its events
     python tests/simulate.py --seed 7 --tail 200       and the last lines of its trace
-    python tests/simulate.py --mutants cancel          plant bugs, those with this word, one at a time
+    python tests/simulate.py --mutants cancel          plant bugs, those with this word: results/simulated.md
 
     seed --> processes, one after another on one file --> clients, faults --> laws of what they see
 
@@ -182,7 +182,8 @@ class Connection:
         raw = b"" if body is None else json.dumps(body).encode()
         n = world.random.choice((1, 1, 3)) if raw else 1
         self.parts = [raw[i * len(raw) // n : (i + 1) * len(raw) // n] for i in range(n)]
-        self.part_s = world.random.choice((0.001,) * 19 + (20,))  # between the parts of its body
+        slow_s = world.random.choice((0.001,) * 19 + (20,))
+        self.part_s = slow_s if raw else 0.001  # between the parts of its body
         self.status: int | None = None
         self.body = b""
         self.chunks = asyncio.Queue[Any]()  # of the answer; None: it is over
@@ -1137,13 +1138,14 @@ def show(found: Json, n_events: int, without: frozenset[str]) -> None:
 
 
 def plant(mutant: Mutant, n_seeds: int) -> str:
-    """Run seeds in a copy with a bug until one finds it; return which one, and its law."""
+    """Run seeds in a copy with a bug until one finds it; return a row of a table: which one, and its law."""
     command = [sys.executable, "tests/simulate.py", "--seeds", str(n_seeds), "--first-only", "--brief"]
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
         (copy / mutant.file).write_text(mutated(mutant), encoding="utf-8")
         ended = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-        return (ended.stdout or ended.stderr[-300:]).splitlines()[0][:200]
+        seed, _, law = (ended.stdout or ended.stderr[-300:]).splitlines()[0].partition(": ")
+        return f"| {mutant.module} | {mutant.undoes} | {seed.removeprefix('seed ')} | {law[:150]} |"
 
 
 def planted() -> Iterator[Mutant]:
@@ -1172,7 +1174,7 @@ def main() -> int:
     if args.mutants:
         for mutant in planted():
             if not args.words or any(word in str(mutant) for word in args.words):
-                print(f"{mutant.module}: {mutant.undoes}: {plant(mutant, args.seeds)}", flush=True)
+                print(plant(mutant, args.seeds), flush=True)
         return 0
     logging.basicConfig(level=logging.WARNING, handlers=[worlds.Errors()])
     gc.collect()
