@@ -206,7 +206,7 @@ def test_one_turn_tells_of_so_many_connections() -> None:
         ends = [[held.enter_context(end) for end in socket.socketpair()] for _ in range(n)]
         for number, (ours, theirs) in enumerate(ends):
             theirs.sendall(b"x")
-            selector.register(ours, selectors.EVENT_READ, number)
+            selector.register(ours.fileno(), selectors.EVENT_READ, number)  # as asyncio does
         turns = [[key.data for key, _ in selector.select(0)] for _ in range(6)]
     assert all(turn[0] == 0 and n - 1 in turn and len({*turn}) == len(turn) for turn in turns)
     assert max(map(len, turns)) == connections.READY_A_TURN + 1
