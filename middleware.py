@@ -16,8 +16,8 @@ Rules of this file:
    for a page (a CORS preflight); it sends other content types and WebSockets at once, so those are refused.
 5. Without keys a request must name this server by its address, or by a name from the command line: a page can
    point the name of its own site to our address, and then it is of the same site (DNS rebinding).
-6. A few requests of an owner begin in a turn of the event loop: a thousand of one key do not keep another's
-   waiting.
+6. A few requests begin in a turn of the event loop, by turns of the owners: a thousand of one key do not keep
+   another's waiting.
 
 Why one function that turns requests away, and not a middleware for each check: each would be a layer in every
 traceback and a call for every message of every stream, and the order of the checks would be spread over the
@@ -110,6 +110,10 @@ def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: S
     call. `hosts`: names of this server, in lower case; "*": any.
     """
 
+    async def scrape(_: HttpRequest, visit: Visit) -> Response:
+        await visit.until_its_turn()  # a scrape takes the event loop 5 ms: scrapes, too, come one by one
+        return Response(api.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, unless it is refused; scope["visit"] counts its resources till the end."""
         headers = Headers(scope=scope)
@@ -117,12 +121,13 @@ def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: S
             scope["visit"] = visit
             refusal = turned_away(scope, headers, keys, origins, hosts)
             app = error_response(scope, refusal) if refusal else inner
-            await begin(rooms, visit.owner)
+            async with rooms.begun.turn(visit.owner):  # rule 6
+                await asyncio.sleep(0)
             await app(scope, receive, send)
 
     routes = [
         Route("/", webpage.RESPONSE, methods=["GET"]),
-        Route("/metrics", partial(visited, partial(scrape, api.metrics))),
+        Route("/metrics", partial(visited, scrape)),
         WebSocketRoute("/v1/responses", partial(visited, api.open_websocket)),
         *(
             Route(path, partial(visited, handler), methods=[method])
@@ -142,14 +147,6 @@ def make_app(api: Api, keys: Set[str], rooms: Rooms, origins: Set[str], hosts: S
 
 
 # --- who is let in ------------------------------------------------------------------------------------------
-
-
-async def begin(rooms: Rooms, owner: str) -> None:
-    """Wait for another turn of the event loop, if a few requests of this owner have begun in this one."""
-    while rooms.begun[owner] == BEGUN_A_TURN:
-        await asyncio.sleep(0)
-    rooms.begun[owner] += 1
-    asyncio.get_running_loop().call_soon(rooms.begun.clear)
 
 
 def owner_of(headers: Headers, keys: Set[str]) -> str | None:
@@ -206,8 +203,6 @@ async def visited(handler: Callable[..., Awaitable[Any]], http: HTTPConnection) 
 
 # --- who is let in ------------------------------------------------------------------------------------------
 
-BEGUN_A_TURN = 4
-
 
 def digest(key: str) -> str:
     return hashlib.sha256(f"llmref api key {key}".encode()).hexdigest()
@@ -223,14 +218,6 @@ NO_WEBSOCKET = (
     "/v1/responses, or POST /v1/responses, with stream=true for events."
 )
 BAD_ORIGIN = "Expected 'Content-Type: application/json', or a site that --cors-origin names; got {}."
-
-# --- metrics ------------------------------------------------------------------------------------------------
-
-
-async def scrape(metrics: Metrics, _: HttpRequest, visit: Visit) -> Response:
-    await visit.until_its_turn()  # a scrape takes the event loop 5 ms: scrapes, too, come one by one
-    return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
 
 # --- errors -------------------------------------------------------------------------------------------------
 

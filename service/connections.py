@@ -82,7 +82,7 @@ STALLED_S = 2  # at a stop, for clients to read their last event and to leave
 
 BACKLOG = 4096  # connections that the system holds until we accept them; a client beyond them tries again
 ACCEPTED_A_TURN = 32  # connections in a turn of the event loop: 5 ms
-READY_A_TURN = 16  # connections that are read or written: each takes some 1 ms
+READY_A_TURN = 8  # connections that are read or written: each takes some 1 ms
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
 MIN_FILES = 112  # OWN_FILES, and those of 16 connections: with fewer a server would only seem to answer
 OWN_FILES = 80  # the store, the model, pipes, logs, connections that are accepted to be dropped

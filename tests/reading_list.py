@@ -176,7 +176,7 @@ def reading_list() -> str:
             subsequent_indent=indent,
         )
     for folder, total in totals.items():
-        assert total["tokens"] <= MAX_ABOVE[folder], (folder, total)
+        assert total["tokens"] <= MAX_ABOVE[folder], folder
         name, n_switches = folder or "the root", total["switches"]
         lines.append(f"{name:{INDENT}}{total['tokens']:6,} tokens above the folds, {n_switches} switches")
     return "\n".join(lines) + "\n"
