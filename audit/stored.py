@@ -18,6 +18,8 @@ from audit.rules import NoReply, NotApplicable, rules_of
 from audit.schema import Json, expect_members
 from audit.stream import of_response
 
+HAS_ANSWERED = "completed", "incomplete"
+
 
 class Kept(NamedTuple):
     """A response that has an id."""
@@ -29,7 +31,7 @@ class Kept(NamedTuple):
         return self.peer.ask(method, f"/responses/{self.response.get('id')}{rest}")
 
 
-must, should, _ = rules_of("stored", "stateful")
+must = rules_of("stored", "stateful")[0]
 
 
 @must
@@ -197,10 +199,12 @@ def begun(peer: Peer, **asked: object) -> Kept:
 
 def ended(made: Kept) -> Json:
     """Return a background response when it is terminal; a slow one uses up the rule's budget."""
-    while (reply := made.ask("GET")).json.get("status") in ("queued", "in_progress"):
+    while True:
+        reply = made.ask("GET")
+        assert reply.status == 200
+        if reply.json.get("status") in (*HAS_ANSWERED, "failed", "cancelled"):
+            return reply.json
         time.sleep(0.1)
-    assert reply.status == 200
-    return reply.json
 
 
 @must
@@ -248,7 +252,7 @@ def background_survives(peer: Peer) -> None:
     with peer.live(said=STORY, limit=300, background=True, **peer.long) as events:
         made = Kept(peer, next(events).response)
         next(events)
-    assert ended(made).get("status") in ("completed", "incomplete")
+    assert ended(made).get("status") in HAS_ANSWERED
 
 
 # --- resumed ------------------------------------------------------------------------------------------------
@@ -319,7 +323,7 @@ def cancelled(peer: Peer) -> Kept:
     """Return a background response that was cancelled as it ran."""
     made = begun_story(peer)
     reply = made.ask("POST", "/cancel").if_there()
-    if reply.status == 400 and ended(made).get("status") in ("completed", "incomplete"):
+    if reply.status == 400 and ended(made).get("status") in HAS_ANSWERED:
         raise NotApplicable("it ended before the cancel")
     assert reply.json.get("status") == "cancelled"
     return Kept(peer, reply.json)
