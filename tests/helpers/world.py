@@ -18,6 +18,7 @@ Rules of this file:
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -519,6 +520,15 @@ def far_answer(text: str) -> str:
     return " ".join(rng.choice(("far", "away", "\u2028", "水")) for _ in range(rng.choice((1, 4, 20))))
 
 
+async def silence(closed: asyncio.Event, seconds: float | None) -> None:
+    """Hear nothing for so many seconds, or for ever; raises what httpx does once its client is closed."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await closed.wait()
+    if closed.is_set():
+        raise httpx.ReadError("closed")
+
+
 class SimBody(httpx.AsyncByteStream):
     """The body of an answer, piece by piece. None: the upstream says nothing more, and stays connected.
 
@@ -534,11 +544,7 @@ class SimBody(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for piece in self._pieces:
-            await asyncio.sleep(WORLD.delay(self._pause_s))
-            if piece is None:
-                await self._closed.wait()
-            if self._closed.is_set():
-                raise httpx.ReadError("closed")
+            await silence(self._closed, None if piece is None else WORLD.delay(self._pause_s))
             if isinstance(piece, Exception):
                 raise piece
             assert piece
@@ -562,7 +568,7 @@ class SimUpstream(httpx.AsyncBaseTransport):
         return httpx.Response(status, stream=SimBody(self._closed, [json.dumps(value).encode()]))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(WORLD.delay(0.01))
+        await silence(self._closed, WORLD.delay(0.01))
         if WORLD.upstream_down:
             raise httpx.ConnectError("connection refused")
         if request.url.path.endswith("/models"):
@@ -574,8 +580,7 @@ class SimUpstream(httpx.AsyncBaseTransport):
         if script == "no connection":
             raise httpx.ConnectError("connection refused")
         if script == "nothing":
-            await self._closed.wait()
-            raise httpx.ReadError("closed")
+            await silence(self._closed, None)
         if script.isdigit():
             return self._whole(int(script), {"error": {"message": "no", "code": "no"}})
         content = body["messages"][-1]["content"]
