@@ -27,6 +27,7 @@ import gc
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import shutil
@@ -41,6 +42,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1093,7 +1095,7 @@ def run(seed: int, n_events: int = N_EVENTS, without: frozenset[str] = frozenset
 
 
 def outcomes(seeds: list[int], n_at_once: int = 1, *args: Any) -> Iterator[Json]:
-    """Run seeds, each in a process of its own: all begin from the same state."""
+    """Run seeds, each in a process of its own: all begin from the same state. Yield what ends first."""
     fork = multiprocessing.get_context("fork")
 
     def begin(seed: int) -> Any:
@@ -1103,11 +1105,14 @@ def outcomes(seeds: list[int], n_at_once: int = 1, *args: Any) -> Iterator[Json]
         writing.close()
         return reading
 
-    running = deque(map(begin, seeds[:n_at_once]))
-    for seed in seeds[n_at_once:]:
-        yield running.popleft().recv()
-        running.append(begin(seed))
-    yield from (reading.recv() for reading in running)
+    waiting = iter(seeds)
+    running = [*map(begin, islice(waiting, n_at_once))]
+    while running:
+        ended: list[Any] = multiprocessing.connection.wait(running)
+        for reading in ended:
+            running.remove(reading)
+            running += map(begin, islice(waiting, 1))
+            yield reading.recv()
 
 
 def law_of(error: str) -> str:
