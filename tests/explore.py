@@ -84,11 +84,6 @@ def cases(name: str) -> dict[str, Case]:
 CASES, LARGE = cases("cases"), cases("large")
 
 
-def law(holds: object, says: str) -> None:
-    if not holds:
-        raise AssertionError(says)
-
-
 COPY = {kind: kind.copy for kind in (list, dict, set, OrderedDict, Counter)} | {count: copy}
 
 
@@ -247,7 +242,7 @@ class World:
         n_rows = min(span.end - len(x.drafts), len(right) - 1) if one.slot is not None else 0
         for row in range(n_rows):
             got = self.memory.get((span.pages[row // PAGE], row % PAGE))
-            law(got == right[: row + 2], f"row {row} of {name(one)} is {got}, expected {right[: row + 2]}")
+            assert got == right[: row + 2], f"row {row} of {name(one)} is {got}, expected {right[: row + 2]}"
         chosen = [self.script.get(text, OTHER) for text in texts[len(texts) - span.n_wanted :]]
         if chosen:
             self.newest[span.slot] = chosen[-1]
@@ -260,26 +255,26 @@ class World:
         scheduler, pool = self.scheduler, self.scheduler.pool
         users = Counter(page for one in self.sequences if one for page in one.page_table)
         for page, n in enumerate(pool._n_users):
-            law(n == users[page], f"page {page} counts {n} users, and {users[page]} page tables have it")
-            law((page in pool._free) != (page in users), f"page {page} is free and in use, or neither")
+            assert n == users[page], f"page {page} counts {n} users, and {users[page]} page tables have it"
+            assert (page in pool._free) != (page in users), f"page {page} is free and in use, or neither"
         slots = [*scheduler._free_slots, *(one.slot for one in scheduler.running)]
-        law(sorted(slots) == [*range(self.case.max_batch)], f"the slots are {slots}")
-        law(dict(map(reversed, pool._hash_of.items())) == pool._page_of, "a page is found twice")
+        assert sorted(slots) == [*range(self.case.max_batch)], f"the slots are {slots}"
+        assert dict(map(reversed, pool._hash_of.items())) == pool._page_of, "a page is found twice"
         for page, digest in pool._hash_of.items():
             text = self.memory.get((page, PAGE - 1), ())
-            law(digest == self.digest(text), f"page {page} is found for another text than {text}")
+            assert digest == self.digest(text), f"page {page} is found for another text than {text}"
         order = [*scheduler.running, *scheduler.waiting]
         arrivals = sorted((one.owner, i, one.arrival) for i, one in enumerate(order))
         for (owner, _, a), (other, _, b) in pairwise(arrivals):
-            law(owner != other or a < b, f"the sequences of {owner} are not in the order of their arrival")
+            assert owner != other or a < b, f"the sequences of {owner} are not in the order of their arrival"
         for one in filter(None, self.sequences):
             answer = self.case.requests[one.number].answer
-            law(one.output == answer[: len(one.output)], f"{name(one)} says {one.output}, alone {answer}")
+            assert one.output == answer[: len(one.output)], f"{name(one)} says {one.output}, alone {answer}"
             is_whole = one.output == answer
-            law(is_whole == bool(one.finish), f"{name(one)} ends after {one.output}, or does not")
+            assert is_whole == bool(one.finish), f"{name(one)} ends after {one.output}, or does not"
             is_out = one.finish or one.number in self.left
-            law((one in order) != bool(is_out), f"{name(one)} is lost, or does not leave")
-            law(one in scheduler.running or not one.page_table, f"{name(one)} has pages, and does not run")
+            assert (one in order) != bool(is_out), f"{name(one)} is lost, or does not leave"
+            assert one in scheduler.running or not one.page_table, f"{name(one)} has pages, and does not run"
 
     def check_step(self, batch: list[Any], before: list[Any]) -> None:
         """See whether the laws of a step hold that has been scheduled; `before`: those that ran."""
@@ -290,37 +285,37 @@ class World:
             one = x.sequence
             for context in x.contexts:
                 has_mask = not one.constraint or context.mask == len(one.output) + context.n_unread + 1
-                law(has_mask, f"{name(one)} chooses without the mask of its output")
+                assert has_mask, f"{name(one)} chooses without the mask of its output"
             is_needed = x.span.end < len(one.prompt) + one.max_tokens
-            law(is_needed, f"{name(one)} computes a row after which nothing comes")
+            assert is_needed, f"{name(one)} computes a row after which nothing comes"
             end = (x.span.start // PAGE + 1) * PAGE
             if x.is_prefill and end < one.n_tokens:  # the page of the last token is for one alone
                 pages[self.case.requests[one.number].text[: end + 1]] += 1
-        law(max(pages.values(), default=0) < 2, "a page of a prompt is computed twice in a step")
+        assert max(pages.values(), default=0) < 2, "a page of a prompt is computed twice in a step"
         for one in before:
             if one.slot is None:
-                law(one in self.scheduler.left, f"the constraint of {name(one)} goes on")
-                law(not self.in_flight, f"{name(one)} is preempted while a step is in flight")
+                assert one in self.scheduler.left, f"the constraint of {name(one)} goes on"
+                assert not self.in_flight, f"{name(one)} is preempted while a step is in flight"
                 is_of_use = {each.owner for each in running} - {each.owner for each in before}
-                law(one.preempted_for == "pages" or is_of_use, f"{name(one)} gives way for nothing")
+                assert one.preempted_for == "pages" or is_of_use, f"{name(one)} gives way for nothing"
         for one in running:
             fewer = [each for each in waiting if owners[each.owner] + 1 < owners[one.owner]]
-            law(one in before or not fewer, f"{name(one)} goes before {[*map(name, fewer)]}")
+            assert one in before or not fewer, f"{name(one)} goes before {[*map(name, fewer)]}"
             others = [each for each in running if each is not one]
             is_known = one in before or not others or owners[one.owner] > 1 or self.case.speculate
-            law(is_known or self.has_room(one, others), f"{name(one)} is let in, and has no room to grow")
+            assert is_known or self.has_room(one, others), f"{name(one)} is let in, and has no room to grow"
         if not self.in_flight:  # whoever can run does
             idle = [one for one in running if one not in in_batch and not one.awaits_mask]
             are_prompts = all(one.is_prefilling for one in idle)
-            law(are_prompts, f"of {[*map(name, idle)]} one decodes, not in this step")
-            law(batch or not idle, "nothing is computed, although a sequence could run")
-            law(running or not waiting, "nothing runs, and a sequence waits")
+            assert are_prompts, f"of {[*map(name, idle)]} one decodes, not in this step"
+            assert batch or not idle, "nothing is computed, although a sequence could run"
+            assert running or not waiting, "nothing runs, and a sequence waits"
             youngest = {one.owner: one for one in running}  # an older one would wait behind it
             for one in youngest.values():
                 others = [each for each in running if each is not one]
                 for newcomer in waiting if owners[one.owner] > 1 else []:
                     is_right = owners[newcomer.owner] or not self.has_room(newcomer, others)
-                    law(is_right, f"{name(newcomer)} waits, and would have room without {name(one)}")
+                    assert is_right, f"{name(newcomer)} waits, and would have room without {name(one)}"
 
     def has_room(self, newcomer: Any, others: list[Any]) -> bool:
         """Return whether it could run beside the others, with a page more for each of them."""

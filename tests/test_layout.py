@@ -4,6 +4,7 @@ import ast
 import sys
 import tokenize
 from collections.abc import Container, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -29,6 +30,7 @@ MAY_IMPORT = {name: {*arrows} for name, arrows in TABLES["may_import"].items()}
 MAX_LINES = 70  # of a function
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
