@@ -90,11 +90,10 @@ COPY = {kind: kind.copy for kind in (list, dict, set, OrderedDict, Counter)} | {
 def copied(old: Any) -> Any:
     """Return a copy of an object, whose lists, dictionaries and counters are its own."""
     new = object.__new__(type(old))
-    values = vars(new)
-    values.update(vars(old))
+    new.__dict__.update(vars(old))
     for name, value in vars(old).items():
         if copy_of := COPY.get(type(value)):
-            values[name] = copy_of(value)
+            new.__dict__[name] = copy_of(value)
     return new
 
 
