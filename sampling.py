@@ -12,8 +12,9 @@ Rules of this file:
    is), on the output so far and on the mask: never on the other sequences of the batch, nor on how the output
    was cut into steps.
 2. Logprobs are the model's own, before temperature, penalties and bias.
-3. A choice costs as much as its passes over the vocabulary. So tokens that cannot be chosen are left out
-   first. Probabilities are float32; sums over the whole vocabulary are float64.
+3. These functions are the spec: devices/cpu_sampling.py and kernels.cu choose the same tokens, faster. So the
+   result must not hang on the order of a sum or on whose exponential it is: probabilities are float32, by
+   exp(), which the former compiles; their sums are float64.
 
 Why functions over one row of logits, and not processors that each rewrite all logits: top_k, top_p and min_p
 each keep the likeliest tokens, so each is a threshold, and most tokens never reach the exponential. The price
@@ -23,7 +24,7 @@ is that the order of the steps is fixed here.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,15 +77,16 @@ class Choice(NamedTuple):
 
 def pick_token(logits: Array, context: Context) -> Choice:
     """Choose a token by the logits, (vocab_size,). A pure function: any thread may call it."""
-    if not np.isfinite(logits.max()):
-        return Choice(NO_TOKEN)
     sampling = context.sampling
     penalised = apply_penalties(logits, context)
+    if not np.isfinite([logits.max(), penalised.max()]).all():  # -inf: a mask that allows nothing
+        return Choice(NO_TOKEN)
     token_id = sample(penalised, context) if sampling.temperature else int(penalised.argmax())
     if sampling.n_top_logprobs is None:
         return Choice(token_id)
     logprobs = log_softmax(logits)  # the model's own: rule 2
-    return Choice(token_id, float(logprobs[token_id]), top_logprobs(logprobs, sampling.n_top_logprobs))
+    top = top_logprobs(logits, logprobs, sampling.n_top_logprobs)
+    return Choice(token_id, float(logprobs[token_id]), top)
 
 
 # --- logits to probabilities --------------------------------------------------------------------------------
@@ -120,47 +122,70 @@ def apply_penalties(logits: Array, context: Context) -> Array:
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------
 
 NEGLIGIBLE = 1e-17  # a probability relative to the likeliest token's: 10^5 such tokens add up to 10^-12
-RUN = 64  # the draw chooses a run of so many tokens first, then one of them
 
 
 def sample(logits: Array, context: Context) -> int:
     """Draw a token from the distribution that the request asks for."""
     sampling = context.sampling
     token_ids = candidates(logits, sampling)
-    if token_ids is not None:
-        logits = logits[token_ids]
-    probs = apply_top_p(apply_temperature(logits, sampling.temperature), sampling.top_p)
-    token_id = draw(probs, philox_uniform(sampling.seed, sampling.choice, context.n_output))
-    return token_id if token_ids is None else int(token_ids[token_id])
+    probs = apply_top_p(apply_temperature(logits[token_ids], sampling.temperature), sampling.top_p)
+    u = philox_uniform(sampling.seed, sampling.choice, context.n_output)
+    return int(token_ids[draw(probs, u)])
 
 
 # --- logits to probabilities --------------------------------------------------------------------------------
 
 
-def candidates(logits: Array, sampling: Sampling) -> NDArray[np.int64] | None:
+def margin(sampling: Sampling) -> np.float32:
+    """How far a logit may be below the largest: min_p keeps what is nearer, and nothing else is negligible.
+
+    min_p: https://arxiv.org/abs/2407.01082.
+    """
+    return np.float32(-math.log(max(sampling.min_p, NEGLIGIBLE)) * sampling.temperature)
+
+
+def candidates(logits: Array, sampling: Sampling) -> NDArray[np.int64]:
     """Return the ids of the tokens that may be chosen: top_k and min_p keep them, none is negligible.
 
-    None: all tokens, because few are too unlikely. Both keep the likeliest tokens, so both are thresholds.
-    min_p: https://arxiv.org/abs/2407.01082. top_k: https://arxiv.org/abs/1805.04833, section 5.4.
+    Both keep the likeliest tokens, so both are thresholds. top_k: https://arxiv.org/abs/1805.04833, section
+    5.4.
     """
-    log_min_p = math.log(max(sampling.min_p, NEGLIGIBLE))
-    least = logits.max() + np.float32(log_min_p * sampling.temperature)
-    limits_k = 0 < sampling.top_k < len(logits)
-    if limits_k:
-        k_th_largest = np.partition(logits, -sampling.top_k)[-sampling.top_k]
-        least = max(least, k_th_largest)
-    may_come = logits >= least
-    if not limits_k and sampling.min_p <= NEGLIGIBLE and np.count_nonzero(may_come) > len(logits) // 2:
-        return None
-    return np.flatnonzero(may_come)
+    least = logits.max() - margin(sampling)
+    if 0 < sampling.top_k < len(logits):
+        least = max(least, np.sort(logits)[-sampling.top_k])
+    return np.flatnonzero(logits >= least)
 
 
 def apply_temperature(logits: Array, temperature: float) -> Array:
     """Return exp(logit / temperature), scaled so that the likeliest token has 1."""
-    probs: Array = logits - logits.max()
+    scaled: Array = logits - logits.max()
     with np.errstate(over="ignore"):  # near 0 only the likeliest token keeps a probability above 0
-        probs /= max(temperature, 1e-30)  # which float32 holds
-    return np.exp(probs, out=probs)
+        scaled /= max(temperature, 1e-30)  # which float32 holds
+    return exp(scaled)
+
+
+def exp(x: Array) -> Array:
+    """e^x for x <= 88: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2; 0 below -87.
+
+    np.exp has other bits on other processors. This has the same on all, also where Numba compiles it for the
+    numbers of an array one by one.
+    """
+    x = np.maximum(x, UNDERFLOW)
+    n = np.floor(x * LOG2_E + HALF)
+    r = x - n * LN_2_UPPER - n * LN_2_LOWER
+    series: Any = TAYLOR[0]
+    for c in TAYLOR[1:]:
+        series = series * r + c
+    return series * np.int32(np.int32(n + BIAS) << np.int32(23)).view(np.float32)  # type: ignore[no-any-return]
+
+
+HALF = np.float32(0.5)
+BIAS = np.float32(127)  # of a float32's exponent
+UNDERFLOW = np.float32(-88)  # at or below this x, e^x becomes 0; e^88 is still finite
+LOG2_E = np.float32(1 / math.log(2))
+LN_2_UPPER = np.float32(355 / 512)  # has so few bits that n times it is exact
+LN_2_LOWER = np.float32(math.log(2) - 355 / 512)
+TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
 
 
 def apply_top_p(probs: Array, top_p: float) -> Array:
@@ -171,13 +196,9 @@ def apply_top_p(probs: Array, top_p: float) -> Array:
     """
     if top_p == 1:
         return probs
-    total = probs.sum(dtype=np.float64)
-    # The tokens below this threshold add up to less than 1 - top_p, so top_p drops them without a sort.
-    negligible = (1 - top_p) * total / len(probs)
-    likely = np.flatnonzero(probs >= negligible)  # three times as fast as an index of booleans
-    descending = np.sort(probs[likely])[::-1]
-    n_nucleus = int(np.searchsorted(np.cumsum(descending, dtype=np.float64), top_p * total)) + 1
-    threshold = descending[:n_nucleus][-1]  # rounding may make n_nucleus one too many
+    descending = np.sort(probs)[::-1]
+    ends = np.cumsum(descending, dtype=np.float64)
+    threshold = descending[np.searchsorted(ends, top_p * ends[-1])]
     return probs * (probs >= threshold)  # type: ignore[no-any-return]
 
 
@@ -185,22 +206,10 @@ def apply_top_p(probs: Array, top_p: float) -> Array:
 
 
 def draw(probs: Array, u: float) -> int:
-    """Draw a token: the inverse of the cumulative distribution, in the order of token ids, at u in [0, 1).
-
-    It draws a run of tokens, then one of these: a cumulative sum is slow, one addition after another.
-    """
-    sums = np.add.reduceat(probs, np.arange(0, len(probs), RUN))
-    run, position = reached(sums, u * sums.sum(dtype=np.float64))
-    token, _ = reached(probs[run * RUN :][:RUN], position)
-    return run * RUN + token
-
-
-def reached(weights: Array, position: float) -> tuple[int, float]:
-    """Return the index of the weight at a position of the cumulative sum, and the offset in that weight."""
-    ends = np.cumsum(weights, dtype=np.float64)
-    position = min(position, np.nextafter(ends[-1], 0))  # rounding must not reach the end
-    i = int(np.searchsorted(ends, position, side="right"))
-    return i, max(0.0, position - (ends[i] - weights[i]))
+    """Draw a token: the inverse of the cumulative distribution, in the order of token ids, at u in [0, 1)."""
+    ends = np.cumsum(probs, dtype=np.float64)
+    position = min(u * ends[-1], np.nextafter(ends[-1], 0))  # rounding must not reach the end
+    return int(np.searchsorted(ends, position, side="right"))
 
 
 def philox_uniform(seed: int, choice: int, number: int) -> float:
@@ -223,10 +232,7 @@ def log_softmax(logits: Array) -> Array:
     return logprobs
 
 
-def top_logprobs(logprobs: Array, n: int) -> tuple[tuple[int, float], ...]:
+def top_logprobs(logits: Array, logprobs: Array, n: int) -> tuple[tuple[int, float], ...]:
     """Return the n likeliest tokens as (token_id, logprob), likeliest first; of equals the smallest ids."""
-    if n == 0:
-        return ()
-    likely = np.flatnonzero(logprobs >= np.partition(logprobs, -n)[-n])
-    token_ids = likely[np.argsort(-logprobs[likely], kind="stable")][:n]
+    token_ids = np.argsort(-logits, kind="stable")[:n]
     return tuple(zip(token_ids.tolist(), logprobs[token_ids].tolist(), strict=True))
