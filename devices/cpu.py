@@ -25,6 +25,7 @@ import ctypes
 import importlib.metadata
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -38,19 +39,23 @@ from checkpoint.config import Config
 from checkpoint.weights import Layer, Matrix, Packer, Weights
 from devices.cpu_kernels import (
     ATTENTION_ROWS,
-    SHARED,
     attention,
     compiling,
     numba_config,
     product,
     rms_norm,
     rotate_and_cache,
+    shared,
     silu_product,
     store_rows,
 )
+from devices.cpu_sampling import SETTINGS, choose_rows, settings
+from devices.kernels import CHOICE_WIDTH
 from devices.microkernel import WIDTH, X_DTYPE
 from devices.panels import Panels, pack
-from model import PAGE, Array, Batch, Ints, Numbers, NumpyOps, Span, forward
+from devices.step_memory import read_choices, sampling_flags
+from model import PAGE, Array, Batch, Ints, Numbers, NumpyOps, Span
+from sampling import Choice, Context, Sampling, apply_penalties
 
 log = logging.getLogger("cpu")
 
@@ -108,12 +113,11 @@ class FastOps(NumpyOps):
 
         One thread computes it, then all.
         """
-        batch = Batch([Span(0, [0], [0], 0, 1)])
         try:
             with compiling():
                 for small in (sys.maxsize, 0):
                     self._small = small
-                    forward(self, self.weights, batch)
+                    self.launch([Span(0, [0], [0], 0, 1)], [Context(Sampling(), [], [])])
         except ValueError as error:  # no threading layer is installed; the message names the packages
             log.warning("one thread: %s", " ".join(str(error).split()))
             self._n_threads = 1
@@ -142,7 +146,7 @@ class FastOps(NumpyOps):
     def _run(self, one: Any, n_multiplications: int, *arguments: Any) -> None:
         """Call a kernel, with all threads if that is worth their waking up."""
         is_shared = self._n_threads > 1 and n_multiplications > self._small
-        (SHARED[one] if is_shared else one)(*arguments)
+        (shared(one) if is_shared else one)(*arguments)
 
     def _normed(self, x: Array, w: Array, y: Numbers) -> Numbers:
         """RMSNorm(x), written to y in the form that it has."""
@@ -201,6 +205,16 @@ class FastOps(NumpyOps):
         arguments = self._kv, i, sinks, tables, batch.positions, blocks, window
         self._run(attention, 2 * y.size * n_keys, heads, *arguments, y)
         return y.reshape(len(y), -1)
+
+    def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
+        """Choose as sampling.pick_token(), all rows at once."""
+        penalised = logits[:0]
+        if any(sampling_flags(context.sampling) or context.mask is not None for context in contexts):
+            penalised = np.stack(list(map(apply_penalties, logits, contexts)))
+        choices = np.zeros((len(logits), CHOICE_WIDTH), np.int32)
+        arguments = logits, penalised, np.array([settings(context) for context in contexts], SETTINGS)
+        self._run(choose_rows, 8 * logits.size, *arguments, choices)
+        return read_choices(choices, contexts)
 
 
 def attention_tasks(batch: Batch, n_threads: int) -> tuple[Ints, Ints]:

@@ -4,7 +4,7 @@
     heads --rotate_and_cache()--> KV cache --attention()--> y
 
 Numba compiles them. They declare no types, because Numba takes those of the arguments; the docstrings give
-the shapes. Each kernel that has a prange is compiled twice: for one thread, and for all (SHARED).
+the shapes. Each kernel that has a prange is compiled twice: for one thread, and for all (shared).
 
 Authority: https://numba.readthedocs.io/en/stable/user/parallel.html for threads; for attention in pieces
 "Self-attention Does Not Need O(n^2) Memory" (https://arxiv.org/abs/2112.05682).
@@ -19,9 +19,9 @@ Not here: the ops (cpu.py), how weights become panels (panels.py), the loop of a
 """
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -33,11 +33,13 @@ from numba import njit, prange, types
 from numba.core import event
 from numba.extending import overload
 
+import sampling
 from checkpoint.default_model import HubError
 from devices import microkernel
 from devices.kernels import cache_file
 from devices.microkernel import AHEAD, BLOCK, WIDTH, X_DTYPE, X_HEADER
 from model import PAGE
+from sampling import UNDERFLOW
 
 log = logging.getLogger("cpu")
 
@@ -110,6 +112,7 @@ kernel = njit(fastmath=LIBERTIES, **OPTIONS)
 row_kernel = njit(fastmath=ROW_LIBERTIES, **OPTIONS)
 
 
+@cache
 def shared(one: Any) -> Any:
     """A kernel with prange, compiled once more, for all threads; the other is for one.
 
@@ -243,25 +246,8 @@ def silu_product(gate_up, y):
         store_row(h, y[r])
 
 
-@njit(inline="always")
-def exp(x):
-    """e^x for x <= 88: 2^n times the Taylor series of e^r, |r| <= ln(2) / 2; 0 below -87."""
-    x = max(x, UNDERFLOW)
-    n = np.floor(x * LOG2_E + HALF)
-    r = x - n * LN_2
-    series = TAYLOR[0]
-    for c in TAYLOR[1:]:
-        series = series * r + c
-    return series * np.int32(np.int32(n + BIAS) << np.int32(23)).view(np.float32)
-
-
+exp: Any = njit(inline="always")(sampling.exp)
 ONE = np.float32(1)
-HALF = np.float32(0.5)
-BIAS = np.float32(127)  # of a float32's exponent
-UNDERFLOW = np.float32(-88)  # at or below this x, e^x becomes 0; e^88 is still finite
-LN_2 = np.float32(math.log(2))
-LOG2_E = np.float32(1 / math.log(2))
-TAYLOR = tuple(np.float32(1 / math.factorial(k)) for k in range(7, -1, -1))
 
 # --- attention ----------------------------------------------------------------------------------------------
 # Row by row: which keys a row sees, and in which order, follows from its position alone. The rows of a block
@@ -333,19 +319,31 @@ def add_product(x, panels, y, adds, ahead):
 
 @kernel
 def largest(s):
-    """The largest of s float32. A compiler takes integers side by side, floats one by one.
+    """The largest of s float32; NaN if there is one.
 
-    With the other bits of negative numbers inverted, bits are in the order of the numbers.
+    A compiler takes integers side by side, floats one by one. Above -inf as integers of 32 bits without sign,
+    a NaN is the largest, of either sign.
     """
-    most = LEAST_BITS
+    most = np.uint32(0)
     bits = s.view(np.int32)
     for j in range(len(bits)):
-        most = max(most, bits[j] ^ ((bits[j] >> 31) & NO_SIGN))
-    return np.int32(most ^ ((most >> 31) & NO_SIGN)).view(np.float32)
+        most = max(most, np.uint32(rank(bits[j]) - LEAST_RANK))
+    return number_of(np.int32(most) + LEAST_RANK)
+
+
+@njit(inline="always")
+def rank(bits):
+    """Bits in the order of the numbers, if the other bits of negative ones are inverted. Its own inverse."""
+    return bits ^ ((bits >> 31) & NO_SIGN)
+
+
+@njit(inline="always")
+def number_of(rank_of_it):
+    return np.int32(rank(np.int32(rank_of_it))).view(np.float32)
 
 
 LEAST = np.float32(-1e38)
-LEAST_BITS = np.int32(-(2**31))
+LEAST_RANK = (~INFINITY).view(np.int32)  # of -inf
 
 
 @row_kernel
@@ -430,7 +428,3 @@ def attention(heads, kv, i, sinks, page_tables, positions, blocks, window, y):
         rows, page_table = positions[first:stop], page_tables[number]
         h = task % n_kv_heads
         attend_block(heads[first:stop], kv, i, h, sinks, page_table, rows, window, y[first:stop])
-
-
-KERNELS = (product, store_rows, rms_norm, silu_product, rotate_and_cache, attention)
-SHARED = {one: shared(one) for one in KERNELS}  # the same for all threads

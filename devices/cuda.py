@@ -56,6 +56,7 @@ from devices.step_memory import (
     follow,
     is_prompt,
     pick_fields,
+    read_choices,
     row_fields,
     sampling_flags,
     step_layout,
@@ -302,7 +303,7 @@ class CudaOps:
     def read(self, step: HostMemory) -> list[Choice]:
         """Wait for the step; return one choice for each of its contexts."""
         step.arrived.synchronize()
-        choices = step.read_choices()
+        choices = read_choices(step.choices, step.contexts)
         step.free.append(step)
         return choices
 

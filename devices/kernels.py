@@ -175,8 +175,9 @@ def check_sizes(config: Config) -> None:
 
 
 def cache_file(*facts: object) -> Path:
-    """Return where to keep what follows from these facts, kernels.cu and the code of this folder."""
-    sources = [path.read_bytes() for path in (FAST_CODE, *sorted(PLAIN_CODE.parent.glob("*.*")))]
+    """Where to keep what follows from these facts, kernels.cu, sampling.py and the code of this folder."""
+    paths = FAST_CODE, FAST_CODE.with_name("sampling.py"), *sorted(PLAIN_CODE.parent.glob("*.*"))
+    sources = [path.read_bytes() for path in paths]
     digest = hashlib.sha256(b"".join([*sources, repr((PAGE, *facts)).encode()])).hexdigest()
     return cache_folder() / "kernels" / digest[:16]
 

@@ -39,7 +39,7 @@ from devices.kernels import (
     Named,
 )
 from model import Span
-from sampling import Choice, Context, Sampling
+from sampling import NO_TOKEN, Choice, Context, Sampling
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -95,18 +95,6 @@ class HostMemory:
             flat[: len(values)] = values
             flat[len(values) :] = PADDING.get(name, 0)
 
-    def read_choices(self) -> list[Choice]:
-        """The choices that have arrived."""
-        choices = list(map(Choice, self.choices[: len(self.contexts), 0].tolist()))
-        for i, context in enumerate(self.contexts):
-            n = context.sampling.n_top_logprobs
-            if n is not None:
-                row = self.choices[i]
-                logprobs = row.view(np.float32)
-                top = zip(row[2 : 2 + n].tolist(), logprobs[2 + MAX_TOP :].tolist(), strict=False)
-                choices[i] = Choice(int(row[0]), float(logprobs[1]), tuple(top))
-        return choices
-
 
 class StepMemory(NamedTuple):
     """The memory for steps of one size: on the device, and on the host for each step in flight."""
@@ -120,6 +108,19 @@ class StepMemory(NamedTuple):
 def bucket(n: int) -> int:
     """The least power of two that is n or more."""
     return 1 << (n - 1).bit_length()
+
+
+def read_choices(rows: Any, contexts: Sequence[Context]) -> list[Choice]:
+    """Choices of rows (n, CHOICE_WIDTH) int32: token, its logprob, the likeliest tokens, their logprobs."""
+    choices = list(map(Choice, rows[: len(contexts), 0].tolist()))
+    for i, context in enumerate(contexts):
+        n = context.sampling.n_top_logprobs
+        if n is not None and choices[i].token_id != NO_TOKEN:
+            row = rows[i]
+            logprobs = row.view(np.float32)
+            top = zip(row[2 : 2 + n].tolist(), logprobs[2 + MAX_TOP :].tolist(), strict=False)
+            choices[i] = Choice(int(row[0]), float(logprobs[1]), tuple(top))
+    return choices
 
 
 # ---- a step ------------------------------------------------------------------------------------------------

@@ -24,13 +24,15 @@ from devices import cpu_kernels as kernels
 from devices import kernels as gpu_kernels
 from devices import microkernel
 from devices.cpu import NOTHING, SMALL, FastOps
-from devices.cpu_kernels import KERNELS, SHARED, SPAN
+from devices.cpu_kernels import SPAN, shared
+from devices.cpu_sampling import choose_rows
 from devices.microkernel import FAST_BFLOAT16, FEATURES, WIDTH
 from devices.panels import Panels, pack, pack_blocks, pack_floats
 from helpers.device_ops import sweep
 from helpers.serving import TINY, until
 from model import PAGE, Array, Batch, NumpyOps, Span, forward
 from parity import CASES, write
+from sampling import Context, Sampling
 
 
 def random(*shape: int) -> Array:
@@ -173,24 +175,36 @@ def test_rounding_to_bfloat16() -> None:
     assert np.array_equal(unpacked(stored), expected, equal_nan=True)
 
 
+KERNELS = [
+    kernels.product,
+    kernels.store_rows,
+    kernels.rms_norm,
+    kernels.silu_product,
+    kernels.rotate_and_cache,
+    kernels.attention,
+    choose_rows,
+]
+
+
 def test_what_threads_share_is_compiled_for_threads() -> None:
     """Numba's cache once gave the kernel of one thread for both, for it was made of the same function."""
     ops()
-    for one, shared in SHARED.items():
-        assert one.py_func.__qualname__ != shared.py_func.__qualname__  # what the cache tells functions by
-        for kernel, is_parallel in ((one, False), (shared, True)):
+    for one in KERNELS:
+        assert one.py_func.__qualname__ != shared(one).py_func.__qualname__  # by which the cache tells them
+        for kernel, is_parallel in ((one, False), (shared(one), True)):
             assert all(bool(result.reload_init) is is_parallel for result in kernel.overloads.values())
 
 
 def test_nothing_is_left_to_compile_for_the_first_request() -> None:
     config = read_config(TINY)
-    kernels: list[Any] = [*KERNELS, *SHARED.values()]
+    kernels: list[Any] = [*KERNELS, *map(shared, KERNELS)]
     weights = read_weights(TINY, config, pack)
     FastOps(config, weights, PAGE, 1, 1)
     before = [list(kernel.overloads) for kernel in kernels]
     for prompts in ([[1] * 60], [[1] * 5] * 9, [[1]] * 9):
         spans = [Span(i, [i], prompt, 0, 1) for i, prompt in enumerate(prompts)]
-        forward(FastOps(config, weights, PAGE, 9, 9), weights, Batch(spans))
+        contexts = [Context(Sampling(seed=i, logit_bias={i: 1.0}), [], []) for i in range(len(spans))]
+        FastOps(config, weights, PAGE, 9, 9).launch(spans, contexts)
     assert [list(kernel.overloads) for kernel in kernels] == before
 
 

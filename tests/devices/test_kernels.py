@@ -16,10 +16,10 @@ from checkpoint.weights import bfloat16, unpacked
 from devices.cuda import CudaOps
 from devices.kernels import PLAIN, PLAIN_CODE, SHAPES, shape_for, signatures
 from helpers import device_ops, emulator
-from helpers.device_models import SAMPLINGS, by_steps, ops_on, rows, sampling_of, tokens
+from helpers.device_models import SAMPLINGS, by_steps, ops_on, rows, same, sampling_of, tokens
 from helpers.device_ops import CONFIGS, MIXTURES, Both, PlainOps, best, both, near, noise, span, sweep
 from model import PAGE, Array, Batch, Span
-from sampling import NO_TOKEN, Choice, Context, Sampling, pick_token
+from sampling import NO_TOKEN, Context, Sampling, pick_token
 
 pytestmark = pytest.mark.skipif(emulator.MISSING is not None, reason=str(emulator.MISSING))
 
@@ -151,14 +151,6 @@ def test_pick(name: str, changes: dict[str, Any], allowed: Any, order: int) -> N
     contexts = [Context(sampling, [3, 3, 500, 999], [4, 4, 4, 500, 17], mask) for sampling in samplings]
     for got, logits, context in zip(m.pick(raw, contexts), raw, contexts, strict=True):
         assert same(got, pick_token(logits, context))
-
-
-def same(got: Choice, expected: Choice) -> bool:
-    ids, logprobs = list[list[int]](), list[Array]()
-    for choice in (got, expected):
-        ids.append([choice.token_id, *(token_id for token_id, _ in choice.top)])
-        logprobs.append(np.array([choice.logprob, *(logprob for _, logprob in choice.top)], np.float32))
-    return ids[0] == ids[1] and np.allclose(logprobs[0], logprobs[1], rtol=0, atol=1e-4, equal_nan=True)
 
 
 def test_the_best_is_forgotten_once_it_is_picked() -> None:

@@ -86,6 +86,15 @@ def apart(some: Sequence[Choice], others: Sequence[Choice]) -> float:
     return float(np.sqrt(np.mean(np.square(np.diff(pairs)))))
 
 
+def same(got: Choice, expected: Choice, limit: float = 1e-4) -> bool:
+    """The same tokens; logprobs are that far apart at most."""
+    ids, logprobs = list[list[int]](), list[Any]()
+    for choice in (got, expected):
+        ids.append([choice.token_id, *(token_id for token_id, _ in choice.top)])
+        logprobs.append(np.array([choice.logprob, *(logprob for _, logprob in choice.top)], np.float32))
+    return ids[0] == ids[1] and np.allclose(logprobs[0], logprobs[1], rtol=0, atol=limit, equal_nan=True)
+
+
 def by_steps(ops: Any, spans: Sequence[Span], sampling: Sampling = BITS) -> list[Choice]:
     """Run one span after another, each in a step of its own."""
     return [choice for span in spans for got in choices(ops, [span], sampling) for choice in got]
