@@ -509,6 +509,8 @@ class Lane:
             law(is_known, "socket: its lane has not forgotten", parent)
         elif response.get("status") in TERMINAL:
             self._forget()
+            is_steered = (response["incomplete_details"] or {}).get("reason") == "steered"
+            law(not (is_steered and results_of(response["output"])), "socket: steered in a call:", response)
             is_counted = response["usage"] or not response["output"] or response["model"] == FAR
             law(is_counted or response["status"] == "failed", "socket: counts no tokens:", response["id"])
             if response["status"] != "failed":
@@ -518,6 +520,16 @@ class Lane:
         if not self.is_kept:
             self.forgotten.add(self.last)
         self.last, self.is_kept = "", False
+
+
+# How often the client of a WebSocket steers at an event.
+STEERED_AT = {"in_progress": 0.2, "output_text.delta": 0.2, "function_call_arguments.delta": 0.5}
+
+
+def results_of(output: list[Json]) -> list[Json]:
+    """Return what a client says of the calls in an output."""
+    ids = [item["call_id"] for item in output if item["type"] == "function_call"]
+    return [{"type": "function_call_output", "call_id": id_, "output": "42"} for id_ in ids]
 
 
 # --- what clients do ----------------------------------------------------------------------------------------
@@ -551,6 +563,8 @@ class Clients:
         if self.world.chance(0.1):
             parameters = {"type": "object", "description": "z" * self.random.choice((10, 3_000, 20_000))}
             body["tools"] = [{"type": "function", "name": "f", "parameters": parameters}]
+        elif self.world.chance(0.3):
+            body |= {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 60}  # it may call
         return body
 
     async def create(self) -> None:
@@ -693,7 +707,8 @@ class Clients:
     async def socket(self) -> None:
         """Take turns in lanes of a WebSocket, one after another or at once, and steer; then leave."""
         world, lanes, n_ended = self.world, defaultdict[str, Lane](Lane), 0
-        steered = dict[str, str]()  # accepted steers that no response has as input yet, by what they steer
+        steered = dict[str, str]()  # accepted steers that no response has as input yet: what they steer
+        pending = set[str]()  # what called tools before it was steered
         connection = self.connection(self.random.choice(KEYS), "", "/v1/responses")
         connection.messages.put_nowait({"type": "websocket.connect"})
 
@@ -724,15 +739,23 @@ class Clients:
                 for more in (first, {}):  # the first one may fail, or is refused
                     n_turns += 1
                     more = {"previous_response_id": response["id"], "store": world.chance(0.5)} | more
-                    say("response.create", **self.body() | {"stream_id": name} | more)
-            elif type_ in ("response.in_progress", "response.output_text.delta") and world.chance(0.3):
+                    more |= {"input": results_of(response["output"]) or "hi", "stream_id": name}
+                    say("response.create", **self.body() | more)
+            elif type_ == "response.steer.pending" and lane.newest not in pending:
+                n_turns += 1
+                pending.add(lane.newest)
+                world.counts["steers after calls"] += 1
+                results = [stub | {"output": "42"} for stub in event["required_input"]]
+                more = {"previous_response_id": lane.newest, "input": results, "stream_id": name}
+                say("response.create", **self.body() | more)
+            elif world.chance(STEERED_AT.get(type_.removeprefix("response."), 0)):
                 say("response.steer", input="more", previous_response_id=lane.newest)
-            begins_unasked = self.saw_steer(event, steered)
+            begins_unasked = self.saw_steer(event, steered, pending)
             n_turns += begins_unasked
             lane.hear(self.law, event, begins_unasked)
         connection.leave()
 
-    def saw_steer(self, event: Json, steered: dict[str, str]) -> bool:
+    def saw_steer(self, event: Json, steered: dict[str, str], pending: set[str]) -> bool:
         """Note what becomes of steers; return whether a response begins that nothing else has asked for."""
         steer, response = event.get("steer", {}), event.get("response", {})
         match event["type"]:
@@ -740,11 +763,13 @@ class Clients:
                 steered[steer["id"]] = steer["previous_response_id"]
             case "response.steer.failed" if "id" in steer:
                 self.law(steer["input"] == "more", "socket: not what was given", event)
+                is_early = "No tool output" in event["error"]["message"]
+                self.law(not is_early, "socket: a successor before the results", event)
                 self.law(steered.pop(steer["id"], ""), "socket: given back twice, or after its use", event)
             case "response.created" if response["previous_response_id"] in steered.values():
                 for id_ in [id_ for id_, of in steered.items() if of == response["previous_response_id"]]:
                     del steered[id_]
-                return True
+                return response["previous_response_id"] not in pending
         return False
 
 

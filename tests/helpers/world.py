@@ -337,6 +337,9 @@ class SimStore(Store):
 
 EOS, THINK, END_THINK = 2041, 2046, 2047  # of tests/models/tiny
 WORDS = 501, 345, 348, 291, 17, 156  # few, so drafts are right now and then; 156: one byte of a character
+LINE_ENDS = 198, 312  # of a prompt, which has one or two
+# <tool_call>{"name": "f", "arguments": {}}</tool_call>
+CALL = [2042, 266, 282, 257, 256, 69, 274, 256, 359, 257, 220, 90, 293, 2043]
 
 
 def grow(value: int, token_id: int, position: int) -> int:
@@ -344,11 +347,16 @@ def grow(value: int, token_id: int, position: int) -> int:
     return zlib.crc32(b"%d %d %d" % (value, token_id, position))
 
 
-def token_of(seen: int, choice: int) -> int:
-    """Return the token that follows what has been seen."""
+def token_of(seen: int, choice: int, last: list[int]) -> int:
+    """Return the token that follows what has been seen, the last tokens of which are these."""
+    for n in range(1, len(CALL)):
+        if last[-n:] == CALL[:n]:  # a call has begun
+            return CALL[n]
     n = zlib.crc32(b"%d %d" % (seen, choice))
     if n % 61 == 0:
         return EOS
+    if n % 2 and last[-1] in LINE_ENDS:
+        return CALL[0]
     return {1: THINK, 2: END_THINK}.get(n % 31) or WORDS[n % 7 % len(WORDS)]
 
 
@@ -358,8 +366,10 @@ def alone(sequence: scheduler.Sequence) -> Iterator[int]:
     for position, token_id in enumerate(sequence.prompt):
         value = grow(value, token_id, position)
         seen = zlib.crc32(np.int64(value).tobytes(), seen)
+    said = [*sequence.prompt]
     for n in range(sequence.max_tokens):
-        token_id = token_of(seen, sequence.sampling.choice)
+        token_id = token_of(seen, sequence.sampling.choice, said)
+        said.append(token_id)
         yield token_id
         if token_id in sequence.stop_token_ids:
             return
@@ -377,7 +387,7 @@ class HashRunner:
         self.config, self.n_pages, self.max_batch, self.n_ahead = config, n_pages, max_batch, n_ahead
         self.max_wanted = max_batch + WORLD.own.choice((0, 1, max_batch))  # the rest is for drafts
         self.about, self.degraded = {"device": "a hash"}, dict[str, str]()
-        self._kv = np.zeros((n_pages, PAGE), np.int64)
+        self._kv, self._tokens = np.zeros((2, n_pages, PAGE), np.int64)
         self._chosen = defaultdict[int, list[int]](list)  # by slot
 
     def launch(self, spans: list[model.Span], contexts: list[SamplingContext]) -> Any:
@@ -392,10 +402,12 @@ class HashRunner:
             for position, token_id in enumerate(token_ids, span.start):
                 before = self._kv[pages[(position - 1) // PAGE], (position - 1) % PAGE] if position else 0
                 self._kv[pages[position // PAGE], position % PAGE] = grow(before, token_id, position)
+                self._tokens[pages[position // PAGE], position % PAGE] = token_id
             choices = []
             for end in range(span.end - span.n_wanted + 1, span.end + 1):
                 seen = zlib.crc32(self._kv[pages].ravel()[:end].tobytes())
-                choices.append(Choice(token_of(seen, next(wanted).sampling.choice)))
+                last = self._tokens[pages].ravel()[max(0, end - len(CALL)) : end].tolist()
+                choices.append(Choice(token_of(seen, next(wanted).sampling.choice, last)))
             if choices and WORLD.device_nan and WORLD.own.random() < 0.02:
                 choices[-1] = Choice(NO_TOKEN)
             self._chosen[span.slot] = [choice.token_id for choice in choices]
