@@ -176,11 +176,12 @@ def draw(logits, maxima, s):
 
 
 @kernel
-def choose(raw, penalised, s, choice):
+def choose(raw, penalised, r, s, choice):
     """sampling.pick_token(); see choose_rows()."""
     maxima = raw_maxima = run_maxima(raw)
     logits = raw
-    for logits in penalised:
+    if len(penalised):  # by number: of a slice Numba would not know that numbers lie side by side
+        logits = penalised[r]
         maxima = run_maxima(logits)
     choice[0] = NO_TOKEN
     if not (np.isfinite(largest(raw_maxima)) and np.isfinite(largest(maxima))):
@@ -208,4 +209,4 @@ def choose_rows(logits, penalised, settings, choices):
     SETTINGS; choices (n_rows, CHOICE_WIDTH) int32, as step_memory.read_choices() takes them.
     """
     for r in prange(len(logits)):
-        choose(logits[r], penalised[r : r + 1], settings[r], choices[r])
+        choose(logits[r], penalised, r, settings[r], choices[r])
