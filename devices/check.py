@@ -37,7 +37,7 @@ from devices.cuda import NO_GRAPHS, OPS, CudaOps, plainly
 from devices.kernels import ANY_SHAPE, MAX_TOP, cache_file, options
 from devices.step_memory import DeviceStep
 from model import PAGE, NumpyOps, Span
-from sampling import Choice, Context, Sampling
+from sampling import NO_TOKEN, Choice, Context, Sampling
 
 # Rows of a sequence: prompt, decode, drafts, all of which are wanted; a prompt for all shapes of products,
 # attention by splits, chained
@@ -48,6 +48,7 @@ SLOTS = 4  # sequences of a batch, which have the same tokens; a power of two: n
 N_LAYERS = 4  # among which are windows, layers without rotation and experts, if the model has any
 PENALISED = Sampling(top_k=50, repetition_penalty=1.2, logit_bias={3: 2.0}, n_top_logprobs=MAX_TOP)
 DRAWN = Sampling(top_k=50, top_p=0.95, n_top_logprobs=MAX_TOP)
+NO_TOP = [(NO_TOKEN, np.nan)] * MAX_TOP  # of logits that are no numbers
 LIMIT = 0.03  # see gaps(): four steps of bfloat16
 ROWS = {"experts": 0.9}  # share of the rows that must be right: of a near tie another expert may be chosen
 EXACT = "count", "pick"  # they add whole numbers
@@ -150,7 +151,7 @@ def check(ops: CudaOps) -> None:
     host: Any = OnHost(weights)
     numpy = NumpyOps(ops.config, host, 3 * PAGE, 3 * SLOTS, SLOTS)
     runs = run(beside, SLOTS)[:FOR_NUMPY], run(numpy, 1, FOR_NUMPY)
-    tops: Any = [[choice.top for choices in steps for choice in choices] for steps in runs]
+    tops: Any = [[choice.top or NO_TOP for choices in steps for choice in choices] for steps in runs]
     distance = np.median(np.abs(np.subtract(*tops)[..., 1]))
     if not distance <= NUMPY_LIMIT:
         raise RuntimeError(f"logprobs by plain kernels are {distance:.2g} from NumPy's")

@@ -38,7 +38,7 @@ def test_every_op_is_plain() -> None:
 PRODUCTS = {"qkv": 3e-4, "gate_up": 2**-8, "logits": 3e-4, "out": 1e-6, "down": 1e-6}
 
 
-@pytest.mark.parametrize("n", [1, 31, 32, 33])
+@pytest.mark.parametrize("n", sweep([1, 31, 32, 33], [1, 33]))
 @pytest.mark.parametrize("name", sweep(["grouped", "plain"], ["grouped"]))
 def test_products(name: str, n: int) -> None:
     m = both(name, 0)
@@ -94,7 +94,7 @@ def test_what_a_product_prefetches_lies_in_its_weights(order: int) -> None:
     assert near(m.got("raw", 1), m.numpy._rms_norm(x, m.weights.norm) @ m.weights.head.T)
 
 
-@pytest.mark.parametrize("name", sweep(CONFIGS, ["grouped", "window", "sinks", "many-heads"]))
+@pytest.mark.parametrize("name", sweep(CONFIGS, ["grouped", "window", "sinks"]))
 def test_attend(name: str) -> None:
     """Queries that see one key, 31, 32, 33, and those of several pieces."""
     fast, plain = both(name, 0), both(name, 0, ops=PlainOps)
@@ -106,7 +106,7 @@ def test_attend(name: str) -> None:
         assert device_ops.attended_alike(fast.attended(n), got)
 
 
-@pytest.mark.parametrize("name", sweep(CONFIGS, ["grouped", "sinks", "many-heads", "large-head"]))
+@pytest.mark.parametrize("name", sweep(CONFIGS, ["grouped", "sinks", "window"]))
 def test_attention_has_the_same_bits_in_tiles_and_row_by_row(name: str) -> None:
     m, n = both(name, 0), 150
     qkv = m.qkv_noise(n)
