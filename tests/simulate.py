@@ -500,7 +500,10 @@ class Lane:
             expected = is_gone or event["status"] in (429, 502, 503) or error["code"] in known
             law(expected, "socket: error", event)
             self.is_in_turn &= event["status"] not in (429, 503)  # there was no room
-            if self.asked.popleft() == self.last:
+            law(
+                self.asked or event["status"] == 429, "socket: nothing was asked", event
+            )  # no room for a steer
+            if self.asked and self.asked.popleft() == self.last:
                 law(not (is_gone and self.is_in_turn), "socket: its lane has forgotten", self.last)
                 self._forget()
         elif type_ == "response.created" and not begins_unasked:
@@ -530,6 +533,11 @@ def results_of(output: list[Json]) -> list[Json]:
     """Return what a client says of the calls in an output."""
     ids = [item["call_id"] for item in output if item["type"] == "function_call"]
     return [{"type": "function_call_output", "call_id": id_, "output": "42"} for id_ in ids]
+
+
+def pending(steered: dict[str, str], became: dict[str, str]) -> bool:
+    """Return whether all accepted steers wait for a turn with the results of calls."""
+    return all(became.get(response_id) == "pending" for response_id in steered.values())
 
 
 # --- what clients do ----------------------------------------------------------------------------------------
@@ -577,6 +585,7 @@ class Clients:
         parent = random.choice(parents) if parents and world.chance(0.3) else None
         if parent:
             body["previous_response_id"] = parent.id
+            body["input"] = results_of(json.loads(parent.final)["output"]) or body["input"]
         slow = random.choice((0, 0, 0, 0.1, 5))
         connection = self.connection(key, "POST", "/v1/responses", body, slow=slow)
         known = Known(connection, key, body, world.now, world.disk_full or world.n_bad_writes > 0)
@@ -708,7 +717,7 @@ class Clients:
         """Take turns in lanes of a WebSocket, one after another or at once, and steer; then leave."""
         world, lanes, n_ended = self.world, defaultdict[str, Lane](Lane), 0
         steered = dict[str, str]()  # accepted steers that no response has as input yet: what they steer
-        pending = set[str]()  # what called tools before it was steered
+        became = dict[str, str]()  # "failed", or "pending": its steers wait for the results of its calls
         connection = self.connection(self.random.choice(KEYS), "", "/v1/responses")
         connection.messages.put_nowait({"type": "websocket.connect"})
 
@@ -725,7 +734,9 @@ class Clients:
             say("response.create", **self.body(), **more)
         if not connection.start(self.leaving(0.4, 2)):
             return
-        while (n_ended < n_turns or steered) and (text := await connection.chunks.get()) is not None:
+        while n_ended < n_turns or not pending(steered, became):
+            if (text := await connection.chunks.get()) is None:
+                break
             event = json.loads(text)
             name, type_, response = event.get("stream_id", ""), event["type"], event.get("response", {})
             lane = lanes[name]
@@ -741,35 +752,38 @@ class Clients:
                     more = {"previous_response_id": response["id"], "store": world.chance(0.5)} | more
                     more |= {"input": results_of(response["output"]) or "hi", "stream_id": name}
                     say("response.create", **self.body() | more)
-            elif type_ == "response.steer.pending" and lane.newest not in pending:
+            elif type_ == "response.steer.pending" and lane.newest not in became:
                 n_turns += 1
-                pending.add(lane.newest)
+                became[lane.newest] = "pending"
                 world.counts["steers after calls"] += 1
                 results = [stub | {"output": "42"} for stub in event["required_input"]]
                 more = {"previous_response_id": lane.newest, "input": results, "stream_id": name}
                 say("response.create", **self.body() | more)
             elif world.chance(STEERED_AT.get(type_.removeprefix("response."), 0)):
                 say("response.steer", input="more", previous_response_id=lane.newest)
-            begins_unasked = self.saw_steer(event, steered, pending)
+            begins_unasked = self.saw_steer(event, steered, became)
             n_turns += begins_unasked
             lane.hear(self.law, event, begins_unasked)
         connection.leave()
 
-    def saw_steer(self, event: Json, steered: dict[str, str], pending: set[str]) -> bool:
+    def saw_steer(self, event: Json, steered: dict[str, str], became: dict[str, str]) -> bool:
         """Note what becomes of steers; return whether a response begins that nothing else has asked for."""
         steer, response = event.get("steer", {}), event.get("response", {})
         match event["type"]:
+            case "response.failed":
+                became[response["id"]] = "failed"
             case "response.steer.accepted":
                 steered[steer["id"]] = steer["previous_response_id"]
             case "response.steer.failed" if "id" in steer:
                 self.law(steer["input"] == "more", "socket: not what was given", event)
                 is_early = "No tool output" in event["error"]["message"]
-                self.law(not is_early, "socket: a successor before the results", event)
+                has_failed = became.get(steer["previous_response_id"]) == "failed"
+                self.law(has_failed or not is_early, "socket: a successor before the results", event)
                 self.law(steered.pop(steer["id"], ""), "socket: given back twice, or after its use", event)
             case "response.created" if response["previous_response_id"] in steered.values():
                 for id_ in [id_ for id_, of in steered.items() if of == response["previous_response_id"]]:
                     del steered[id_]
-                return response["previous_response_id"] not in pending
+                return became.get(response["previous_response_id"]) != "pending"
         return False
 
 
