@@ -500,9 +500,8 @@ class Lane:
             expected = is_gone or event["status"] in (429, 502, 503) or error["code"] in known
             law(expected, "socket: error", event)
             self.is_in_turn &= event["status"] not in (429, 503)  # there was no room
-            law(
-                self.asked or event["status"] == 429, "socket: nothing was asked", event
-            )  # no room for a steer
+            # A steer that finds no room is refused by such an event, too.
+            law(self.asked or event["status"] == 429, "socket: nothing was asked", event)
             if self.asked and self.asked.popleft() == self.last:
                 law(not (is_gone and self.is_in_turn), "socket: its lane has forgotten", self.last)
                 self._forget()
