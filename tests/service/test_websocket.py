@@ -204,33 +204,6 @@ def until_it_calls(client: ClientConnection, n_characters: int) -> list[Json]:
     return events
 
 
-def test_a_response_that_calls_is_steered_after_its_results(server: Server, client: ClientConnection) -> None:
-    """Steers wait for the turn that brings them, also past other turns; here these make it too late."""
-    for is_next in (True, False):
-        events = until_it_calls(client, 30)
-        id_ = events[0]["response"]["id"]
-        for said in ("Stop", "now."):
-            steer(client, id_, said)
-        events += received(client)
-        pending = [json.loads(client.recv(PATIENCE_S)) for _ in range(2)]
-        (item,) = [item for item in events[-1]["response"]["output"] if item["type"] == "function_call"]
-        stub = {"type": "function_call_output", "call_id": item["call_id"], "name": "f"}
-        assert events[-1]["type"] == "response.completed"
-        assert [event["required_input"] for event in pending] == [[stub]] * 2
-        if not is_next:
-            assert answer(client, ASKED)["status"] == "completed"
-        send(client, ASKED | {"store": True, "previous_response_id": id_, "input": [stub | {"output": "42"}]})
-        *events, last = received(client)
-        if is_next:
-            asked = server.get(f"{RESPONSES}/{last['response']['id']}/input_items?order=asc").json["data"]
-            assert [item["content"][0]["text"] for item in asked[-3:-1]] == ["Stop", "now."]
-            assert asked[-1]["output"] == "42"
-        else:
-            assert [event["error"]["code"] for event in events] == ["successor_creation_failed"] * 2
-            assert [event["steer"] for event in events] == [event["steer"] for event in pending]
-            assert last["error"]["code"] == "previous_response_not_found"
-
-
 @pytest.mark.bug("M13")
 def test_a_response_is_not_steered(client: ClientConnection) -> None:
     """Bug: the answer was an `error` event, of which a client cannot tell what it is about.
