@@ -20,7 +20,8 @@ import json
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,6 +87,14 @@ def write(directory: Path, case: Case) -> None:
     for n, shard in enumerate(shards):
         tensors = {part.name: random_tensor(part.name, part.shape) for part in parts[n :: len(shards)]}
         write_tensors(directory / shard, tensors, case.dtype)
+
+
+@contextmanager
+def folder_of(name: str) -> Iterator[Path]:
+    """A folder that holds the model of a case, while it is entered."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), CASES[name])
+        yield Path(folder)
 
 
 def write_tensors(path: Path, tensors: dict[str, NDArray[Any]], dtype: str) -> None:
@@ -251,10 +260,9 @@ def chat_prompt(directory: Path, text: str) -> list[int]:
 def main() -> int:
     good = [mxfp4_is_theirs()]
     random_prompt = np.random.default_rng(PROMPT_SEED).integers(0, SMALL["vocab_size"], N_PROMPT).tolist()
-    for name, case in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder), case)
-            good.append(compare(name, Path(folder), random_prompt, CHECKED))
+    for name in CASES:
+        with folder_of(name) as folder:
+            good.append(compare(name, folder, random_prompt, CHECKED))
     real = {"tiny": (TINY, "What is 2+2? Answer with just the number."),
             "default": (hub.find(None), "What is the capital of France?")}  # fmt: skip
     for name, (directory, text) in real.items():

@@ -24,7 +24,7 @@ from course_pictures import PICTURES, picture
 from course import micro, numpy_micro
 from helpers.device_ops import sweep
 from helpers.emulator import MISSING
-from helpers.serving import ROOT, TINY, Server, environment, without
+from helpers.serving import ROOT, TINY, Server, environment, run, without
 from index import told
 from judge import CHAPTERS, exercises, versions
 from mutants import mutated
@@ -135,8 +135,7 @@ def test_one_page_is_one_page_and_encodes_as_the_library() -> None:
 def test_the_audit_of_one_page(tmp_path: Path) -> None:
     """Over NumPy, for it is faster; chapter 10 tells the figures."""
     with running("-m", "course.numpy_micro") as url:
-        command = [sys.executable, "-m", "audit", url, "--model", "tiny"]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
+        ended = run("-m", "audit", url, "--model", "tiny", timeout=None)
     assert ended.stdout.splitlines()[-1] in page("10-upstreams").read_text(encoding="utf-8")
 
 
@@ -170,9 +169,8 @@ def test_there_are_enough_with_three_wrong_fixes_and_two_right_ones_each() -> No
 
 
 def course(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "course", *words]
     path = environment() | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=path)
+    return run("-m", "course", *words, cwd=folder, env=path, timeout=None)
 
 
 @pytest.mark.timeout(300)
@@ -208,8 +206,7 @@ def test_the_words_of_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", sweep(["--few", *CHAPTERS], ["--few"]))
 def test_wrong_fixes_are_refused_and_right_ones_accepted(word: str) -> None:
     """Here two of a chapter; `make check` judges the whole table."""
-    command = [sys.executable, "tests/judge.py", word]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
+    ended = run("tests/judge.py", word, timeout=None)
     assert ended.returncode == 0, ended.stdout
     assert "right and accepted" in ended.stdout
     assert "wrong and refused" in ended.stdout

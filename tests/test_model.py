@@ -4,11 +4,9 @@ tests/checkpoint/test_parity.py compares the logits of these checkpoints with th
 """
 
 import itertools
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ import pytest
 from helpers.device_models import SAMPLINGS, sampling_of, tokens
 from helpers.device_ops import sweep
 from model import Array, Batch, NumpyOps, Span, forward
-from parity import CASES, Ours, prefill, write
+from parity import Ours, folder_of, prefill
 from sampling import Choice, Context, Sampling, philox_uniform, pick_token
 
 VARIED = ["mistral-window", "qwen3-moe-dense-layers", "gpt-oss", "phi-4-mini"]
@@ -26,9 +24,8 @@ MORE = ["llama-3.2-rope-parameters", "qwen3-layer-types", "smollm3-untied-biases
 
 @cache
 def ours(name: str) -> Ours:
-    with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), CASES[name])
-        return Ours(Path(folder))
+    with folder_of(name) as folder:
+        return Ours(folder)
 
 
 def run(model: Ours, spans: Sequence[Span]) -> Array:

@@ -1,19 +1,11 @@
 """The simulator: a seed is a run, no law breaks, and a planted bug is found and told in a short story."""
 
-import subprocess
-import sys
-
 import pytest
 
 from helpers.device_ops import sweep
-from helpers.serving import ROOT
+from helpers.serving import run
 
 pytestmark = pytest.mark.timeout(600)  # of a busy machine; on a quiet one they take half a minute
-
-
-def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tests/simulate.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_a_seed_is_a_run() -> None:
@@ -21,7 +13,7 @@ def test_a_seed_is_a_run() -> None:
 
     In this one a process is killed, the next one finds a row that is damaged, and its store's file is cut.
     """
-    one, other = (simulate("--seed", "76") for _ in range(2))
+    one, other = (run("tests/simulate.py", "--seed", "76", timeout=None) for _ in range(2))
     assert one.returncode == 0, one.stdout + one.stderr
     assert one.stdout.splitlines()[0] == other.stdout.splitlines()[0]
 
@@ -37,6 +29,6 @@ def test_no_law_breaks(n_seeds: int) -> None:
     for a client that has left, amid a stream or before an answer; a lane of a WebSocket that forgets what it
     can continue.
     """
-    ended = simulate("--seeds", str(n_seeds), "-n", "2", "--first-only")
+    ended = run("tests/simulate.py", "--seeds", str(n_seeds), "-n", "2", "--first-only", timeout=None)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "'upstream: whole': " in ended.stdout  # bug: none was ever reached, and no law was broken by that

@@ -12,11 +12,10 @@ import pytest
 
 import worker as worker_module
 from channels import Delta, Finish, Output, Usage
-from checkpoint.config import read_config
-from checkpoint.weights import read_weights
 from dialects.families import DIALECTS
 from engine import Engine
 from helpers import laws, scripted
+from helpers.engines import tiny
 from helpers.grammars import grammars_of
 from helpers.scripted import END, ids_of, in_steps, outputs_of, request, said, vocabulary, worker_of
 from helpers.serving import TINY
@@ -99,8 +98,7 @@ GREEDY = {"tools": [], "temperature": 0, "reasoning": {"effort": "none"}}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    config = read_config(TINY)
-    ops = NumpyOps(config, read_weights(TINY, config), 512, n_pages=64, max_batch=4)
+    ops = NumpyOps(tiny().config, tiny().weights, 512, n_pages=64, max_batch=4)
     with closing(Engine(ops)) as engine:
         yield engine
 

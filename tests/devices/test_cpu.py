@@ -3,7 +3,6 @@
 import logging
 import shutil
 import sys
-import tempfile
 import threading
 from functools import cache
 from pathlib import Path
@@ -28,10 +27,10 @@ from devices.cpu_kernels import SPAN, shared
 from devices.cpu_sampling import choose_rows
 from devices.microkernel import FAST_BFLOAT16, FEATURES, WIDTH
 from devices.panels import Panels, pack, pack_blocks, pack_floats
-from helpers.device_ops import sweep
+from helpers.device_ops import TABLES, sweep
 from helpers.serving import TINY, until
 from model import PAGE, Array, Batch, NumpyOps, Span, forward
-from parity import CASES, write
+from parity import CASES, folder_of
 from sampling import Context, Sampling
 
 
@@ -50,7 +49,7 @@ def bfloat16s(*shape: int) -> Array:
 @cache
 def ops() -> FastOps:
     config = read_config(TINY)
-    return FastOps(config, read_weights(TINY, config, pack), 8, 1, 1)
+    return FastOps(config, read_weights(TINY, config, pack), 2 * PAGE, 2, 1)
 
 
 def product(x: Array, w: Any) -> Array:
@@ -229,15 +228,7 @@ def test_blocks_of_a_file(name: str) -> None:
     assert np.array_equal(pack(blocks, packed.format).words, packed.words)
 
 
-#  format   bytes, where scales of scales begin, their number, the format here, its largest error
-BLOCKS_OF_256 = [
-    ("Q4_K", 144, 0, 2, "Q4_1", 0.0005),
-    ("Q5_K", 176, 0, 2, "Q5_1", 0.0005),
-    ("Q6_K", 210, 208, 1, "Q8_0", 0.005),
-]
-
-
-@pytest.mark.parametrize(("name", "n_bytes", "begin", "n", "kept", "limit"), BLOCKS_OF_256)
+@pytest.mark.parametrize(("name", "n_bytes", "begin", "n", "kept", "limit"), TABLES["blocks_of_256"])
 def test_blocks_of_256(name: str, n_bytes: int, begin: int, n: int, kept: str, limit: float) -> None:
     """Bug: a file in Q4_K_M took 22 s at every start, and grew by a third: it became Q8_0 by float32."""
     rng = np.random.default_rng(n_bytes)
@@ -272,9 +263,7 @@ def test_what_no_row_has_chosen_is_not_read() -> None:
 
 def both(name: str) -> tuple[Config, Weights, Weights]:
     """A model of parity.py, for NumpyOps and for FastOps."""
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        write(directory, CASES[name])
+    with folder_of(name) as directory:
         config = read_config(directory)
         return config, read_weights(directory, config), read_weights(directory, config, pack)
 

@@ -9,13 +9,10 @@ import pytest
 
 pytest.importorskip("numba", reason="pip install -e '.[fast]' brings Numba")
 
-from checkpoint.config import read_config
-from checkpoint.weights import read_weights
-from devices.cpu import FastOps
+from test_cpu import ops
+
 from devices.cpu_sampling import RUN, run_maxima, weighed
-from devices.panels import pack
 from helpers.device_models import SAMPLINGS, same, sampling_of
-from helpers.serving import TINY
 from model import PAGE, Array, Batch, Span, forward
 from sampling import NO_TOKEN, Choice, Context, Sampling, apply_temperature, pick_token
 
@@ -27,12 +24,6 @@ ASKED = [
     if not row.get("logit_bias")  # of a token that a small vocabulary has not
 ]
 SIZES = [20, RUN - 1, RUN, RUN + 1, 1000, 2048, 49_152]
-
-
-@cache
-def ops() -> FastOps:
-    config = read_config(TINY)
-    return FastOps(config, read_weights(TINY, config, pack), 2 * PAGE, 2, 1)
 
 
 @cache

@@ -38,9 +38,3 @@ def events_in(stream: bytes) -> list[Json]:
     parser.close()
     assert done == "[DONE]"
     return [json.loads(data) for data in found]
-
-
-def large(n_bytes: int) -> Json:
-    """Return parameters that make a response so large, for it repeats its schema."""
-    schema = {"type": "object", "properties": {}, "additionalProperties": False, "description": "x" * n_bytes}
-    return {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}

@@ -3,12 +3,10 @@
 Used by tests/devices on the emulator, and by tests/gpu on a GPU.
 """
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from devices.cuda import CudaOps, on_device
 from helpers.emulator import Emulator
 from helpers.tables import table
 from model import Span
-from parity import CASES, Ours, write
+from parity import Ours, folder_of
 from sampling import Choice, Context, Sampling
 
 MAX_SEQ_LEN, N_PAGES, MAX_BATCH = 128, 24, 6
@@ -36,9 +34,7 @@ def model_of(name: str) -> Ours:
 @cache
 def both_of(name: str) -> tuple[Ours, Weights]:
     """Return a model for NumpyOps, and its weights as CudaOps take them, still on the host."""
-    with tempfile.TemporaryDirectory() as name_of_folder:
-        folder = Path(name_of_folder)
-        write(folder, CASES[name])
+    with folder_of(name) as folder:
         model = Ours(folder)
         packed = read_weights(folder, model.config, lambda w: w if isinstance(w, Mxfp4) else bfloat16(w))
     model.weights = on_device(model.weights, lambda a: None if a is None else unpacked(bfloat16(a)))

@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from helpers.asked import RESPONSES, error
 from helpers.serving import Json, Server, http_bytes, serve
+from helpers.tables import table
 from request import body
 from request.refusals import BadInput
 from request.room import Rooms, Visit
@@ -37,20 +38,9 @@ def test_bodies_hold_so_many_values(server: Server) -> None:
     assert error(server.post(RESPONSES, strings), 413)["code"] == "body_too_large"
 
 
-#   text                          values, at most; how deep they nest
-COUNTS = [
-    (b"1",                        1, 0),
-    (b"[]",                       2, 1),
-    (b'{"a": 1, "b": [2, 3]}',    5, 2),
-    (b'{"a,b": ",,[{"}',          2, 1),
-    (rb'["\",", 1]',              3, 1),
-    (rb'["\\", [[1]]]',           5, 3),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "n_values", "nesting"), COUNTS)
-def test_what_stands_outside_strings(text: bytes, n_values: int, nesting: int) -> None:
-    outside = body.outside_strings(text)
+@pytest.mark.parametrize(("text", "n_values", "nesting"), table("request")["counts"])
+def test_what_stands_outside_strings(text: str, n_values: int, nesting: int) -> None:
+    outside = body.outside_strings(text.encode())
     assert (body.n_values(outside), body.nesting(outside)) == (n_values, nesting)
 
 

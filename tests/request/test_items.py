@@ -14,6 +14,7 @@ from openai.types.responses import ResponseItem
 from audit import schema
 from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
 from helpers.serving import Json, serve
+from helpers.tables import table
 from request import items, params
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
 from request.items import OutputFilter, _opened, n_bytes, named, resolve, sealer, summary_request
@@ -88,19 +89,8 @@ def test_items_of_one_conversation_differ_by_id() -> None:
     assert [without_id(item) for item in own] == [without_id(QUESTION)] * 3
 
 
-SHORT_FORMS: list[Json] = [
-    {"role": "assistant", "content": "hi"},
-    {"role": "assistant", "content": [{"type": "output_text", "text": "hi"}]},  # as Codex writes it
-    {"role": "user", "content": "hi", "status": None},
-    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hi"}]},
-    {"type": "reasoning", "content": "hi", "summary": None},
-    {"type": "function_call_output", "call_id": "c", "output": "hi"},
-]
-
-
-@pytest.mark.parametrize("item", SHORT_FORMS)
+@pytest.mark.parametrize("item", [*map(json.loads, table("request")["short_forms"])])
 def test_what_is_listed_is_an_item_of_the_sdk(item: Json) -> None:
-    """Some lacked annotations, a summary or a status."""
     (long,) = resolved([item])[1]
     pydantic.TypeAdapter[Any](ResponseItem).validate_json(json.dumps(long), strict=True)
     assert '"hi"' in json.dumps(long)
