@@ -121,7 +121,7 @@ class Api:
         `before`: items that go before the input of its message.
         """
         in_websocket = memory is not None
-        async with parsing as body:  # a large body keeps one of N_PARSED places until step 5
+        async with parsing as body:  # a large body keeps others waiting until step 5
             # 1. The values of its parameters, each checked by itself.
             if purpose == "count" and isinstance(body, dict):
                 body = {"model": params.ALIAS} | body  # the SDK allows a body without a model

@@ -12,7 +12,7 @@ Rules of this file:
    hundred large bodies at once would fill every turn of the event loop.
 2. Bytes and the number of values are bounded before anything is built from them, and nesting before anything
    recurses into them.
-3. A large body may take fifty times its bytes until it is a Request: we parse few at a time, by turns of
+3. A large body may take fifty times its bytes until it is a Request: we parse one at a time, by turns of
    their owners. After each, the event loop has as much time for others as the body took.
 """
 
@@ -33,7 +33,7 @@ import sse
 from request.refusals import BadInput
 from request.room import Visit
 
-# The JSON of a body. While it is open, a large body keeps one of N_PARSED places.
+# The JSON of a body. While it is open, a large body keeps others from theirs.
 Parsing = AbstractAsyncContextManager[Any]
 
 SMALL_BODY_BYTES = 16 * 1024  # parsed at once, in less than 1 ms, however many large ones wait

@@ -59,7 +59,7 @@ class Rooms:
         self.sockets = Room("open WebSockets", MAX_SOCKETS, is_shared)
         self.bytes = Room("bytes of bodies", n_bytes, is_shared)
         self.begun = Turns(BEGUN_A_TURN)  # in a turn of the event loop
-        self.parsing = Turns(N_PARSED)
+        self.parsing = Turns(1)  # large bodies: two at once would keep the engine from the interpreter
         self.chunks = Turns(1)  # of large bodies, of streams of steps; WebSocket messages, scrapes
         # Ids of the requests whose answers have not begun: a stop waits for them.
         self.unanswered: set[str] = set()
@@ -181,7 +181,6 @@ BYTES_A_STREAM = 256 * 1024  # a body, on average: 64,000 tokens of text
 MIN_LARGEST_BODIES = 16  # that there is room for, however few the streams
 MAX_SOCKETS = 128  # WebSockets: each may hold a message of twice --max-body
 BEGUN_A_TURN = 4  # requests
-N_PARSED = 2  # large bodies that are parsed, or checked, at once
 BETWEEN_TURNS_S = 0.001  # the event loop has this time for others
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from request.refusals import BadInput
-from request.room import N_PARSED, Room, Threads, Turns
+from request.room import Room, Threads, Turns
 
 
 def has_room(room: Room, owner: str, n: int) -> bool:
@@ -127,8 +127,3 @@ async def test_threads_work_by_turns_of_the_owners() -> None:
         with pytest.raises(ZeroDivisionError):
             await threads.call("a", divmod, 1, 0)
     assert done == ["b", "c", "a", "b", "a"]
-
-
-def test_few_large_bodies_are_parsed_at_once() -> None:
-    """Each takes the event loop for some 20 ms, and what it becomes may take 100 MB."""
-    assert N_PARSED <= 2
