@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.server import ServerState
 
+from engine import SWITCH_INTERVAL_S
 from helpers.asked import HI, RESPONSES
 from helpers.limits import PATIENCE_S
 from helpers.serving import Json, Server, http_bytes, http_frames, serve
@@ -200,7 +201,7 @@ def test_what_wraps_a_body_is_bounded(server: Server, data: bytes) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="epoll is Linux's")
 def test_one_turn_tells_of_so_many_connections() -> None:
     """Bugs: a thousand that were closed at once were one turn of the event loop, and streams waited for it; a
-    new client waited for the whole crowd before it."""
+    new client waited for the whole crowd before it; the engine, for the interpreter after each kernel."""
     n = 3 * connections.READY_A_TURN
     with connections.FairSelector() as selector, ExitStack() as held:
         ends = [[held.enter_context(end) for end in socket.socketpair()] for _ in range(n)]
@@ -208,6 +209,11 @@ def test_one_turn_tells_of_so_many_connections() -> None:
             theirs.sendall(b"x")
             selector.register(ours.fileno(), selectors.EVENT_READ, number)  # as asyncio does
         turns = [[key.data for key, _ in selector.select(0)] for _ in range(6)]
+        assert sys.getswitchinterval() < SWITCH_INTERVAL_S
+        for ours, _ in ends[connections.READY_A_TURN :]:
+            selector.unregister(ours.fileno())
+        assert len(selector.select(0)) == connections.READY_A_TURN
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
     assert all(turn[0] == 0 and n - 1 in turn and len({*turn}) == len(turn) for turn in turns)
     assert max(map(len, turns)) == connections.READY_A_TURN + 1
     assert {number for turn in turns for number in turn} == {*range(n)}
