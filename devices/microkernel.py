@@ -50,7 +50,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 llvmlite.binding.initialize_native_asmparser()  # for the instructions that are written as such
-codegen: Any = cpu_target.target_context.codegen()
+codegen = cpu_target.target_context.codegen()
 _, PROCESSOR, target_features = codegen.magic_tuple()  # $NUMBA_CPU_NAME and $NUMBA_CPU_FEATURES change them
 FEATURES = set(target_features.split(","))
 HAS_AVX512 = "+avx512bw" in FEATURES  # with products of 16-bit integers
@@ -70,7 +70,7 @@ X_HEADER = 2  # words of a block of x before its numbers: their scale, and the s
 X_WORDS = X_HEADER + PAIRS  # of 32 bits
 
 FLOAT, BYTE, SHORT, INT, LONG = ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
-# Of WIDTH outputs: LLVM takes as many registers as they need.
+# Of WIDTH outputs: LLVM takes as many registers as they need. INTS(4) is a constant: 4 in each lane.
 FLOATS = ir.VectorType(FLOAT, WIDTH)
 INTS = ir.VectorType(INT, WIDTH)
 HALVES = ir.VectorType(ir.HalfType(), WIDTH)  # float16
@@ -86,12 +86,8 @@ X_DTYPE: Any = np.uint16 if FAST_BFLOAT16 else np.float32  # of x, if the weight
 # --- what LLVM needs in more than one word ------------------------------------------------------------------
 
 
-def repeated(vector, number: float):
-    return ir.Constant(vector, [number] * vector.count)
-
-
 def moved(b, address, n_bytes: int):
-    return b.add(address, ir.Constant(LONG, n_bytes))
+    return b.add(address, LONG(n_bytes))
 
 
 def load(b, address, n_bytes: int, of):
@@ -101,9 +97,9 @@ def load(b, address, n_bytes: int, of):
 
 def load_float(b, address, n_bytes: int):
     """The float32 that lies n_bytes after an address, in every lane."""
-    undefined = repeated(FLOATS, ir.Undefined)
-    first = b.insert_element(undefined, load(b, address, n_bytes, FLOAT), ir.Constant(INT, 0))
-    return b.shuffle_vector(first, undefined, repeated(INTS, 0))
+    undefined = FLOATS(ir.Undefined)
+    first = b.insert_element(undefined, load(b, address, n_bytes, FLOAT), INT(0))
+    return b.shuffle_vector(first, undefined, INTS(0))
 
 
 def call(b, name: str, result, *arguments):
@@ -111,12 +107,12 @@ def call(b, name: str, result, *arguments):
     return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
 
 
-def prefetch(b, address, n_bytes: int) -> None:
+def prefetch(b, address, n_bytes: int):
     """Ask memory for n_bytes that will be read soon, into all levels of the cache.
 
     A processor looks ahead by itself, but not beyond a page of 4 KB, and begins anew in the next one.
     """
-    how = [ir.Constant(INT, number) for number in (0, 2, 1)]  # to read; into all levels; data
+    how = [INT(number) for number in (0, 2, 1)]  # to read; into all levels; data
     for offset in range(0, n_bytes, CACHE_LINE):
         place = b.inttoptr(moved(b, address, offset), BYTE.as_pointer())
         call(b, "llvm.prefetch.p0", ir.VoidType(), place, *how)
@@ -143,11 +139,11 @@ def instruction(lines: str, changes: str = "") -> Callable[..., Value]:
     def dot(b, *operands):
         found = []
         for first in (0, LANES):
-            lanes = ir.Constant(register, [*range(first, first + LANES)])
+            lanes = register([*range(first, first + LANES)])
             some = [b.bitcast(operand, INTS) for operand in operands]
             parts = [b.shuffle_vector(operand, operand, lanes) for operand in some]
             found.append(b.asm(signature, lines, f"=v,v,v,0{changes}", parts, False))
-        return b.bitcast(b.shuffle_vector(*found, ir.Constant(INTS, [*range(WIDTH)])), operands[-1].type)
+        return b.bitcast(b.shuffle_vector(*found, INTS([*range(WIDTH)])), operands[-1].type)
 
     return dot
 
@@ -163,7 +159,7 @@ def portable_dot(b, x, w, total):
     """The same, by instructions that every processor has."""
     pairs = b.bitcast(x, INTS), b.bitcast(w, INTS)
     for n_bits in (16, 0):  # which push the first of a pair, then the second, to the upper half
-        numbers = [b.ashr(b.shl(pair, repeated(INTS, n_bits)), repeated(INTS, 16)) for pair in pairs]
+        numbers = [b.ashr(b.shl(pair, INTS(n_bits)), INTS(16)) for pair in pairs]
         total = b.add(total, b.mul(*numbers))
     return total
 
@@ -200,7 +196,7 @@ def read_float16(b, w) -> Block:
 def read_bfloat16(b, w) -> Block:
     """A pair, for x in float32: a bfloat16 is the upper half of a float32."""
     pairs = load(b, w, 0, INTS)
-    numbers = b.shl(pairs, repeated(INTS, 16)), b.and_(pairs, repeated(INTS, -(2**16)))
+    numbers = b.shl(pairs, INTS(16)), b.and_(pairs, INTS(-(2**16)))
     return Block([[(i, b.bitcast(number, FLOATS)) for i, number in enumerate(numbers)]])
 
 
@@ -228,7 +224,7 @@ def nibbles(b, w, n_bytes: int, stages, made) -> list[Inputs]:
             bits = load(b, w, n_bytes + 4 * WIDTH * i, SHORTS)
             for first, down, power in places:
                 pair = first + 2 * i
-                some = b.and_(b.lshr(bits, repeated(SHORTS, down)), repeated(SHORTS, 15 << power))
+                some = b.and_(b.lshr(bits, SHORTS(down)), SHORTS(15 << power))
                 yield pair, made(pair, power, some)
 
     return [stage(places) for places in stages]
@@ -246,12 +242,12 @@ def read_int5(b, w) -> Block:
     for half in range(2):
         bits = b.zext(load(b, w, 2 * WIDTH * (2 + half), SIXTEENS), INTS)
         # Move the bit of an odd input into the upper half of a lane; the even input's is in the lower half.
-        fifths.append(b.bitcast(b.or_(bits, b.shl(bits, repeated(INTS, 15))), SHORTS))
+        fifths.append(b.bitcast(b.or_(bits, b.shl(bits, INTS(15))), SHORTS))
 
     def with_fifth(pair: int, power: int, numbers: Value) -> Value:
         half, place = divmod(pair, PAIRS // 2)
-        bit = b.and_(b.lshr(fifths[half], repeated(SHORTS, 2 * place)), repeated(SHORTS, 1))
-        return b.or_(numbers, b.shl(bit, repeated(SHORTS, 4 + power)))
+        bit = b.and_(b.lshr(fifths[half], SHORTS(2 * place)), SHORTS(1))
+        return b.or_(numbers, b.shl(bit, SHORTS(4 + power)))
 
     numbers = nibbles(b, w, 8 * WIDTH, IN_STAGES, with_fifth)
     return Block(numbers, load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
@@ -268,15 +264,15 @@ def read_mxfp4(b, w) -> Block:
 
         Not a table: without AVX-512 LLVM reads one number after another, and compiles for a minute.
         """
-        size = b.and_(codes, repeated(SHORTS, 7))
+        size = b.and_(codes, SHORTS(7))
         saturated = f"llvm.usub.sat.v{SHORTS.count}i16"
-        above_4, above_6 = (call(b, saturated, SHORTS, size, repeated(SHORTS, n)) for n in (4, 6))
-        number = b.add(b.add(size, above_4), b.shl(above_6, repeated(SHORTS, 1)))
-        return b.select(b.icmp_unsigned(">", codes, repeated(SHORTS, 7)), b.neg(number), number)
+        above_4, above_6 = (call(b, saturated, SHORTS, size, SHORTS(n)) for n in (4, 6))
+        number = b.add(b.add(size, above_4), b.shl(above_6, SHORTS(1)))
+        return b.select(b.icmp_unsigned(">", codes, SHORTS(7)), b.neg(number), number)
 
-    bits = b.shl(b.zext(load(b, w, 0, SCALES), INTS), repeated(INTS, 23))
-    bits = call(b, f"llvm.umax.v{WIDTH}i32", INTS, bits, repeated(INTS, LEAST_EXPONENT))
-    scales = b.fmul(b.bitcast(bits, FLOATS), repeated(FLOATS, 0.5))
+    bits = b.shl(b.zext(load(b, w, 0, SCALES), INTS), INTS(23))
+    bits = call(b, f"llvm.umax.v{WIDTH}i32", INTS, bits, INTS(LEAST_EXPONENT))
+    scales = b.fmul(b.bitcast(bits, FLOATS), FLOATS(0.5))
     return Block(nibbles(b, w, WIDTH, AT_ONCE, twice_e2m1), scales)
 
 
@@ -289,7 +285,7 @@ class Format(NamedTuple):
 
 # fmt: off
 #  (format, dtype of x)       read           dot            bytes of all outputs, words of x
-FORMATS: dict[tuple[str, Any], Format] = {
+FORMATS = {
     ("F32", types.float32):   Format(read_words,     fma,          0,          1),
     ("F16", types.float32):   Format(read_float16,   fma,          WIDTH * 2,  1),
     ("BF16", types.float32):  Format(read_bfloat16,  fma,          WIDTH * 4,  2),
@@ -309,23 +305,23 @@ def format_of(w, x) -> Format:
 
 
 # --- a block of the product ---------------------------------------------------------------------------------
-# x has the address of the block in each row, and sums what each row has so far.
+# `x` are the addresses of the block in each row, `sums` what each row has so far; they return the new sums.
 
 
-def add_products(b, x: Sequence[Value], inputs: Inputs, dot, sums: Sequence[Value]) -> Sequence[Value]:
+def add_products(b, x, inputs, dot, sums):
     for i, w in inputs:
         sums = [dot(b, load_float(b, row, 4 * i), w, total) for row, total in zip(x, sums, strict=True)]
     return sums
 
 
-def add_block(b, x: Sequence[Value], w: Block, dot, sums: Sequence[Value]) -> Sequence[Value]:
+def add_block(b, x, w: Block, dot, sums):
     if w.scales is None:
         [inputs] = w.inputs
         return add_products(b, x, inputs, dot, sums)
-    dots: Sequence[Value] = [repeated(INTS, 0)] * len(x)
+    dots = [INTS(0)] * len(x)
     numbers = [moved(b, row, 4 * X_HEADER) for row in x]
     for inputs in w.inputs:
-        dots = [b.ashr(total, repeated(INTS, STAGE_BITS)) for total in dots]
+        dots = [b.ashr(total, INTS(STAGE_BITS)) for total in dots]
         dots = add_products(b, numbers, inputs, dot, dots)
     found = []
     for row, total, integers in zip(x, sums, dots, strict=True):
@@ -364,21 +360,21 @@ def add_rows(typing, x, w, y, adds, ahead):
         arrays = zip(signature.args[:3], arguments[:3], strict=True)
         (_, x_row), (n_blocks, w_row), (n_rows, y_row) = (rows_of(context, b, *array) for array in arrays)
         adds, ahead = arguments[3:]
-        done = ir.Constant(LONG, 0)
+        done = LONG(0)
         for n in TILES:
-            size = ir.Constant(LONG, n)
+            size = LONG(n)
             n_tiles = b.udiv(b.sub(n_rows, done), size)
             with cgutils.for_range(b, n_tiles, intp=LONG) as tiles:
                 first = b.add(done, b.mul(tiles.index, size))
                 rows = [moved(b, first, r) for r in range(n)]
                 x_rows = [x_row(r) for r in rows]
                 places = [b.inttoptr(y_row(r), FLOATS.as_pointer()) for r in rows]
-                before = [b.select(adds, b.load(place, align=4), repeated(FLOATS, 0)) for place in places]
+                before = [b.select(adds, b.load(place, align=4), FLOATS(0)) for place in places]
                 variables = [cgutils.alloca_once_value(b, value) for value in before]
                 with cgutils.for_range(b, n_blocks, intp=LONG) as loop:
                     w_block = w_row(loop.index)
                     prefetch(b, b.add(w_block, ahead), form.n_bytes)
-                    x_block = b.mul(loop.index, ir.Constant(LONG, 4 * form.x_words))
+                    x_block = b.mul(loop.index, LONG(4 * form.x_words))
                     x_blocks = [b.add(row, x_block) for row in x_rows]
                     so_far = [b.load(variable) for variable in variables]
                     sums = add_block(b, x_blocks, form.read(b, w_block), form.dot, so_far)
