@@ -53,7 +53,7 @@ from devices.cpu_sampling import SETTINGS, choose_rows, settings
 from devices.kernels import CHOICE_WIDTH
 from devices.microkernel import WIDTH, X_DTYPE
 from devices.panels import Panels, pack
-from devices.step_memory import read_choices, sampling_flags
+from devices.step_memory import flags_of, read_choices
 from model import PAGE, Array, Batch, Ints, Numbers, NumpyOps, Span
 from sampling import Choice, Context, Sampling, apply_penalties
 
@@ -88,6 +88,11 @@ class FastOps(NumpyOps):
         c = self.config
         numbers = np.empty(self.n_pages * self.page_bytes(c) // 2, np.uint16)
         self._kv: Any = numbers.reshape(self.n_pages, c.n_layers, 2, c.n_kv_heads, -1)
+        shape = self.n_pages, c.n_kv_heads, -1
+        self._caches = []  # keys and values of a layer, by the panels that attention() multiplies
+        for keys, values in self._kv.transpose(1, 2, 0, 3, 4):
+            of_keys = keys.reshape(*shape[:2], PAGE // WIDTH, -1, WIDTH, 2)
+            self._caches.append((of_keys, values.reshape(*shape, PAGE // 2, WIDTH, 2)))
         self._turns: Array = self._rope.view(np.float32)  # (max_seq_len, head_dim)
         self._no_sinks = np.full(c.n_heads, -np.inf, np.float32)
         # As many threads as BLAS may use, so that one option limits both
@@ -195,25 +200,28 @@ class FastOps(NumpyOps):
         for some, norm in ((q, layer.q_norm), (k, layer.k_norm)):
             if norm is not None:
                 some[...] = self._rms_norm(some, norm)
-        places = self._kv, i, batch.pages, batch.positions
-        self._run(rotate_and_cache, 4 * qkv.size, heads, *places, self._turns, c.rotary[i])
+        cache = self._caches[i]
+        places = batch.pages, batch.positions
+        self._run(rotate_and_cache, 4 * qkv.size, heads, *cache, *places, self._turns, c.rotary[i])
         window = c.windows[i] or self.max_seq_len
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
         y = np.empty(q.shape, np.float32)
         tables, blocks = self._tasks
         n_keys = tables.shape[1] * PAGE  # seen by a row, at most
-        arguments = self._kv, i, sinks, tables, batch.positions, blocks, window
-        self._run(attention, 2 * y.size * n_keys, heads, *arguments, y)
+        arguments = sinks, tables, batch.positions, blocks, window
+        self._run(attention, 2 * y.size * n_keys, heads, *cache, *arguments, y)
         return y.reshape(len(y), -1)
 
     def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
         """Choose as sampling.pick_token(), all rows at once."""
-        penalised = logits[:0]
-        if any(sampling_flags(context.sampling) or context.mask is not None for context in contexts):
-            penalised = np.stack(list(map(apply_penalties, logits, contexts)))
+        changed = [i for i, context in enumerate(contexts) if flags_of(context)]
+        penalised = [apply_penalties(logits[i], contexts[i]) for i in changed]
+        places = np.full(len(logits), -1)  # of a row among those
+        places[changed] = range(len(changed))
+        arguments = np.array(penalised, np.float32).reshape(-1, logits.shape[1]), places
+        rows = np.array([settings(context) for context in contexts], SETTINGS)
         choices = np.zeros((len(logits), CHOICE_WIDTH), np.int32)
-        arguments = logits, penalised, np.array([settings(context) for context in contexts], SETTINGS)
-        self._run(choose_rows, 8 * logits.size, *arguments, choices)
+        self._run(choose_rows, 8 * logits.size, logits, *arguments, rows, choices)
         return read_choices(choices, contexts)
 
 

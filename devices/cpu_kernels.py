@@ -29,7 +29,7 @@ from typing import Any
 import numba
 import numpy as np
 from filelock import FileLock, Timeout
-from numba import njit, prange, types
+from numba import jit, njit, prange, types
 from numba.core import event
 from numba.extending import overload
 
@@ -55,8 +55,8 @@ numba_config.THREADING_LAYER = "threadsafe"
 numba_config.THREADING_LAYER_PRIORITY = ["tbb", "omp", "workqueue"]
 
 # The flag "contract" lets LLVM fuse a multiplication and an addition, and nothing else: it keeps the order of
-# each sum. For sums within a row, and for maxima, the compiler may choose the order ("reassoc"): it does so
-# once, when it compiles, so that the order depends on nothing else in the batch.
+# each sum. For sums within a row the compiler may choose the order ("reassoc"), so that it depends on nothing
+# else in the batch; such a sum is a function of its own, because a kernel is compiled twice.
 
 LIBERTIES = {"contract"}
 ROW_LIBERTIES = LIBERTIES | {"reassoc", "nnan", "nsz"}
@@ -106,9 +106,12 @@ def compiling() -> Iterator[None]:
         yield
 
 
-# The error model: a check of each divisor would keep a loop from becoming vector code.
+# The error model: a check of each divisor would keep a loop from becoming vector code. A leaf allocates
+# nothing, so that Numba need not count who uses an array: two atomic instructions for each slice took half of
+# the time of some kernels.
 OPTIONS: dict[str, Any] = {"nogil": True, "cache": can_cache(), "error_model": "numpy"}
 kernel = njit(fastmath=LIBERTIES, **OPTIONS)
+leaf = njit(fastmath=LIBERTIES, _nrt=False, **OPTIONS)
 row_kernel = njit(fastmath=ROW_LIBERTIES, **OPTIONS)
 
 
@@ -122,7 +125,7 @@ def shared(one: Any) -> Any:
     function = one.py_func
     copy = FunctionType(function.__code__, function.__globals__, f"shared_{function.__name__}")
     copy.__qualname__ = copy.__name__
-    return njit(parallel=True, fastmath=one.targetoptions["fastmath"], **OPTIONS)(copy)
+    return jit(parallel=True, cache=OPTIONS["cache"], **one.targetoptions)(copy)
 
 
 add_rows: Any = microkernel.add_rows  # Numba gives it the types and the code; mypy sees the generator
@@ -130,7 +133,7 @@ add_rows: Any = microkernel.add_rows  # Numba gives it the types and the code; m
 # --- products -----------------------------------------------------------------------------------------------
 
 
-@kernel
+@leaf
 def product(x, words, y, residual):
     """y = x W^T and residual += y; a panel stays in the cache until all rows are multiplied by it.
 
@@ -161,7 +164,8 @@ def store_row(row, y):
 
 
 def as_floats(row, y):
-    y[: len(row)] = row
+    for d in range(len(row)):
+        y[d] = row[d]
     y[len(row) :] = 0
 
 
@@ -187,53 +191,62 @@ def as_blocks(row, y):
     the numbers. The largest is found in the bits: without the sign these are in the order of the numbers, and
     those of NaN are above.
     """
-    all_bits = row.view(np.int32)
+    headers = y.view(np.float32)
     for k in range(len(y)):
+        some = row[k * BLOCK : (k + 1) * BLOCK]
+        numbers = y[k, 2 * X_HEADER :]
+        bits = some.view(np.int32)
         largest_bits = LEAST_SIZE
-        for i in range(k * BLOCK, (k + 1) * BLOCK):
-            largest_bits = max(largest_bits, all_bits[i] & NO_SIGN)
+        for i in range(len(some)):
+            largest_bits = max(largest_bits, bits[i] & NO_SIGN)
         size = np.int32(largest_bits).view(np.float32)
         factor = X_MAX / size
         total = np.int32(0)
-        for i in range(BLOCK):
-            number = np.int32(np.rint(row[k * BLOCK + i] * factor))
+        for i in range(len(some)):
+            number = np.int32(np.rint(some[i] * factor))
             total += number
-            y[k, 2 * X_HEADER + i] = number
-        header = y[k, : 2 * X_HEADER].view(np.float32)
-        header[0] = size / X_MAX
-        header[1] = header[0] * np.float32(total)
+            numbers[i] = number
+        headers[k, 0] = size / X_MAX
+        headers[k, 1] = headers[k, 0] * np.float32(total)
 
 
 FORMS = {types.float32: as_floats, types.uint16: as_bfloat16, types.int16: as_blocks}
 
 
 # Inlined: its calls took a fifth of the time of attention.
-@overload(store_row, jit_options={"error_model": "numpy", "forceinline": True})
+@overload(
+    store_row, jit_options={"error_model": "numpy", "forceinline": True, "fastmath": LIBERTIES, "_nrt": False}
+)
 def _store_row(row, y):
     return FORMS[y.dtype]
 
 
-@kernel
+@leaf
 def store_rows(x, y):
     for r in prange(len(x)):
         store_row(x[r], y[r])
 
 
 @row_kernel
+def sum_of_squares(x):
+    total = np.float32(0)
+    for d in range(len(x)):
+        total += x[d] * x[d]
+    return total
+
+
+@kernel
 def rms_norm(x, w, eps, y):
     """y = x / sqrt(mean(x^2) + eps) * w for each row; w (n,), y in any form of store_row()."""
     for r in prange(len(x)):
-        total = np.float32(0)
-        for d in range(len(w)):
-            total += x[r, d] * x[r, d]
-        scale = np.float32(1) / np.sqrt(total / np.float32(len(w)) + eps)
+        scale = ONE / np.sqrt(sum_of_squares(x[r]) / np.float32(len(w)) + eps)
         normed = np.empty(len(w), np.float32)
         for d in range(len(w)):
             normed[d] = x[r, d] * scale * w[d]
         store_row(normed, y[r])
 
 
-@row_kernel
+@kernel
 def silu_product(gate_up, y):
     """y = silu(gate) * up for each row; gate_up (n_rows, 2 n), y in any form of store_row()."""
     n = gate_up.shape[1] // 2
@@ -261,7 +274,7 @@ ONE = np.float32(1)
 # head_dim rounded up to whole tiles.
 
 
-@kernel
+@leaf
 def rotate(head, turn):
     """Turn the pairs of a head, adjacent, by their angles; turn (head_dim,) has cos and sin of each."""
     for i in range(len(head) // 2):
@@ -271,25 +284,15 @@ def rotate(head, turn):
         head[2 * i + 1] = real * sin + imaginary * cos
 
 
-@kernel
-def key_panels(page):
-    return page.reshape(PAGE // WIDTH, -1, WIDTH, 2)
-
-
-@kernel
-def value_panels(page):
-    return page.reshape(-1, PAGE // 2, WIDTH, 2)
-
-
-@kernel
-def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary):
+@leaf
+def rotate_and_cache(heads, keys, values, pages, positions, turns, is_rotary):
     """Rotate queries and keys in place, and write keys and values to the KV cache.
 
-    heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), kv as of attention().
-    The values that follow the last row of a page become 0: they are multiplied by 0, and the memory may hold
-    NaN.
+    heads (n_rows, n_heads + 2 * n_kv_heads, head_dim), turns (max_seq_len, head_dim), keys and values as of
+    attention(). The value that follows the last row of a page becomes 0 if it lies beside that row's: it is
+    multiplied by 0, and the memory may hold NaN.
     """
-    n_kv_heads = kv.shape[3]
+    n_kv_heads = keys.shape[1]
     n_rotated = heads.shape[1] - n_kv_heads
     for r in prange(len(heads)):
         turn = turns[positions[r]]
@@ -299,25 +302,23 @@ def rotate_and_cache(heads, kv, i, pages, positions, turns, is_rotary):
             for h in range(n_rotated):
                 rotate(heads[r, h], turn)
         for h in range(n_kv_heads):
-            keys = key_panels(kv[pages[r], i, 0, h])
-            values = value_panels(kv[pages[r], i, 1, h])
+            of_key, of_value = keys[pages[r], h], values[pages[r], h]
             key, value = heads[r, n_rotated - n_kv_heads + h], heads[r, n_rotated + h]
             for d in range(len(key)):
-                keys[offset // WIDTH, d // 2, offset % WIDTH, d % 2] = bfloat16(key[d])
-                values[d // WIDTH, offset // 2, d % WIDTH, offset % 2] = bfloat16(value[d])
+                of_key[offset // WIDTH, d // 2, offset % WIDTH, d % 2] = bfloat16(key[d])
+                of_value[d // WIDTH, offset // 2, d % WIDTH, offset % 2] = bfloat16(value[d])
             if is_last:
-                values[:, offset // 2, :, offset % 2 + 1 :] = 0
-                values[:, offset // 2 + 1 :] = 0
+                of_value[:, offset // 2, :, offset % 2 + 1 :] = 0
 
 
-@kernel
+@leaf
 def add_product(x, panels, y, adds, ahead):
     """add_rows() for each panel. panels (n_panels, n_pairs, WIDTH, 2), y (n_rows, n_panels * WIDTH)"""
     for p in range(len(panels)):
         add_rows(x, panels[p], y[:, p * WIDTH : (p + 1) * WIDTH], adds, ahead)
 
 
-@kernel
+@leaf
 def largest(s):
     """The largest of s float32; NaN if there is one.
 
@@ -356,33 +357,33 @@ def exponentials(s, maximum):
     return total
 
 
-@kernel
-def attend_block(heads, kv, i, h, sinks, page_table, positions, window, y):
+@leaf
+def attend_block(heads, keys, values, h, sinks, page_table, positions, window, scratch, y):
     """Attend from the rows of one block, with the query heads that share key head h; see attention()."""
-    n_kv_heads, head_dim = kv.shape[3], heads.shape[2]
-    n = y.shape[1] // n_kv_heads  # query heads that share a key head
-    n_queries = len(positions) * n
+    queries, maxima, totals, scores, probs, sums = scratch
+    n_queries, head_dim = queries.shape
+    n = n_queries // len(positions)  # query heads that share a key head
     factor = ONE / np.sqrt(np.float32(head_dim))
-    queries = np.empty((n_queries, head_dim), X_DTYPE)
-    maxima = np.empty(n_queries, np.float32)
-    totals = np.empty(n_queries, np.float32)
     for r in range(n_queries):
-        store_row(heads[r // n, h * n + r % n] * factor, queries[r])
+        query = heads[r // n, h * n + r % n]
+        for d in range(head_dim):
+            query[d] *= factor
+        store_row(query, queries[r])
         sink = sinks[h * n + r % n]
         maxima[r] = max(sink, LEAST)
         totals[r] = exp(sink - maxima[r])
-    scores = np.empty((n_queries, SPAN), np.float32)
-    probs = np.empty((n_queries, SPAN), X_DTYPE)
-    sums = np.zeros((n_queries, kv.shape[4] // PAGE), np.float32)
+    sums[:] = 0
     first_page = max(0, positions[0] - window + 1) // PAGE
     end_page = positions[-1] // PAGE + 1
     for begin in range(first_page * PAGE // SPAN * SPAN, end_page * PAGE, SPAN):
         pages = range(max(first_page, begin // PAGE), min(end_page, (begin + SPAN) // PAGE))
         for p in pages:
-            keys = key_panels(kv[page_table[p], i, 0, h])[:, : head_dim // 2]
+            panels = keys[page_table[p], h, :, : head_dim // 2]
             column = p * PAGE - begin
-            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]  # to the next page
-            add_product(queries, keys, scores[:, column : column + PAGE], False, ahead)
+            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * keys.strides[
+                0
+            ]  # the next page's
+            add_product(queries, panels, scores[:, column : column + PAGE], False, ahead)
 
         for r in range(n_queries):
             position = positions[r // n]
@@ -405,26 +406,38 @@ def attend_block(heads, kv, i, h, sinks, page_table, positions, window, y):
             store_row(seen, probs[r, first:last])
 
         for p in pages:
-            values = value_panels(kv[page_table[p], i, 1, h])
+            n_seen = min(PAGE, positions[-1] + 1 - p * PAGE)
+            panels = values[page_table[p], h, :, : (n_seen + 1) // 2]
             column = p * PAGE - begin
-            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * kv.strides[0]
-            add_product(probs[:, column : column + PAGE], values, sums, True, ahead)
+            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * values.strides[0]
+            add_product(probs[:, column : column + PAGE], panels, sums, True, ahead)
     for r in range(n_queries):
         for d in range(head_dim):
             y[r // n, h * n + r % n, d] = sums[r, d] / totals[r]
 
 
 @kernel
-def attention(heads, kv, i, sinks, page_tables, positions, blocks, window, y):
+def attention(heads, keys, values, sinks, page_tables, positions, blocks, window, y):
     """y = softmax(q k^T / sqrt(head_dim)) v; a row sees itself and the window - 1 tokens before it.
 
     heads are those of rotate_and_cache(), of which q comes first; y (n_rows, n_heads, head_dim). sinks
-    (n_heads,) are -inf in a model without. kv is FastOps' page pool, blocks (n_blocks, 3) has the first row
-    of each, the end of its rows, and the number of their page table.
+    (n_heads,) are -inf in a model without. keys (n_pages, n_kv_heads, PAGE / WIDTH, width / 2, WIDTH, 2) and
+    values (n_pages, n_kv_heads, width / WIDTH, PAGE / 2, WIDTH, 2) are bfloat16; blocks (n_blocks, 3) has the
+    first row of each, the end of its rows, and the number of their page table.
     """
-    n_kv_heads = kv.shape[3]
+    n_kv_heads = keys.shape[1]
     for task in prange(len(blocks) * n_kv_heads):
         first, stop, number = blocks[task // n_kv_heads]
         rows, page_table = positions[first:stop], page_tables[number]
         h = task % n_kv_heads
-        attend_block(heads[first:stop], kv, i, h, sinks, page_table, rows, window, y[first:stop])
+        n = len(rows) * (y.shape[1] // n_kv_heads)
+        scratch = (
+            np.empty((n, heads.shape[2]), X_DTYPE),  # queries
+            np.empty(n, np.float32),  # their largest scores so far
+            np.empty(n, np.float32),  # the sums of e^score
+            np.empty((n, SPAN), np.float32),  # scores
+            np.empty((n, SPAN), X_DTYPE),  # e^score
+            np.empty((n, values.shape[2] * WIDTH), np.float32),  # sums of values
+        )
+        seen = heads[first:stop], keys, values, h, sinks, page_table
+        attend_block(*seen, rows, window, scratch, y[first:stop])

@@ -106,17 +106,10 @@ def kth_largest(logits, maxima, k):
 
 
 @kernel
-def top_tokens(logits, maxima, ids):
-    """Fill ids with the likeliest tokens, likeliest first; of equals the smallest ids."""
-    n = 0
-    for token in likely(logits, maxima, kth_largest(logits, maxima, len(ids))):
-        i = n
-        while i and logits[ids[i - 1]] < logits[token]:
-            ids[min(i, len(ids) - 1)] = ids[i - 1]
-            i -= 1
-        if i < len(ids):
-            ids[i] = token
-            n = min(n + 1, len(ids))
+def top_tokens(logits, maxima, n):
+    """Return the n likeliest tokens, likeliest first; of equals the smallest ids."""
+    tokens = likely(logits, maxima, kth_largest(logits, maxima, n))
+    return tokens[np.argsort(-logits[tokens], kind="mergesort")][:n]
 
 
 @exact_kernel
@@ -176,12 +169,12 @@ def draw(logits, maxima, s):
 
 
 @kernel
-def choose(raw, penalised, r, s, choice):
+def choose(raw, penalised, place, s, choice):
     """sampling.pick_token(); see choose_rows()."""
     maxima = raw_maxima = run_maxima(raw)
     logits = raw
-    if len(penalised):  # by number: of a slice Numba would not know that numbers lie side by side
-        logits = penalised[r]
+    if place >= 0:
+        logits = penalised[place]
         maxima = run_maxima(logits)
     choice[0] = NO_TOKEN
     if not (np.isfinite(largest(raw_maxima)) and np.isfinite(largest(maxima))):
@@ -191,22 +184,23 @@ def choose(raw, penalised, r, s, choice):
     else:
         choice[0] = likely(logits, maxima, largest(maxima))[0]
     if s.n_top >= 0:
-        ids, logprobs = choice[2 : 2 + s.n_top], choice.view(np.float32)
-        if s.n_top:
-            top_tokens(raw, raw_maxima, ids)
         _, sums = weighed(raw, raw_maxima, ONE, MINUS_INFINITY)
         normaliser = largest(raw_maxima) + math.log(sums.sum())
+        tokens = top_tokens(raw, raw_maxima, s.n_top)
+        logprobs = choice.view(np.float32)
         logprobs[1] = raw[choice[0]] - normaliser
-        for i in range(len(ids)):
-            logprobs[2 + MAX_TOP + i] = raw[ids[i]] - normaliser
+        for i in range(len(tokens)):
+            choice[2 + i] = tokens[i]
+            logprobs[2 + MAX_TOP + i] = raw[tokens[i]] - normaliser
 
 
 @kernel
-def choose_rows(logits, penalised, settings, choices):
+def choose_rows(logits, penalised, places, settings, choices):
     """sampling.pick_token() of each row of logits (n_rows, vocab_size).
 
-    penalised: these after penalties, bias and masks, or (0, vocab_size) if no row has any; settings (n_rows,)
-    SETTINGS; choices (n_rows, CHOICE_WIDTH) int32, as step_memory.read_choices() takes them.
+    penalised (n, vocab_size): rows after penalties, bias and masks; places (n_rows,): which of these is the
+    row's, -1: it has none; settings (n_rows,) SETTINGS; choices (n_rows, CHOICE_WIDTH) int32, as
+    step_memory.read_choices() takes them.
     """
     for r in prange(len(logits)):
-        choose(logits[r], penalised, r, settings[r], choices[r])
+        choose(logits[r], penalised, places[r], settings[r], choices[r])

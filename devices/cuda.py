@@ -53,12 +53,12 @@ from devices.step_memory import (
     HostMemory,
     StepMemory,
     bucket,
+    flags_of,
     follow,
     is_prompt,
     pick_fields,
     read_choices,
     row_fields,
-    sampling_flags,
     step_layout,
     step_tiles,
     views,
@@ -341,7 +341,7 @@ class CudaOps:
             sizes = size, size, size
         memory = self._memory[size]
         host = self._free_host_memory(memory)
-        is_plain = not any(sampling_flags(context.sampling) for context in contexts)
+        is_plain = not any(map(flags_of, contexts))
         advances = is_decode and n == len(contexts) == len(spans) and is_plain
         host.fill(row_fields(spans) | pick_fields(spans, contexts, advances) | {"tiles": split + whole})
         memory.numbers.set(host.numbers, self._stream)
@@ -399,7 +399,7 @@ class CudaOps:
     def _upload_context(self, span: Span, context: Context, batch: DeviceStep) -> None:
         """Biases and counts of a span's slot, for the first of its wanted rows."""
         s, slot = context.sampling, span.slot
-        flags = sampling_flags(s)
+        flags = flags_of(context)
         if flags & BIASED and self._biased[slot] is not s.logit_bias:
             biases = np.zeros(self.config.vocab_size, np.float32)
             biases[list(s.logit_bias)] = list(s.logit_bias.values())

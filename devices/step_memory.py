@@ -39,7 +39,7 @@ from devices.kernels import (
     Named,
 )
 from model import Span
-from sampling import NO_TOKEN, Choice, Context, Sampling
+from sampling import NO_TOKEN, Choice, Context
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -197,14 +197,11 @@ def step_tiles(
     return split, whole, most_splits
 
 
-def sampling_flags(s: Sampling) -> int:
-    """What `pick` needs more than the logits for."""
-    flags = 0
-    if (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0, 0, 1):
-        flags |= PENALISED
-    if s.logit_bias:
-        flags |= BIASED
-    return flags
+def flags_of(context: Context) -> int:
+    """What a token's choice needs more than the logits for."""
+    s = context.sampling
+    is_penalised = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) != (0, 0, 1)
+    return PENALISED * is_penalised | BIASED * bool(s.logit_bias) | MASKED * (context.mask is not None)
 
 
 def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bool) -> Named:
@@ -222,13 +219,7 @@ def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bo
         for n_before in range(span.n_wanted):
             context = next(of_row)
             s = context.sampling
-            flags = sampling_flags(s)
-            if span.n_wanted == 1:
-                flags |= CHAINS
-            if advances:
-                flags |= ADVANCES
-            if context.mask is not None:
-                flags |= MASKED
+            flags = flags_of(context) | CHAINS * (span.n_wanted == 1) | ADVANCES * advances
             n_top = -1 if s.n_top_logprobs is None else s.n_top_logprobs
             sharpness = 0.0  # greedy
             if s.temperature:

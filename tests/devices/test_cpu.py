@@ -198,7 +198,7 @@ def test_nothing_is_left_to_compile_for_the_first_request() -> None:
     config = read_config(TINY)
     kernels: list[Any] = [*KERNELS, *map(shared, KERNELS)]
     weights = read_weights(TINY, config, pack)
-    FastOps(config, weights, PAGE, 1, 1)
+    FastOps(config, weights, PAGE, 2, 1)
     before = [list(kernel.overloads) for kernel in kernels]
     for prompts in ([[1] * 60], [[1] * 5] * 9, [[1]] * 9):
         spans = [Span(i, [i], prompt, 0, 1) for i, prompt in enumerate(prompts)]
