@@ -111,7 +111,8 @@ def compiling() -> Iterator[None]:
 # the time of some kernels.
 OPTIONS: dict[str, Any] = {"nogil": True, "cache": can_cache(), "error_model": "numpy"}
 kernel = njit(fastmath=LIBERTIES, **OPTIONS)
-leaf = njit(fastmath=LIBERTIES, _nrt=False, **OPTIONS)
+LEAF: Any = {"error_model": "numpy", "fastmath": LIBERTIES, "_nrt": False}
+leaf = njit(**OPTIONS | LEAF)
 row_kernel = njit(fastmath=ROW_LIBERTIES, **OPTIONS)
 
 
@@ -214,9 +215,7 @@ FORMS = {types.float32: as_floats, types.uint16: as_bfloat16, types.int16: as_bl
 
 
 # Inlined: its calls took a fifth of the time of attention.
-@overload(
-    store_row, jit_options={"error_model": "numpy", "forceinline": True, "fastmath": LIBERTIES, "_nrt": False}
-)
+@overload(store_row, jit_options=LEAF | {"forceinline": True})
 def _store_row(row, y):
     return FORMS[y.dtype]
 
