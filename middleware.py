@@ -235,10 +235,7 @@ def error_response(scope: Scope, error: BadInput) -> Response:
     body = error_body(error)
     if scope["path"].startswith("/v1/messages"):
         body = messages_error(error, REQUEST_ID.get())
-    response = json_response(body, HEADERS.get(error.status), error.status)
-    if error.retry_after:
-        response.headers["Retry-After"] = error.retry_after
-    return response
+    return json_response(body, HEADERS.get(error.status, {}) | error.headers, error.status)
 
 
 # Those of an endpoint become answers.
@@ -249,7 +246,6 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
     """Answer any exception with an error object."""
     path = http.url.path[:MAX_SHOWN]
     routes = http.app.routes
-    headers = {}
     match error:
         case BadInput():
             refusal = error
@@ -262,10 +258,8 @@ async def on_error(http: HttpRequest, error: Exception) -> Response:
             refusal = BadInput(f"Method Not Allowed: {http.method} {path}", code="method_not_allowed")
             # Of all routes with this path, while Starlette names the first one's: RFC 9110, section 15.5.6.
             allowed = [route.methods for route in routes if route.matches(http.scope)[0] is Match.PARTIAL]
-            headers["Allow"] = ", ".join(sorted(set().union(*allowed)))
+            refusal.headers = {"Allow": ", ".join(sorted(set().union(*allowed)))}
         case _:
             message = f"{type(error).__name__} in the server; its log has the details."
             refusal = BadInput(message, code="server_error")
-    response = error_response(http.scope, refusal)
-    response.headers.update(headers)
-    return response
+    return error_response(http.scope, refusal)

@@ -56,9 +56,9 @@ def read_refused(status: int, headers: Mapping[str, str], body: bytes) -> Refuse
     found = refused_by(status, error)
     retry_after = headers.get("retry-after", "")
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", retry_after):
-        found.retry_after = str(ceil(float(retry_after)))
+        found.headers = {"Retry-After": str(ceil(float(retry_after)))}
     with suppress(ValueError):
-        found.retry_after = format_datetime(parsedate_to_datetime(retry_after), usegmt=True)
+        found.headers = {"Retry-After": format_datetime(parsedate_to_datetime(retry_after), usegmt=True)}
     return found
 
 

@@ -78,15 +78,17 @@ def leave(opening: Opening) -> None:
 FORWARDED = (b"openai-model", b"openai-processing-ms", b"openai-version", b"warning", b"x-ratelimit-")
 
 
-def forwarded(headers: RawHeaders) -> RawHeaders:
-    """Return the headers that the client gets, their names in lower case.
+def forwarded(opening: Opening) -> RawHeaders:
+    """Return the headers that the client gets, their names in lower case; none before the answer begins.
 
     Names have no case: https://github.com/timoklimmer/powerproxy-aoai/issues/53. A value with a control
     character is dropped: uvicorn raises at it.
     """
+    if not opening.done():
+        return []
     return [
         (name.lower(), value)
-        for name, value in headers
+        for name, value in opening.result().headers
         if name.lower().startswith(FORWARDED) and value.decode("latin-1").isprintable()
     ]
 
@@ -114,7 +116,7 @@ class RelayedChat(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, writer: Writer) -> None:
         async with self.asking as opening:
-            headers = forwarded(opening.result().headers) if opening.done() else []
+            headers = forwarded(opening)
             if self.is_stream:
                 await send_stream(opening, headers, writer)
                 return

@@ -127,7 +127,7 @@ class UpstreamPrompt(NamedTuple):
             async with asking(
                 partial(self._open, meter), request.stream or request.background, meter
             ) as opening:
-                for name, value in forwarded(opening.result().headers) if opening.done() else ():
+                for name, value in forwarded(opening):
                     if name == b"warning":
                         both = self.headers.get("Warning"), value.decode("latin-1")
                         self.headers["Warning"] = ", ".join(filter(None, both))

@@ -27,8 +27,6 @@ class BadInput(ValueError):
     or the server is the reason.
     """
 
-    retry_after = ""  # seconds or a date, as an upstream wrote it
-
     def __init__(
         self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 0
     ) -> None:
@@ -37,6 +35,7 @@ class BadInput(ValueError):
         self.param = param
         self.code = code  # as OpenAI spells it
         self.status = status or STATUS.get(code, 400)
+        self.headers: Object = {}  # of the answer, besides those of its status
 
     @property
     def late_code(self) -> str:

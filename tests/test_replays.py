@@ -33,6 +33,7 @@ import tomllib
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -243,7 +244,8 @@ def relayed(
 def relay_headers(chunks: list[list[list[str]]]) -> Iterator[Any]:
     """The headers that go on; a chunk is a list of [name, value]."""
     raw = [(name.encode(), value.encode()) for name, value in itertools.chain(*chunks)]
-    yield from ([name.decode(), value.decode()] for name, value in relay.forwarded(raw))
+    opening: Any = SimpleNamespace(done=lambda: True, result=lambda: SimpleNamespace(headers=raw))
+    yield from ([name.decode(), value.decode()] for name, value in relay.forwarded(opening))
 
 
 def completions_deltas(chunks: list[bytes], logprobs: bool = False, **options: Any) -> Iterator[Any]:
