@@ -176,13 +176,12 @@ class Writer:
         self.is_silent = True
 
 
-async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks that have not ended, and wait until all have; drop their exceptions."""
-    running = [task for task in tasks if task.cancel()]
-    await asyncio.gather(*running, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # asyncio would log one that nothing has looked at
+async def cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task unless it has ended, wait until it has, and drop its exception."""
+    if task.cancel():
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()  # asyncio would log one that nothing has looked at
 
 
 # --- the fold: a plain streamed request passes what stands above --------------------------------------------

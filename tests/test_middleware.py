@@ -285,7 +285,7 @@ async def test_a_large_body_keeps_no_place_while_its_grammar_waits() -> None:
     async with asyncio.timeout(PATIENCE_S):
         begun = [await workers.begun.get() for _ in tasks]
     assert begun.count("y") == 1
-    await cancel(*tasks)
+    await asyncio.gather(*map(cancel, tasks))
 
 
 async def test_what_a_websocket_remembers_is_not_worked_on_in_the_event_loop() -> None:

@@ -384,7 +384,7 @@ async def test_a_client_that_reads_no_answer_holds_up_no_other() -> None:
     await deaf.is_told.wait()
     second = Client(b"[]", TURN).talk(begin, rooms)  # its turn comes after a refusal
     await asyncio.wait_for(has_begun.wait(), PATIENCE_S)
-    await cancel(first, second)
+    await asyncio.gather(cancel(first), cancel(second))
 
 
 async def test_a_turn_that_is_refused_is_forgotten() -> None:
