@@ -40,6 +40,7 @@ import blocks
 import completions
 import sse
 from background import Registry
+from channels import Said
 from event_log import EventLog
 from gateway.remote import RemoteWorker
 from jobs import Job, Log, run
@@ -59,7 +60,7 @@ from worker import Prompt
 
 log = logging.getLogger("api")
 
-MakeEvents = Callable[[int, items.Said], list[Event]]  # writes what a choice says as the events of an API
+MakeEvents = Callable[[int, Said], list[Event]]  # writes what a choice says as the events of an API
 # Api.begin(): returns (Job, Prompt). Api._prompt(): (None, Prompt), or (the answer of an upstream, None).
 Begin = Callable[..., Awaitable[Any]]
 
@@ -374,7 +375,7 @@ class Api:
 
     async def health(self, http: HttpRequest, visit: Visit) -> Response:
         """Tell whether requests are served: not without a worker that works, nor while the server stops."""
-        is_ready = not self.registry.stopping.is_set() and self.workers.alive
+        is_ready = not self.registry.stopping.is_set() and any(worker.alive for worker in self.workers.all)
         health: Object = {"status": "ok" if is_ready else "not ready"}
         if visit.has_key:  # what others do is shown to those with a key
             health |= self.workers.counts() | {"background": len(self.registry.jobs)}

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import sse
-from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, Usage
+from channels import Accepted, Arguments, Call, Close, Delta, Finish, Said, Usage
 from completions import grown
 from responses import IllegalEvent
 
@@ -107,7 +107,7 @@ class Builder:
     thought: list[str] = field(default_factory=list)  # the open block's
     end: str = "end_turn"  # the stop_reason, unless a limit or a stop sequence ends the message
 
-    def feed(self, _: int, said: Accepted | Output | Compaction | Finish) -> list[Event]:
+    def feed(self, _: int, said: Said) -> list[Event]:
         """Return the events of one thing that the client is shown; a message has one choice."""
         match said:
             case Accepted(n_tokens):

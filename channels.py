@@ -125,7 +125,6 @@ NextState = State | Literal["content", "bare"]  # the end of a header; a call th
 Transitions = Mapping[tuple[State | Literal["any"], str], NextState]  # (state, marker) -> next state
 
 HEADER_STATES = ("between", "role", "header")
-CHANNEL_STATES = ("analysis", "commentary", "final")  # of a model's text
 
 Schemas = Mapping[str, Mapping[str, Any]]  # name of a function on offer -> JSON schema of its arguments
 
@@ -560,6 +559,9 @@ class Compaction(NamedTuple):
     """The conversation as one item, which the server makes from the model's summary."""
 
     summary: str
+
+
+Said = WorkerOutput | Compaction  # what the client is shown of a run
 
 
 # --- dialects -----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sse
-from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Output, TokenLogprob, Usage
+from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish, Said, TokenLogprob, Usage
 from request.refusals import BadInput, error_body
 
 Chunk = sse.Object  # as on the wire; the logprobs of a token are encoded already
@@ -58,7 +58,7 @@ class Chunks:
         self._usages: list[Usage] = []  # of the choices that have ended
         self._failed = False  # a choice has failed: no chunk of any choice follows the error
 
-    def feed(self, index: int, said: Accepted | Output | Compaction | Finish) -> list[Chunk]:
+    def feed(self, index: int, said: Said) -> list[Chunk]:
         """Return the chunks of one thing that a choice says. A failure is the end of the whole request.
 
         After the last choice comes the usage, which is summed over all: they share one prompt.

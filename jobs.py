@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any, Protocol
 
-from channels import Finish, WorkerOutput
+from channels import Finish, Said, WorkerOutput
 from event_log import Entry, EventLog, encode_event, newest_of
-from request.items import OutputFilter, Said
+from request.items import OutputFilter
 from request.refusals import BadInput
 from request.room import Threads
 from request.tool_calls import Restorer

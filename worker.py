@@ -88,8 +88,8 @@ class Prompt(Protocol):
 class Worker(Protocol):
     """Serves requests with its models. The event loop alone calls it."""
 
-    @property
-    def defaults(self) -> Mapping[str, Any]: ...  # of parameters, by name: the model's own
+    defaults: Mapping[str, Any]  # of parameters, by name: the model's own
+
     @property
     def alive(self) -> bool: ...  # False: it can serve no request now
 
@@ -205,8 +205,8 @@ class LocalWorker:
         else:
             text, token_ids = self._encode(request, request.messages)
         self._check_token_ids(request, token_ids)
-        max_tokens = min(self.max_output_tokens, self.engine.max_seq_len - len(token_ids))
-        max_tokens = min(max_tokens, request.max_tokens or max_tokens)
+        n_free = self.engine.max_seq_len - len(token_ids)
+        max_tokens = min(request.max_tokens or n_free, self.max_output_tokens, n_free)
         if request.tools and not request.called:  # tool_choice is none
             request = self._without_calls(request)
         source = self.template.with_tools.source
@@ -427,11 +427,6 @@ class Workers:
         return next(iter(self.models()), model) if model == ALIAS else model
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
-
-    @property
-    def alive(self) -> bool:
-        """False while no request can be served."""
-        return any(worker.alive for worker in self.all)
 
     def models(self) -> dict[str, Object]:
         """Return all models by name, those of this machine first; a local model hides a remote namesake."""

@@ -31,7 +31,7 @@ from typing import Any
 from itsdangerous import BadData, URLSafeSerializer
 
 import sse
-from channels import Accepted, Compaction, Delta, Finish, WorkerOutput
+from channels import Accepted, Compaction, Delta, Finish, Said, WorkerOutput
 from request.body import n_values, outside_strings
 from request.ids import PREFIXES, new_id, response_id_of
 from request.messages import IMAGES, MAX_ITEMS
@@ -43,7 +43,6 @@ from sse import Object
 from store import TERMINAL, Row
 
 Item = Object
-Said = WorkerOutput | Compaction  # what the client is shown of a run
 Found = Mapping[str, Row | None]  # responses by id; None: not found
 SealerOf = Callable[[str], URLSafeSerializer]  # purpose -> sealer() of this purpose and the request's owner
 

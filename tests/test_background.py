@@ -14,11 +14,11 @@ import pytest
 
 import background
 from background import MIN_BYTES, Registry
-from channels import Accepted, Compaction, Delta, Finish, Take, Usage
+from channels import Accepted, Compaction, Delta, Finish, Said, Take, Usage
 from event_log import EventLog, encode_event
 from helpers.limits import PATIENCE_S
 from jobs import MAX_TOGETHER, Archive, Job
-from request import items, params
+from request import params
 from request.refusals import BadInput
 from responses import Builder
 from service.metrics import Metrics, Stopwatch
@@ -31,7 +31,7 @@ HEAD = {"object": "response", "created_at": 1, "model": "m"} | params.from_respo
 DONE = Finish("stop", Usage(3, 2))
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
 
-Says = Callable[[], AsyncIterator[items.Said]]
+Says = Callable[[], AsyncIterator[Said]]
 numbers = itertools.count()
 
 
@@ -91,7 +91,7 @@ class Held:
         self.runs = asyncio.Event()
         self.go_on = asyncio.Event()
 
-    async def __call__(self) -> AsyncIterator[items.Said]:
+    async def __call__(self) -> AsyncIterator[Said]:
         yield Delta("analysis", "Hm.")
         yield Delta("final", "Hel")
         self.runs.set()
@@ -126,7 +126,7 @@ async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "MAX_RUNNING", 1)
     order: list[str] = []
 
-    async def says(name: str) -> AsyncIterator[items.Said]:
+    async def says(name: str) -> AsyncIterator[Said]:
         order.append(name)
         yield DONE
 
