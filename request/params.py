@@ -27,7 +27,6 @@ Rules of this file:
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from request import messages
@@ -144,7 +143,7 @@ def read(table: Mapping[str, Parameter], body: Any, defaults: Defaults, owner: s
 
     `defaults` are the model's own (generation_config.json).
     """
-    values = dict(zip(table, map(attrgetter("default"), table.values()), strict=True))
+    values = {name: parameter.default for name, parameter in table.items()}
     values |= {**defaults, "model": model_name(body)}
     given = [name for name in body if body[name] is not None]
     known = [name for name in given if name in table]
