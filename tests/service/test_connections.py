@@ -141,8 +141,7 @@ async def test_at_the_end_of_its_grace_a_stop_waits_for_no_body(monkeypatch: pyt
     for _ in range(2):
         await asyncio.sleep(0)
     assert all(wire.is_closed for _, wire, _ in protocols)
-    for _, _, state in protocols:
-        await asyncio.gather(*map(cancel, state.tasks))
+    await asyncio.gather(*(cancel(task) for _, _, state in protocols for task in state.tasks))
 
 
 def test_a_start_with_too_few_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
