@@ -22,7 +22,7 @@ Not here: arithmetic (kernels.cu), launches (kernels.py), which rows come next (
 import importlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from typing import Any, NamedTuple
@@ -49,16 +49,17 @@ from devices.kernels import (
     shape_for,
 )
 from devices.step_memory import (
+    Contexts,
     DeviceStep,
     HostMemory,
+    Spans,
     StepMemory,
     bucket,
     flags_of,
     follow,
     is_prompt,
-    pick_fields,
     read_choices,
-    row_fields,
+    step_fields,
     step_layout,
     step_tiles,
     views,
@@ -205,7 +206,7 @@ def expert_matrices(w: Matrix) -> Named:
 class DecodingStep(NamedTuple):
     """A step of one row a sequence, without biases and counts; `pick` makes the numbers of the next one."""
 
-    spans: Sequence[Span]
+    spans: Spans
     memory: StepMemory
     batch: DeviceStep
 
@@ -291,7 +292,7 @@ class CudaOps:
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def launch(self, spans: Sequence[Span], contexts: Sequence[Context]) -> HostMemory:
+    def launch(self, spans: Spans, contexts: Contexts) -> HostMemory:
         """Begin a step. `contexts` has one for each wanted row, in the order of the rows."""
         with self._stream:
             host, batch = self._next_step(spans) or self._upload_step(spans, contexts)
@@ -307,7 +308,7 @@ class CudaOps:
         step.free.append(step)
         return choices
 
-    def _next_step(self, spans: Sequence[Span]) -> tuple[HostMemory, DeviceStep] | None:
+    def _next_step(self, spans: Spans) -> tuple[HostMemory, DeviceStep] | None:
         """The step whose numbers the device has made itself; None if these spans need others.
 
         A chained span follows the last step of its slot, so its Sampling is the same.
@@ -322,9 +323,7 @@ class CudaOps:
                 self._upload_page_table(span, host)
         return host, step.batch
 
-    def _upload_step(
-        self, spans: Sequence[Span], contexts: Sequence[Context]
-    ) -> tuple[HostMemory, DeviceStep]:
+    def _upload_step(self, spans: Spans, contexts: Contexts) -> tuple[HostMemory, DeviceStep]:
         """Copy a step's numbers to the device.
 
         A step of decoding is padded to a size that comes again, for its CUDA graph. One of whole prefill
@@ -343,7 +342,7 @@ class CudaOps:
         host = self._free_host_memory(memory)
         is_plain = not any(map(flags_of, contexts))
         advances = is_decode and n == len(contexts) == len(spans) and is_plain
-        host.fill(row_fields(spans) | pick_fields(spans, contexts, advances) | {"tiles": split + whole})
+        host.fill(step_fields(spans, contexts, advances) | {"tiles": split + whole})
         memory.numbers.set(host.numbers, self._stream)
         comes_again = is_decode or all(is_prompt(span) and span.n_rows == self.chunk for span in spans)
         batch = DeviceStep(memory.views, *sizes, len(whole), n_splits, is_decode, comes_again)
@@ -375,9 +374,7 @@ class CudaOps:
             host.page_tables[place] = span.pages
             self._buffers["page_tables"][place].set(host.page_tables[place], self._stream)
 
-    def _upload_slots(
-        self, spans: Sequence[Span], contexts: Sequence[Context], host: HostMemory, batch: DeviceStep
-    ) -> None:
+    def _upload_slots(self, spans: Spans, contexts: Contexts, host: HostMemory, batch: DeviceStep) -> None:
         """What slots keep from step to step, if the device does not have it yet; and the masks of a step.
 
         Masks are (vocab_size,) each, on the device MASK_WORDS words of 32 bits.
@@ -494,11 +491,6 @@ class CudaOps:
         launch("expert_down", (-(-self.config.dim // 8), n_groups), **expert_matrices(layer.w_down))
         launch("add_experts", (n,))
 
-    def logits(self, x: DeviceArray, weights: Weights, batch: DeviceStep) -> DeviceArray:
-        if batch.n_wanted:
-            self._product("logits", weights, batch._replace(n_rows=batch.n_wanted), batch.views["wanted"])
-        return self._buffers["raw"]
-
     def count(self, batch: DeviceStep, slot: int, n_prompt: int, n: int) -> None:
         self._launch("count", "count", (1,), batch, slot=slot, n_prompt=n_prompt, n=n)
 
@@ -506,31 +498,30 @@ class CudaOps:
         self._launch("pick", "pick", (batch.n_wanted,), batch)
         return self._buffers["choices"]
 
-    def _product(
-        self, op: str, weights: Layer | Weights, batch: DeviceStep, rows: DeviceArray | None = None
-    ) -> DeviceArray:
-        """Launch a product. Its rows of x are normed before if they are more than NORMED_ROWS; fewer it norms
-        itself.
+    def _product(self, op: str, *arguments: Any) -> DeviceArray:
+        """Launch a product. The arguments of such an op are buffers, then the layer or all weights, and the batch.
+
+        Its rows of x are normed before if they are more than NORMED_ROWS; fewer it norms itself.
         """
-        n, of = batch.n_rows, vars(weights)
+        *_, weights, batch = arguments
+        n, rows, of = batch.n_rows, None, vars(weights)
+        if op == "logits":
+            n, rows = batch.n_wanted, batch.views["wanted"]
         matrix, norm = PRODUCTS[op]
         if norm and n > NORMED_ROWS:
             self._launch(op, "rms_norm", (n,), batch, w=of[norm], rows=rows, y=self._buffers["normed"])
         shape = shape_for(n, len(of[matrix]), self.enough_blocks)
         wide = {"gate_up": 2 * shape.pair_columns, "logits": shape.logits_columns}
         grid = -(-n // shape.rows), -(-len(of[matrix]) // wide.get(op, shape.columns))
-        self._launch(op, op, grid, batch, shape, **of)
+        if n:
+            self._launch(op, op, grid, batch, shape, **of, n_rows=n)
         return self._buffers[OPS[op]]
 
-    def _product_of_layer(self, op: str, *arguments: Any) -> DeviceArray:
-        """Launch an op whose arguments end with layer and batch; the arrays before these are buffers."""
-        *_, layer, batch = arguments
-        return self._product(op, layer, batch)
-
-    qkv = partialmethod(_product_of_layer, "qkv")
-    out = partialmethod(_product_of_layer, "out")
-    gate_up = partialmethod(_product_of_layer, "gate_up")
-    down = partialmethod(_product_of_layer, "down")
+    qkv = partialmethod(_product, "qkv")
+    out = partialmethod(_product, "out")
+    gate_up = partialmethod(_product, "gate_up")
+    down = partialmethod(_product, "down")
+    logits = partialmethod(_product, "logits")
 
     def _launch(
         self,

@@ -38,7 +38,7 @@ Rules of this file:
 Not here: which threads compute what, how weights become panels, how x is rounded (cpu.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import llvmlite.binding
@@ -86,28 +86,28 @@ X_DTYPE: Any = np.uint16 if FAST_BFLOAT16 else np.float32  # of x, if the weight
 # --- what LLVM needs in more than one word ------------------------------------------------------------------
 
 
-def moved(b, address, n_bytes: int):
+def moved(b, address, n_bytes):
     return b.add(address, LONG(n_bytes))
 
 
-def load(b, address, n_bytes: int, of):
+def load(b, address, n_bytes, of):
     """What lies n_bytes after an address."""
     return b.load(b.inttoptr(moved(b, address, n_bytes), of.as_pointer()), align=1)
 
 
-def load_float(b, address, n_bytes: int):
+def load_float(b, address, n_bytes):
     """The float32 that lies n_bytes after an address, in every lane."""
     undefined = FLOATS(ir.Undefined)
     first = b.insert_element(undefined, load(b, address, n_bytes, FLOAT), INT(0))
     return b.shuffle_vector(first, undefined, INTS(0))
 
 
-def call(b, name: str, result, *arguments):
+def call(b, name, result, *arguments):
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
 
 
-def prefetch(b, address, n_bytes: int):
+def prefetch(b, address, n_bytes):
     """Ask memory for n_bytes that will be read soon, into all levels of the cache.
 
     A processor looks ahead by itself, but not beyond a page of 4 KB, and begins anew in the next one.
@@ -127,7 +127,7 @@ def fma(b, x, w, total):
     return call(b, f"llvm.fma.v{WIDTH}f32", FLOATS, x, w, total)
 
 
-def instruction(lines: str, changes: str = "") -> Callable[..., Value]:
+def instruction(lines, changes=""):
     """A product written as instructions: x is $1, w is $2, and the total $0.
 
     LLVM makes two of its intrinsic for vpdpwssd (llvm/llvm-project#84182). It adds up products of vpmaddwd
@@ -179,28 +179,28 @@ class Block(NamedTuple):
     minima: Value = None  # the same
 
 
-def load_halves(b, w, n_bytes: int):
+def load_halves(b, w, n_bytes):
     """WIDTH numbers in float16, which float32 holds exactly."""
     return b.fpext(load(b, w, n_bytes, HALVES), FLOATS)
 
 
-def read_words(b, w) -> Block:
+def read_words(b, w):
     """A float32, or a pair of bfloat16 that is multiplied by a pair."""
     return Block([[(0, load(b, w, 0, FLOATS))]])
 
 
-def read_float16(b, w) -> Block:
+def read_float16(b, w):
     return Block([[(0, load_halves(b, w, 0))]])
 
 
-def read_bfloat16(b, w) -> Block:
+def read_bfloat16(b, w):
     """A pair, for x in float32: a bfloat16 is the upper half of a float32."""
     pairs = load(b, w, 0, INTS)
     numbers = b.shl(pairs, INTS(16)), b.and_(pairs, INTS(-(2**16)))
     return Block([[(i, b.bitcast(number, FLOATS)) for i, number in enumerate(numbers)]])
 
 
-def read_int8(b, w) -> Block:
+def read_int8(b, w):
     """WIDTH scales; then two bytes an output for each pair of inputs."""
     pairs = ((i, b.sext(load(b, w, 2 * WIDTH * (1 + i), BYTES), SHORTS)) for i in range(PAIRS))
     return Block([pairs], load_halves(b, w, 0))
@@ -213,13 +213,13 @@ IN_STAGES = [[(1, 0, 8)], [(8, 0, 4)], [(0, 0, 0), (9, 12, 0)]]
 AT_ONCE = [[(1, 8, 0), (8, 4, 0), (0, 0, 0), (9, 12, 0)]]
 
 
-def nibbles(b, w, n_bytes: int, stages, made) -> list[Inputs]:
+def nibbles(b, w, n_bytes, stages, made):
     """Each 16 bits of an output hold the first numbers of four pairs, or their second ones.
 
     `made` takes a pair, the power of 2, and bits; it returns the numbers.
     """
 
-    def stage(places) -> Iterator[tuple[int, Value]]:
+    def stage(places):
         for i in range(PAIRS // 4):
             bits = load(b, w, n_bytes + 4 * WIDTH * i, SHORTS)
             for first, down, power in places:
@@ -230,21 +230,21 @@ def nibbles(b, w, n_bytes: int, stages, made) -> list[Inputs]:
     return [stage(places) for places in stages]
 
 
-def read_int4(b, w) -> Block:
+def read_int4(b, w):
     """WIDTH scales, WIDTH minima; then the numbers."""
     numbers = nibbles(b, w, 4 * WIDTH, IN_STAGES, lambda pair, power, some: some)
     return Block(numbers, load_halves(b, w, 0), load_halves(b, w, 2 * WIDTH))
 
 
-def read_int5(b, w) -> Block:
+def read_int5(b, w):
     """WIDTH scales, WIDTH minima; the fifth bits of 16 inputs an output, twice; then the other bits."""
-    fifths: list[Value] = []
+    fifths = []
     for half in range(2):
         bits = b.zext(load(b, w, 2 * WIDTH * (2 + half), SIXTEENS), INTS)
         # Move the bit of an odd input into the upper half of a lane; the even input's is in the lower half.
         fifths.append(b.bitcast(b.or_(bits, b.shl(bits, INTS(15))), SHORTS))
 
-    def with_fifth(pair: int, power: int, numbers: Value) -> Value:
+    def with_fifth(pair, power, numbers):
         half, place = divmod(pair, PAIRS // 2)
         bit = b.and_(b.lshr(fifths[half], SHORTS(2 * place)), SHORTS(1))
         return b.or_(numbers, b.shl(bit, SHORTS(4 + power)))
@@ -256,10 +256,10 @@ def read_int5(b, w) -> Block:
 LEAST_EXPONENT = 0x00400000  # the bits of 2^-127, the meaning of an exponent of 0
 
 
-def read_mxfp4(b, w) -> Block:
+def read_mxfp4(b, w):
     """WIDTH exponents of 2, plus 127, of a byte each; then the numbers. 255 is an infinite scale."""
 
-    def twice_e2m1(pair: int, power: int, codes: Value) -> Value:
+    def twice_e2m1(pair, power, codes):
         """Return the codes' numbers, times 2: 0, 1, 2, 3, 4, 6, 8, 12, then the same, negative.
 
         Not a table: without AVX-512 LLVM reads one number after another, and compiles for a minute.
@@ -314,7 +314,7 @@ def add_products(b, x, inputs, dot, sums):
     return sums
 
 
-def add_block(b, x, w: Block, dot, sums):
+def add_block(b, x, w, dot, sums):
     if w.scales is None:
         [inputs] = w.inputs
         return add_products(b, x, inputs, dot, sums)

@@ -101,8 +101,7 @@ class Arena:
     If each matrix of a few MB has memory of its own, a fifth of the time goes into translating addresses.
     """
 
-    def __init__(self) -> None:
-        self._unused = np.empty(0, np.uint8)
+    _unused = np.empty(0, np.uint8)
 
     def zeros(self, dtype: Any, *shape: int) -> Numbers:
         n_bytes = math.prod(shape) * np.dtype(dtype).itemsize

@@ -1,6 +1,6 @@
 """A step's numbers on a GPU: rows, positions, tiles and sampling, in memory that a CUDA graph can reuse.
 
-    Spans, Contexts --row_fields(), step_tiles(), pick_fields()--> HostMemory --one copy--> the device
+    Spans, Contexts --step_fields(), step_tiles()--> HostMemory --one copy--> the device
 
 Authority: the arguments of kernels.cu, by name.
 
@@ -18,6 +18,7 @@ Not here: the ops (cuda.py), which rows come next (scheduler.py).
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,9 @@ from devices.kernels import (
 )
 from model import Span
 from sampling import NO_TOKEN, Choice, Context
+
+Spans = Sequence[Span]
+Contexts = Sequence[Context]  # one for each wanted row, in the order of the rows
 
 # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -85,7 +89,7 @@ class HostMemory:
         self.numbers, self.page_tables, self.choices = views(layout, pinned).values()
         self.views = views(memory.layout, self.numbers)
         self.arrived = cp.cuda.Event(disable_timing=True)
-        self.contexts: Sequence[Context] = ()  # one for each choice that comes
+        self.contexts: Contexts = ()  # one for each choice that comes
 
     def fill(self, fields: Named) -> None:
         """Write the values of fields, row after row, and padding after them."""
@@ -110,7 +114,7 @@ def bucket(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def read_choices(rows: Any, contexts: Sequence[Context]) -> list[Choice]:
+def read_choices(rows: Any, contexts: Contexts) -> list[Choice]:
     """Choices of rows (n, CHOICE_WIDTH) int32: token, its logprob, the likeliest tokens, their logprobs."""
     choices = list(map(Choice, rows[: len(contexts), 0].tolist()))
     for i, context in enumerate(contexts):
@@ -144,19 +148,6 @@ def is_prompt(span: Span) -> bool:
     return span.n_rows > span.n_wanted
 
 
-UNREAD = (-1,)  # in place of the token that the slot chose last, which the host has not read
-
-
-def row_fields(spans: Sequence[Span]) -> dict[str, list[int]]:
-    """The fields that each row has."""
-    tokens, slots, positions = list[int](), list[int](), list[int]()
-    for span in spans:
-        tokens += UNREAD if span.token_ids is None else span.token_ids
-        slots += (span.slot,) * span.n_rows
-        positions += range(span.start, span.end)
-    return {"tokens": tokens, "slots": slots, "positions": positions}
-
-
 # Of a step (kernels.cu): each has QUERIES queries of a span to one key head. TILE_WIDTH numbers each
 Tiles = list[tuple[int, ...]]
 
@@ -166,15 +157,13 @@ def n_splits(span: Span, split_keys: int) -> int:
     return bucket(-(-span.end // split_keys))
 
 
-def follow(spans: Sequence[Span], before: Sequence[Span], split_keys: int) -> bool:
+def follow(spans: Spans, before: Spans, split_keys: int) -> bool:
     """True if each span is chained to the one before in its place, and has as many splits."""
     chained = [(span.slot, span.start, span.token_ids, n_splits(span, split_keys)) for span in spans]
     return chained == [(span.slot, span.end, None, n_splits(span, split_keys)) for span in before]
 
 
-def step_tiles(
-    spans: Sequence[Span], group_size: int, split_keys: int, max_parts: int
-) -> tuple[Tiles, Tiles, int]:
+def step_tiles(spans: Spans, group_size: int, split_keys: int, max_parts: int) -> tuple[Tiles, Tiles, int]:
     """Return the tiles with split attention, those that a block takes as a whole, and a number of splits.
 
     Tiles of prefill chunks are many, and taken as a whole; so are others for which `part` has no room. The
@@ -204,20 +193,24 @@ def flags_of(context: Context) -> int:
     return PENALISED * is_penalised | BIASED * bool(s.logit_bias) | MASKED * (context.mask is not None)
 
 
-def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bool) -> Named:
-    """The fields that each wanted row has, in the order of the contexts.
+UNREAD = (-1,)  # in place of the token that the slot chose last, which the host has not read
+OF_WANTED = "wanted", "pick_rows", "settings", "seeds"  # fields that each wanted row has
+
+
+def step_fields(spans: Spans, contexts: Contexts, advances: bool) -> Named:
+    """The fields of step_layout(), but for tiles.
 
     The columns are those of PickRow, Settings and `seeds` in kernels.cu. `advances`: `pick` makes the numbers
     of the next step, in which each row is one token later.
     """
-    fields: dict[str, list[Any]] = {"wanted": [], "pick_rows": [], "settings": [], "seeds": []}
+    tokens, slots, positions, picked = list[int](), list[int](), list[int](), list[Any]()
     of_row = iter(contexts)
-    end_row = 0
     for span in spans:
-        end_row += span.n_rows
-        first = end_row - span.n_wanted  # drafts follow it
-        for n_before in range(span.n_wanted):
-            context = next(of_row)
+        tokens += UNREAD if span.token_ids is None else span.token_ids
+        slots += (span.slot,) * span.n_rows
+        positions += range(span.start, span.end)
+        first = len(tokens) - span.n_wanted  # drafts follow it
+        for n_before, context in enumerate(islice(of_row, span.n_wanted)):
             s = context.sampling
             flags = flags_of(context) | CHAINS * (span.n_wanted == 1) | ADVANCES * advances
             n_top = -1 if s.n_top_logprobs is None else s.n_top_logprobs
@@ -225,8 +218,8 @@ def pick_fields(spans: Sequence[Span], contexts: Sequence[Context], advances: bo
             if s.temperature:
                 sharpness = min(1 / (s.temperature * math.log(2)), 1e30)  # of 2^x, not e^x
             penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
-            fields["wanted"].append(first + n_before)
-            fields["pick_rows"].append((span.slot, first, n_before, min(s.top_k, 1 << 30), flags, n_top))
-            fields["settings"].append((sharpness, s.top_p, s.min_p, *penalties))
-            fields["seeds"].append((s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, context.n_output))
-    return fields
+            pick_row = span.slot, first, n_before, min(s.top_k, 1 << 30), flags, n_top
+            seeds = s.seed & 0xFFFF_FFFF_FFFF_FFFF, s.choice, context.n_output
+            picked.append((first + n_before, pick_row, (sharpness, s.top_p, s.min_p, *penalties), seeds))
+    of_rows = {"tokens": tokens, "slots": slots, "positions": positions}
+    return of_rows | dict(zip(OF_WANTED, zip(*picked, strict=True), strict=False))

@@ -20,11 +20,10 @@ from checkpoint.config import Config, read_config
 from checkpoint.gguf_blocks import FLOATS, Blocks, decoded, quantized
 from checkpoint.weights import Weights, bfloat16, read_weights, unpacked
 from devices import cpu_kernels as kernels
+from devices import cpu_sampling, microkernel
 from devices import kernels as gpu_kernels
-from devices import microkernel
 from devices.cpu import NOTHING, SMALL, FastOps
 from devices.cpu_kernels import SPAN, shared
-from devices.cpu_sampling import choose_rows
 from devices.microkernel import FAST_BFLOAT16, FEATURES, WIDTH
 from devices.panels import Panels, pack, pack_blocks, pack_floats
 from helpers.device_ops import TABLES, sweep
@@ -174,15 +173,12 @@ def test_rounding_to_bfloat16() -> None:
     assert np.array_equal(unpacked(stored), expected, equal_nan=True)
 
 
-KERNELS = [
-    kernels.product,
-    kernels.store_rows,
-    kernels.rms_norm,
-    kernels.silu_product,
-    kernels.rotate_and_cache,
-    kernels.attention,
-    choose_rows,
-]
+def shares(one: Any) -> bool:
+    """Whether it is a kernel whose work threads share out."""
+    return "prange" in getattr(one, "py_func", shares).__code__.co_names
+
+
+KERNELS = [one for module in (kernels, cpu_sampling) for one in vars(module).values() if shares(one)]
 
 
 def test_what_threads_share_is_compiled_for_threads() -> None:
