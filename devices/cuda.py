@@ -499,7 +499,7 @@ class CudaOps:
         return self._buffers["choices"]
 
     def _product(self, op: str, *arguments: Any) -> DeviceArray:
-        """Launch a product. The arguments of such an op are buffers, then the layer or all weights, and the batch.
+        """Launch a product. Its arguments are buffers, then the layer or all weights, and the batch.
 
         Its rows of x are normed before if they are more than NORMED_ROWS; fewer it norms itself.
         """
