@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -203,14 +203,6 @@ def expert_matrices(w: Matrix) -> Named:
     return {"w": w, "blocks": None, "scales": None}
 
 
-class DecodingStep(NamedTuple):
-    """A step of one row a sequence, without biases and counts; `pick` makes the numbers of the next one."""
-
-    spans: Spans
-    memory: StepMemory
-    batch: DeviceStep
-
-
 @dataclass(eq=False)
 class CudaOps:
     """NumpyOps on a device."""
@@ -232,19 +224,40 @@ class CudaOps:
     enough_blocks = 64  # of a product: an H100's 132 processors are no faster with fewer, larger blocks
 
     def __post_init__(self) -> None:
-        self.cp = self.cp or importlib.import_module("cupy")
-        self.about = {"device": f"CUDA, {n_weight_bytes(self.config) / 1e6:.0f} MB of weights in bfloat16"}
-        self._constants = model_constants(self.config)
+        c, cp = self.config, self.cp or importlib.import_module("cupy")
+        self.cp = cp
+        self.about = {"device": f"CUDA, {n_weight_bytes(c) / 1e6:.0f} MB of weights in bfloat16"}
+        self._constants = of = model_constants(c)
         self._graphs: dict[tuple[int, ...], Any] = {}  # by DeviceStep[1:]
         # The device's copy of each slot: page table, logit_bias, counted output and its length
         self._page_tables: list[list[int]] = [[] for _ in range(self.max_batch)]
-        self._decoding: DecodingStep | None = None  # the step launched last, if the next may be like it
+        # The step launched last, if the next may be like it: one of a row a sequence, without biases and
+        # counts, for which `pick` makes the numbers of the next one
+        self._decoding: tuple[Spans, StepMemory, DeviceStep] | None = None
         self._biased: list[Any] = [None] * self.max_batch
         self._counted: list[tuple[Any, int]] = [(None, 0)] * self.max_batch
-        self._stream = self.cp.cuda.Stream(non_blocking=True)
+        self._stream = cp.cuda.Stream(non_blocking=True)
         with self._stream:
-            self._allocate()
-            self.kernels = self.kernels or Kernels(self.cp, self.config)
+            self.weights = on_device(self.weights, partial(upload, cp))
+            shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
+            self._buffers = {name: cp.zeros(shape, dtype) for name, (dtype, shape) in shapes.items()}
+            self.max_wanted = len(self._buffers["choices"])
+            self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
+            # The KV cache. A page has (PAGE, head_pad) keys, as NumpyOps has them, but (head_pad, PAGE)
+            # values: the product with them wants those of neighbouring tokens together (kernels.cu). The
+            # padding of a head is 0 and stays 0.
+            pool = self.n_pages, c.n_kv_heads, PAGE * of["HEAD_PAD"]
+            self._keys, self._values = ([cp.zeros(pool, "u2") for _ in range(c.n_layers)] for _ in "kv")
+            buckets = [1 << i for i in range(self.max_wanted.bit_length())]
+            layouts = {n: step_layout(n, n, n) for n in buckets}  # steps of decoding
+            rows = len(self._buffers["x"])
+            layouts[ANY_SIZE] = step_layout(rows, self.max_wanted, rows * -(-of["GROUP"] // QUERIES))
+            self._memory = {}
+            for n, layout in layouts.items():
+                numbers = cp.zeros(layout.itemsize, "u1")
+                self._memory[n] = StepMemory(layout, numbers, views(layout, numbers), [])
+            self._stream.synchronize()
+            self.kernels = self.kernels or Kernels(cp, c)
 
     @staticmethod
     def pack(w: Any) -> Any:
@@ -254,30 +267,6 @@ class CudaOps:
     @staticmethod
     def page_bytes(config: Config) -> int:
         return 2 * 2 * config.n_layers * config.n_kv_heads * PAGE * int(model_constants(config)["HEAD_PAD"])
-
-    # --- memory ---------------------------------------------------------------------------------------------
-
-    def _allocate(self) -> None:
-        cp, c = self.cp, self.config
-        self.weights = on_device(self.weights, partial(upload, cp))
-        shapes = buffer_shapes(c, self.max_seq_len, self.max_batch)
-        self._buffers = {name: cp.zeros(shape, dtype) for name, (dtype, shape) in shapes.items()}
-        self.max_wanted = len(self._buffers["choices"])
-        self._buffers["rope"].set(rope_table(c.rope, c.head_dim, self.max_seq_len))
-        # The KV cache. A page has (PAGE, head_pad) keys, as NumpyOps has them, but (head_pad, PAGE) values:
-        # the product with them wants those of neighbouring tokens together (kernels.cu). The padding of a
-        # head is 0 and stays 0.
-        pool = self.n_pages, c.n_kv_heads, PAGE * self._constants["HEAD_PAD"]
-        self._keys, self._values = ([cp.zeros(pool, "u2") for _ in range(c.n_layers)] for _ in "kv")
-        buckets = [1 << i for i in range(self.max_wanted.bit_length())]
-        layouts = {n: step_layout(n, n, n) for n in buckets}  # steps of decoding
-        rows = len(self._buffers["x"])
-        layouts[ANY_SIZE] = step_layout(rows, self.max_wanted, rows * -(-self._constants["GROUP"] // QUERIES))
-        self._memory = {}
-        for n, layout in layouts.items():
-            numbers = cp.zeros(layout.itemsize, "u1")
-            self._memory[n] = StepMemory(layout, numbers, views(layout, numbers), [])
-        self._stream.synchronize()
 
     def step_back(self, how: str, why: object) -> None:
         """Go on without what fails on this GPU: `how` is NO_GRAPHS or plainly(op).
@@ -296,7 +285,17 @@ class CudaOps:
         """Begin a step. `contexts` has one for each wanted row, in the order of the rows."""
         with self._stream:
             host, batch = self._next_step(spans) or self._upload_step(spans, contexts)
-            self._run_step(batch)
+            sizes = batch[1:]
+            if sizes in self._graphs:  # of one step, and serves for every other with the same sizes
+                self._graphs[sizes].launch(self._stream)
+            else:
+                self._compute(batch)
+                if batch.comes_again and NO_GRAPHS not in self.degraded:
+                    # Everything is loaded now: a capture must not do that.
+                    try:
+                        self._graphs[sizes] = self._capture(batch)
+                    except Exception as error:
+                        self.step_back(NO_GRAPHS, error)
             self._download_choices(host, batch.n_wanted)
         host.contexts = contexts
         return host
@@ -313,15 +312,17 @@ class CudaOps:
 
         A chained span follows the last step of its slot, so its Sampling is the same.
         """
-        step = self._decoding
-        if step is None or not follow(spans, step.spans, self._constants["SPLIT_KEYS"]):
+        if self._decoding is None:
             return None
-        self._decoding = step._replace(spans=spans)
-        host = self._free_host_memory(step.memory)
+        before, memory, batch = self._decoding
+        if not follow(spans, before, self._constants["SPLIT_KEYS"]):
+            return None
+        self._decoding = spans, memory, batch
+        host = self._free_host_memory(memory)
         for span in spans:
             if len(span.pages) > len(self._page_tables[span.slot]):  # the same sequence's, so it only grows
                 self._upload_page_table(span, host)
-        return host, step.batch
+        return host, batch
 
     def _upload_step(self, spans: Spans, contexts: Contexts) -> tuple[HostMemory, DeviceStep]:
         """Copy a step's numbers to the device.
@@ -330,9 +331,7 @@ class CudaOps:
         chunks and nothing else, as most steps of a long prompt are, comes again as it is.
         """
         n = sum(span.n_rows for span in spans)
-        split_keys = self._constants["SPLIT_KEYS"]
-        max_parts = len(self._buffers["part"])
-        split, whole, n_splits = step_tiles(spans, self._constants["GROUP"], split_keys, max_parts)
+        split, whole, n_splits = step_tiles(spans, self._constants, len(self._buffers["part"]))
         is_decode = not whole and len(split) == len(spans)
         size, sizes = ANY_SIZE, (n, len(contexts), len(split))
         if is_decode:
@@ -349,7 +348,7 @@ class CudaOps:
         self._upload_slots(spans, contexts, host, batch)
         self._decoding = None
         if advances:
-            self._decoding = DecodingStep(spans, memory, batch)
+            self._decoding = spans, memory, batch
         return host, batch
 
     def _free_host_memory(self, memory: StepMemory) -> HostMemory:
@@ -411,21 +410,6 @@ class CudaOps:
                 self.count(batch, slot, len(context.prompt), len(tokens))
             if span.n_wanted == 1:  # `pick` counts what it chooses, if it is the only one
                 self._counted[slot] = (context.output, context.n_output + 1)
-
-    def _run_step(self, batch: DeviceStep) -> None:
-        """Compute a step. If its sizes come again, later steps of these sizes launch a CUDA graph."""
-        sizes = batch[1:]  # a graph of one step serves for every other with the same
-        graph = self._graphs.get(sizes)
-        if graph:
-            graph.launch(self._stream)
-            return
-        self._compute(batch)
-        if batch.comes_again and NO_GRAPHS not in self.degraded:
-            # Everything is loaded now: a capture must not do that.
-            try:
-                self._graphs[sizes] = self._capture(batch)
-            except Exception as error:
-                self.step_back(NO_GRAPHS, error)
 
     def _capture(self, batch: DeviceStep) -> Any:
         """The CUDA graph of a step."""

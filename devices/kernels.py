@@ -117,15 +117,13 @@ def model_constants(config: Config) -> Named:
     return found
 
 
+OF_SHAPE = "BLOCK_ROWS", "BLOCK_COLUMNS", "PAIR_COLUMNS", "LOGITS_COLUMNS"
+
+
 def constants(config: Config, shape: Shape) -> Named:
     """All that the .cu files are compiled with."""
-    of_shape = {
-        "BLOCK_ROWS": shape.rows,
-        "BLOCK_COLUMNS": shape.columns,
-        "PAIR_COLUMNS": shape.pair_columns,
-        "LOGITS_COLUMNS": shape.logits_columns,
-    }
-    return SHARED | model_constants(config) | of_shape
+    of_shape = zip(OF_SHAPE, shape, strict=False)
+    return SHARED | model_constants(config) | dict(of_shape)
 
 
 def shape_for(n_rows: int, n_columns: int, enough_blocks: int) -> Shape:

@@ -297,13 +297,6 @@ FORMATS = {
 }
 # fmt: on
 
-
-def format_of(w, x) -> Format:
-    """By the types of two arrays: w is bfloat16, or has records of one field, with the name of the format."""
-    [name] = ["BF16"] if w.dtype == types.uint16 else w.dtype.fields
-    return FORMATS[name, x.dtype]
-
-
 # --- a block of the product ---------------------------------------------------------------------------------
 # `x` are the addresses of the block in each row, `sums` what each row has so far; they return the new sums.
 
@@ -350,7 +343,9 @@ def add_rows(typing, x, w, y, adds, ahead):
     that are read are asked of memory. x (n_rows, ...), w (n_blocks, ...), y (n_rows, WIDTH) float32.
     """
     signature = types.void(x, w, y, types.boolean, types.int64)
-    form = format_of(w, x)
+    # w is bfloat16, or has records of one field, with the name of the format
+    [name] = ["BF16"] if w.dtype == types.uint16 else w.dtype.fields
+    form = FORMATS[name, x.dtype]
 
     def generate(context, b, signature, arguments):
         # Sums without a register lie on the stack. LLVM aligns it for a vector that code refers to; else a

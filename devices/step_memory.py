@@ -163,7 +163,7 @@ def follow(spans: Spans, before: Spans, split_keys: int) -> bool:
     return chained == [(span.slot, span.end, None, n_splits(span, split_keys)) for span in before]
 
 
-def step_tiles(spans: Spans, group_size: int, split_keys: int, max_parts: int) -> tuple[Tiles, Tiles, int]:
+def step_tiles(spans: Spans, of: Named, max_parts: int) -> tuple[Tiles, Tiles, int]:
     """Return the tiles with split attention, those that a block takes as a whole, and a number of splits.
 
     Tiles of prefill chunks are many, and taken as a whole; so are others for which `part` has no room. The
@@ -173,14 +173,14 @@ def step_tiles(spans: Spans, group_size: int, split_keys: int, max_parts: int) -
     first_row = n_parts = 0
     most_splits = 1
     for span in spans:
-        size, n = span.n_rows, n_splits(span, split_keys)
+        size, n = span.n_rows, n_splits(span, of["SPLIT_KEYS"])
         tiles = whole
         first_part = n_parts
         if not is_prompt(span) and n_parts + size * n <= max_parts:
             tiles = split
             n_parts += size * n
             most_splits = max(most_splits, n)
-        for first_query in range(0, size * group_size, QUERIES):
+        for first_query in range(0, size * of["GROUP"], QUERIES):
             tiles.append((first_row, span.start, size, first_query, span.slot, first_part))
         first_row += size
     return split, whole, most_splits
