@@ -41,7 +41,6 @@ Ints = NDArray[np.int64]
 Numbers = NDArray[Any]  # of the dtype of a format
 
 PAGE = 64  # tokens of a KV cache page
-CHUNK = PAGE  # tokens of a prefill chunk
 # A step in flight, as launch() returns it and read() takes it. On a GPU it is a HostMemory of
 # devices/step_memory.py, on a CPU the choices themselves, because launch() has computed them.
 Ticket = Any
@@ -165,7 +164,7 @@ class NumpyOps:
     max_batch: int  # sequences of a step
 
     pack = staticmethod(unpacked)  # how checkpoint.weights.read_weights keeps a matrix for these ops
-    chunk = CHUNK
+    chunk = PAGE  # tokens of a prefill chunk
     max_wanted = sys.maxsize  # rows of a step from which a token may be chosen
     n_ahead = 0  # steps that are launched after the one that is read next
 
@@ -311,14 +310,10 @@ class NumpyOps:
         """
         normed = self._rms_norm(x, layer.mlp_norm)
         chosen, shares = self._route(normed, layer)
-        n_chosen = chosen.shape[1]
-        experts = chosen.ravel()  # (n_rows * n_chosen,)
-        inputs = normed.repeat(n_chosen, axis=0)
-        gate_up = self._expert_linear(inputs, layer.w_gate_up, layer.b_gate_up, experts)
-        y = self._expert_linear(self._swiglu(gate_up), layer.w_down, layer.b_down, experts)
-        y = y.reshape(-1, n_chosen, x.shape[1])
-        for i in range(n_chosen):
-            x += shares[:, i, None] * y[:, i]
+        for experts, share in zip(chosen.T, shares.T, strict=True):  # (n_rows,): each row's best, second, ...
+            gate_up = self._expert_linear(normed, layer.w_gate_up, layer.b_gate_up, experts)
+            y = self._expert_linear(self._swiglu(gate_up), layer.w_down, layer.b_down, experts)
+            x += share[:, None] * y
 
     # --- what the ops are made of ---------------------------------------------------------------------------
 

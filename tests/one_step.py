@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the server's modules
 
 from checkpoint.config import read_config
 from checkpoint.weights import read_weights
-from model import CHUNK, Array, Batch, NumpyOps, forward
+from model import Array, Batch, NumpyOps, forward
 from request.template import ChatTemplate
 from sampling import Choice, Context, Sampling, apply_temperature, apply_top_p, philox_uniform, pick_token
 from scheduler import Scheduled, Scheduler, Sequence
@@ -61,7 +61,7 @@ def one_step() -> str:
     tokenizer, template = Tokenizer(TINY / "tokenizer.json"), ChatTemplate.load(TINY)
     weights = read_weights(TINY, config, NumpyOps.pack)
     ops = NumpyOps(config, weights, config.max_seq_len, N_PAGES, len(PROMPTS))
-    scheduler = Scheduler(N_PAGES, len(PROMPTS), CHUNK, speculate=0, max_wanted=len(PROMPTS))
+    scheduler = Scheduler(N_PAGES, len(PROMPTS), NumpyOps.chunk, speculate=0, max_wanted=len(PROMPTS))
     sequences: dict[str, Sequence] = {}
     for letter, text in PROMPTS.items():
         prompt = template.render([{"role": "user", "content": text}], None, datetime.min)
