@@ -294,7 +294,7 @@ class Scheduler:
                 n_drafts -= len(scheduled.drafts)
 
         # prefill
-        ready = self._ready(prefilling, in_flight) if prefilling else []
+        ready = self._ready(prefilling, in_flight)
         if not ready:
             return step
         n_rows = MAX_CHUNKS * self.chunk
@@ -319,12 +319,12 @@ class Scheduler:
 
         A sequence sits the step out if another one computes its next page, in this step or in one in flight.
         """
-        computed_by: dict[PrefixHash | None, Sequence] = {}
-        for step in in_flight:
-            for scheduled in step:
-                if scheduled.is_prefill:
-                    page_hash = scheduled.sequence.hash_at(scheduled.span.start)
-                    computed_by[page_hash] = scheduled.sequence
+        computed_by = {
+            scheduled.sequence.hash_at(scheduled.span.start): scheduled.sequence
+            for step in in_flight
+            for scheduled in step
+            if scheduled.is_prefill
+        }
         ready: list[Sequence] = []
         for sequence in self._in_turn(prefilling, []):
             while page_hash := sequence.hash_at(sequence.n_computed):

@@ -140,9 +140,7 @@ class Store:
             raise sqlite3.DatabaseError(f"expected an empty file, or a store of version {VERSION} or 3")
         if path != IN_MEMORY:
             os.chmod(path, 0o600)  # SQLite gives its other files the same mode
-        self._db.executescript(f"BEGIN; {SCRIPTS[contents]} COMMIT")
-        for setting in SETTINGS:
-            self._db.execute(f"PRAGMA {setting}")
+        self._db.executescript(f"BEGIN; {SCRIPTS[contents]} COMMIT; {SETTINGS}")
 
     def close(self) -> None:
         self._db.close()
@@ -320,7 +318,7 @@ SELECT application_id, user_version, (
 ) FROM pragma_application_id, pragma_user_version
 """
 
-SETTINGS = ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON")
+SETTINGS = "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON"
 N_EVICTED = 8  # at a time
 LOCK_TIMEOUT_S = 1  # another process has the file, and may be about to end
 GET = """

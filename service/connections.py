@@ -179,20 +179,17 @@ class HttpServer(uvicorn.Server):
 
     capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
-    def drop_clients(self) -> None:
-        """Drop those whose bodies have not come, and after STALLED_S those that have not left.
+    def drop_clients(self, every: bool = False) -> None:
+        """Drop those whose bodies have not come, and after STALLED_S `every` one that has not left.
 
         Later uvicorn would cancel their requests, and log that. For a tenth of a second it still accepts
         connections: those that come meanwhile are dropped with the others.
         """
-
-        def drop(every: bool) -> None:
-            for connection in self.server_state.connections:
-                if every or getattr(connection, "state", "") == "started":
-                    connection.transport.abort()
-
-        drop(every=False)
-        asyncio.get_running_loop().call_later(STALLED_S, drop, True)
+        for connection in self.server_state.connections:
+            if every or getattr(connection, "state", "") == "started":
+                connection.transport.abort()
+        if not every:
+            asyncio.get_running_loop().call_later(STALLED_S, self.drop_clients, True)
 
 
 class Limited(asyncio.Protocol):

@@ -181,11 +181,12 @@ def pool(page_bytes: int, max_seq_len: int, max_batch: int, kv_memory: int | Non
 
 def free_memory() -> int:
     """Return the free memory in bytes: as Linux reports it, also in a container; on other systems 4 GiB."""
-    limits = []
-    for file, pattern, unit in MEMORY_LIMITS:
-        if Path(file).exists():
-            for number in re.findall(pattern, Path(file).read_text(encoding="utf-8")):
-                limits.append(int(number) * unit)
+    limits = [
+        int(number) * unit
+        for file, pattern, unit in MEMORY_LIMITS
+        if Path(file).exists()
+        for number in re.findall(pattern, Path(file).read_text(encoding="utf-8"))
+    ]
     return min(limits, default=4 * 2**30)
 
 
