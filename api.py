@@ -365,8 +365,7 @@ class Api:
 
     async def list_models(self, _: HttpRequest, visit: Visit) -> Response:
         # Codex asks for `models`, its own descriptions of them: openai/codex#35758.
-        listed = {"object": "list", "data": list(self.workers.models().values()), "models": []}
-        return json_response(listed)
+        return json_response({"object": "list", "data": [*self.workers.models().values()], "models": []})
 
     async def get_model(self, http: HttpRequest, visit: Visit) -> Response:
         name = http.path_params["id"]

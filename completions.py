@@ -29,7 +29,6 @@ from channels import Accepted, Arguments, Call, Close, Compaction, Delta, Finish
 from request.refusals import BadInput, error_body
 
 Chunk = sse.Object  # as on the wire; the logprobs of a token are encoded already
-OBJECT = "chat.completion.chunk"
 
 # fmt: off
 #  is it a custom tool's?  (type of the call, member that holds its arguments or input)
@@ -101,7 +100,7 @@ class Chunks:
     def _chunks(self, index: int, members: Chunk) -> list[Chunk]:
         """Return the chunk of a choice, and after the last one that of the usage."""
         choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None} | members
-        chunks = [self.head | {"object": OBJECT, "choices": [choice]}]
+        chunks = [self.head | {"object": "chat.completion.chunk", "choices": [choice]}]
         if self.include_usage:
             chunks[0]["usage"] = None
             if len(self._usages) == self.n:

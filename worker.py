@@ -485,10 +485,6 @@ def grammar_refused(error: BadGrammar, request: Request) -> BadInput:
         why = f"Invalid {tool.grammar.syntax} grammar for '{error.part}': {error}"
         return BadInput(why, param=tool.grammar.path)
     spec = request.structured_output
-    path = "tools"
-    if spec and (error.part == "schema" or not spec.tools):
-        path = spec.schema_path
-    of_part = ""
-    if tool:
-        of_part = f" for '{error.part}'"
+    path = spec.schema_path if spec and (error.part == "schema" or not spec.tools) else "tools"
+    of_part = f" for '{error.part}'" if tool else ""
     return BadInput(f"Invalid schema{of_part}: {error}", param=path, code="invalid_json_schema")

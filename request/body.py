@@ -70,9 +70,11 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
                     visit.set_held(visit.rooms.bytes, n_bytes)
                     await visit.until_its_turn()
     except TimeoutError as error:
-        expected = f"within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes received"
-        message = f"Expected the whole body {expected}; only a part came."
-        raise BadInput(message, code="request_timeout") from error
+        raise BadInput(
+            f"Expected the whole body within {MAX_BODY_S} s and a second for each {BODY_BYTES_A_S} bytes "
+            "received; only a part came.",
+            code="request_timeout",
+        ) from error
     return parsed(bytes(content), visit, encoding)
 
 

@@ -124,11 +124,10 @@ MESSAGES_TYPES = ERROR_TYPES | {
 def error_body(error: BadInput) -> Object:
     """Return the body of an error: one object with all four keys, as openai-openapi, `Error`, has it."""
     others = "server_error" if error.status >= 500 else "invalid_request_error"
-    type_ = ERROR_TYPES.get(error.status, others)
     return {
         "error": {
             "message": error.message,
-            "type": type_,
+            "type": ERROR_TYPES.get(error.status, others),
             "param": error.param,
             "code": error.code or None,
         }

@@ -36,7 +36,6 @@ ByName = Mapping[str, "Tool"]  # tools by Tool.qualified_name
 MAX_TOOLS = 128
 CLIENT_TOOLS = ("function", "custom")
 NO_PARAMETERS: Schema = {"type": "object", "properties": {}}  # if the client has left them out
-Calls = Literal["none", "auto", "required"]  # whether the answer may, or must, call tools
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MAX_QUALIFIED_NAME = 130  # characters of Tool.qualified_name: two names, and "__" between them
 MAX_GRAMMAR = 2**16  # characters
@@ -194,7 +193,7 @@ def read_client_tool(value: Any, path: str) -> DeclaredTool:
 class StructuredOutput(NamedTuple):
     """What the answer must be, after the reasoning; tool_choice() leaves the text free."""
 
-    calls: Calls
+    calls: Literal["none", "auto", "required"]  # whether it may, or must, call tools
     tools: tuple[Tool, ...] = ()  # that may be called
     one_call: bool = False  # at most one; tool_choice names it
     schema: Schema | None = None  # the schema of the text; None: any text
