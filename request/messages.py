@@ -165,10 +165,9 @@ def content_text(content: Any, path: str) -> str:
 
 
 def part_text(part: Place) -> str:
-    if part.members.get("type") in IMAGES:
-        raise no_images(f"{part.path}.type")
-    member = PART_TEXTS[part.need("type", one_of(*PART_TEXTS))]
-    return str(part.need(member, text))
+    type_ = part.need("type", text)
+    member = PART_TEXTS.get(type_)
+    return str(part.need(member, text)) if member else text_of_other_part(part, type_)
 
 
 def paragraphs(*texts: str) -> str:
@@ -189,12 +188,17 @@ PART_TEXTS = {
     "reasoning_text":    "text",
     "text":              "text",
     "refusal":           "refusal",
-    # A text for another agent: only OpenAI's server encrypts it. github.com/openai/codex/issues/43893
-    "encrypted_content": "encrypted_content",
 }
 # fmt: on
 IMAGES = ("input_image", "image_url", "image")  # types of parts
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+def text_of_other_part(part: Place, type_: str) -> str:
+    """Return the text of a search result, or of a document; raises BadInput for what holds no text."""
+    if type_ in IMAGES:
+        raise no_images(f"{part.path}.type")
+    return readable(part.members) or str(part.need("type", one_of(*PART_TEXTS)))
 
 
 def add_call(conversation: Conversation, type_: str, call_id: str, call: Place) -> None:
@@ -251,10 +255,22 @@ def add_item(conversation: Conversation, item: Place, type_: str) -> None:
 
 
 def readable(content: Any) -> str:
-    """Return the text in the content of an item of an unknown type; "" if it has none."""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text", part.get("encrypted_content")) for part in parts if isinstance(part, dict)]
-    return "\n".join(part for part in texts if isinstance(part, str))
+    """Return the text in what has an unknown type, such as a search result; "" if it has none."""
+    match content:
+        case str():
+            return content
+        case list():
+            return "\n".join(filter(None, map(readable, content)))
+        case (
+            {"content": inside}
+            | {"text": inside}
+            | {"source": {"type": "text", "data": inside}}
+            # A text for another agent: only OpenAI's server encrypts it. github.com/openai/codex/issues/43893
+            | {"type": "encrypted_content", "encrypted_content": inside}
+            | {"type": "web_search_result", "title": inside}  # only Anthropic can read the rest
+        ):
+            return readable(inside)
+    return ""
 
 
 def add_unknown_item(conversation: Conversation, item: Place, type_: str) -> None:
@@ -262,7 +278,7 @@ def add_unknown_item(conversation: Conversation, item: Place, type_: str) -> Non
 
     An example is Codex's agent_message: https://github.com/openai/codex/issues/33551
     """
-    said = readable(item.members.get("content"))
+    said = readable(item.members)
     if not said:
         raise wrong_value(f"{item.path}.type", "a known type, or content with text", type_)
     ends = [f"{name} {item.members[name]}" for name in ("author", "recipient") if name in item.members]

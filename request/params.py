@@ -251,7 +251,7 @@ NOT_BUILT = (
     "include_stop_str_in_output", "add_special_tokens", "truncate_prompt_tokens", "thinking_token_budget",
     "repetition_detection", "documents", "chat_template", "continue_final_message", "min_tokens",
     "moderation", "background_options", "prompt", "context_management", "audio", "prediction",
-    "web_search_options",
+    "web_search_options", "thread",
 )  # fmt: skip
 # Likewise, but true or 1 asks for nothing: it is their default.
 NOT_TURNED_OFF = ("best_of", "skip_special_tokens", "include_reasoning", "add_generation_prompt")

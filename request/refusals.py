@@ -140,5 +140,7 @@ def messages_error(error: BadInput, request_id: str) -> Object:
     if error.code == "context_length_exceeded":  # by these words Claude Code knows that it has to compact
         message = f"prompt is too long: {message}"
     others = "api_error" if error.status >= 500 else "invalid_request_error"
-    told = {"type": MESSAGES_TYPES.get(error.status, others), "message": message}
+    told: Object = {"type": MESSAGES_TYPES.get(error.status, others), "message": message}
+    if error.param == "thread":  # so the `anthropic` package knows that it has to send the whole conversation
+        told["details"] = {"error_code": "thread_unsupported_request"}
     return {"type": "error", "error": told, "request_id": request_id}

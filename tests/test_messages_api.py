@@ -53,8 +53,8 @@ def client(sdk: ModuleType, server: Server) -> Iterator["Anthropic"]:
 
 
 @pytest.mark.bug("S13", "S24")
-def test_an_agent_goes_on(client: "Anthropic") -> None:
-    """A call, its result, an answer; thoughts come back with their signature."""
+def test_an_agent_goes_on(client: "Anthropic", sdk: ModuleType) -> None:
+    """A call, its result, an answer; thoughts come back. The SDK's loop does without the thread it wants."""
     called = client.messages.create(**CALLS, **GREEDY)
     (call,) = [block for block in called.content if block.type == "tool_use"]
     assert (called.stop_reason, call.name) == ("tool_use", "get_weather")
@@ -68,6 +68,9 @@ def test_an_agent_goes_on(client: "Anthropic") -> None:
     counted = client.messages.count_tokens(**asked)
     usage = answer.usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    tool = sdk.beta_tool(lambda city: city, **CALLS["tools"][0])
+    runner = client.beta.messages.tool_runner(**CALLS | GREEDY | {"tools": [tool], "max_iterations": 2})
+    assert [turn.stop_reason for turn in runner] == ["tool_use"] * 2
 
 
 @pytest.mark.sweep
