@@ -32,7 +32,8 @@ import msgspec
 
 TERMINAL = ("completed", "incomplete", "failed", "cancelled")
 
-# The statements that write a Row: ?1 is its first member, ?11 its last, and ?12 the size of its new events.
+# The first two take a Row: ?1 is its first member, ?11 its last, and ?12 the size of its events. The others
+# take what has changed: SQLite would copy a large request at each write of an event.
 INSERT = """
 INSERT INTO responses VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?10,
     length(CAST(?8 AS BLOB)) + length(CAST(?9 AS BLOB)), length(CAST(?11 AS BLOB)), ?12)
@@ -41,12 +42,11 @@ INSERT_TEXTS = "INSERT INTO texts VALUES (?1, ?8, ?9, ?11)"
 
 # '' stands for a status and a response object that are as they were.
 UPDATE = """
-UPDATE responses SET event_bytes = event_bytes + ?12, ended_at = ?4,
-    status = ifnull(nullif(?10, ''), status),
-    response_bytes = ifnull(nullif(length(CAST(?11 AS BLOB)), 0), response_bytes)
-WHERE id = ?1 AND ended_at IS NULL
+UPDATE responses SET event_bytes = event_bytes + ?, ended_at = ?, status = ifnull(nullif(?, ''), status),
+    response_bytes = ifnull(nullif(length(CAST(? AS BLOB)), 0), response_bytes)
+WHERE id = ? AND ended_at IS NULL
 """
-UPDATE_TEXTS = "UPDATE texts SET response = ?11 WHERE id = ?1"
+UPDATE_TEXTS = "UPDATE texts SET response = ? WHERE id = ?"
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,11 @@ class Store:
                 self._db.execute(INSERT, (*row, n_bytes))
                 self._db.execute(INSERT_TEXTS, row)
             else:
-                if not self._db.execute(UPDATE, (*row, n_bytes)).rowcount:
+                newer = (n_bytes, row.ended_at, row.status, row.response_json, row.id)
+                if not self._db.execute(UPDATE, newer).rowcount:
                     return
                 if row.response_json:
-                    self._db.execute(UPDATE_TEXTS, row)
+                    self._db.execute(UPDATE_TEXTS, (row.response_json, row.id))
             self._db.executemany("INSERT INTO events VALUES (?, ?, ?)", events)
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
