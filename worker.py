@@ -249,7 +249,7 @@ class LocalWorker:
         limit = self.engine.max_seq_len
         prompt = ""
         n_characters = sum(len(message["content"]) for message in messages)
-        arguments = messages, request.tools or None, datetime.now()
+        arguments = messages, request.tools, datetime.now()
         # Rendered twice: as the model reads it, and with the template's own text marked (special_tokens.py).
         if n_characters <= CHARACTERS_PER_TOKEN * limit:  # else it is not even rendered
             prompt = self.template.render(*arguments, **request.template_kwargs)

@@ -54,8 +54,10 @@ async def receive_body(http: HttpRequest, visit: Visit) -> Parsing:
     """Receive the body of a request, and return it unparsed: `async with` parses it. Raises BadInput."""
     encoding = http.headers.get("content-encoding", "identity").lower()
     if encoding not in READERS:
-        message = f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}"
-        raise BadInput(message, code="unsupported_content_encoding")
+        raise BadInput(
+            f"Expected a body encoded as {', '.join(READERS)}, got '{encoding}'. {ZSTD_NEEDS}",
+            code="unsupported_content_encoding",
+        )
     content = bytearray()
     began_at = asyncio.get_running_loop().time()
     try:

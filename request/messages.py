@@ -95,8 +95,11 @@ class Conversation:
         """Join the texts; raise BadInput at `path` if there are no messages, or a call lacks its result."""
         if not self.messages:
             raise missing(path, ", with at least one message")
-        if self.n_calls:
-            self._end_calls(path)
+        for call_id, (_, needs_result) in self.open_calls.items():
+            if needs_result:
+                raise BadInput(f"No tool output found for function call {call_id}.", param=path)
+        # Without the messages for results that need not come.
+        self.messages = [message for message in self.messages if "content" in message]
         for message in self.messages:
             for name in message.keys() & {"content", "reasoning_content"}:
                 message[name] = paragraphs(*message[name])
@@ -140,13 +143,6 @@ class Conversation:
         result, _ = self.open_calls.pop(call_id)
         result["content"] = [text]
         self.current = {}
-
-    def _end_calls(self, path: str) -> None:
-        """Drop the messages for results that need not come; raise BadInput at `path` if one must come."""
-        for call_id, (_, needs_result) in self.open_calls.items():
-            if needs_result:
-                raise BadInput(f"No tool output found for function call {call_id}.", param=path)
-        self.messages = [message for message in self.messages if "content" in message]
 
 
 # --- content and calls, the same in both APIs ---------------------------------------------------------------

@@ -35,7 +35,7 @@ class BadInput(ValueError):
         self.param = param
         self.code = code  # as OpenAI spells it
         self.status = status or STATUS.get(code, 400)
-        self.headers: Object = {}  # of the answer, besides those of its status
+        self.headers = Object()  # of the answer, besides those of its status
 
     @property
     def late_code(self) -> str:

@@ -82,8 +82,10 @@ class Room:
         n_held = self.held[owner]
         n_left = self.n_total - self.held.total() - n
         if n > 0 and n_left < 0:
-            message = f"The server is at its limit for {self.things}; try again later."
-            raise BadInput(message, code="server_is_overloaded")
+            raise BadInput(
+                f"The server is at its limit for {self.things}; try again later.",
+                code="server_is_overloaded",
+            )
         if n > 0 and self.is_shared and n_held and n_held + n > n_left:  # rule 1
             share = f"{n_held} of {self.n_total} {self.things}"
             message = f"Your key holds {share}, and more would leave too few for others; try again later."

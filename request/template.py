@@ -122,8 +122,10 @@ class ChatTemplate:
         except MemoryError:  # not the fault of these messages
             raise
         except Exception as error:  # a template may raise anything: these messages are the cause
-            why = f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}"
-            raise BadInput(why, code="invalid_prompt") from error
+            raise BadInput(
+                f"The model's chat template refuses these messages: {str(error)[:MAX_REASON]}",
+                code="invalid_prompt",
+            ) from error
 
     # --- the fold of this class: a request goes on with the next one ----------------------------------------
 
