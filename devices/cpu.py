@@ -28,7 +28,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import numba
@@ -201,15 +201,15 @@ class FastOps(NumpyOps):
             if norm is not None:
                 some[...] = self._rms_norm(some, norm)
         cache = self._caches[i]
-        places = batch.pages, batch.positions
-        self._run(rotate_and_cache, 4 * qkv.size, heads, *cache, *places, self._turns, c.rotary[i])
+        turns = batch.pages, batch.positions, self._turns, c.rotary[i]
+        self._run(rotate_and_cache, 4 * qkv.size, heads, *cache, *turns)
         window = c.windows[i] or self.max_seq_len
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
         y = np.empty(q.shape, np.float32)
         tables, blocks = self._tasks
         n_keys = tables.shape[1] * PAGE  # seen by a row, at most
-        arguments = sinks, tables, batch.positions, blocks, window
-        self._run(attention, 2 * y.size * n_keys, heads, *cache, *arguments, y)
+        seen = sinks, tables, batch.positions, blocks, window
+        self._run(attention, 2 * y.size * n_keys, heads, *cache, *seen, y)
         return y.reshape(len(y), -1)
 
     def pick(self, logits: Array, contexts: Sequence[Context]) -> list[Choice]:
@@ -218,10 +218,10 @@ class FastOps(NumpyOps):
         penalised = [apply_penalties(logits[i], contexts[i]) for i in changed]
         places = np.full(len(logits), -1)  # of a row among those
         places[changed] = range(len(changed))
-        arguments = np.array(penalised, np.float32).reshape(-1, logits.shape[1]), places
-        rows = np.array([settings(context) for context in contexts], SETTINGS)
+        changed_rows = np.array(penalised, np.float32).reshape(-1, logits.shape[1])
+        asked = np.array([settings(context) for context in contexts], SETTINGS)
         choices = np.zeros((len(logits), CHOICE_WIDTH), np.int32)
-        self._run(choose_rows, 8 * logits.size, logits, *arguments, rows, choices)
+        self._run(choose_rows, 8 * logits.size, logits, changed_rows, places, asked, choices)
         return read_choices(choices, contexts)
 
 
@@ -231,12 +231,11 @@ def attention_tasks(batch: Batch, n_threads: int) -> tuple[Ints, Ints]:
     Return the page tables (n_spans, max_pages), filled up with 0, and the blocks (n_blocks, 3): first row,
     end of the rows, page table.
     """
-    longest = max(len(span.pages) for span in batch.spans)
-    page_tables: Ints = np.zeros((len(batch.spans), longest), np.int64)
+    rows = zip_longest(*(span.pages for span in batch.spans), fillvalue=0)
+    page_tables: Ints = np.array([*rows], np.int64).T.copy()
     blocks: list[tuple[int, int, int]] = []
     end = 0
     for number, span in enumerate(batch.spans):
-        page_tables[number, : len(span.pages)] = span.pages
         begin, end = end, end + span.n_rows
         for first in range(begin, end, ATTENTION_ROWS):
             blocks.append((first, min(first + ATTENTION_ROWS, end), number))
