@@ -113,7 +113,7 @@ CAPS = {
     "audit":      21_000,  # with rules on a crowd and on Messages, and what makes a run stand in a CI
     "benches":     4_963,  # with the time of each op of a GPU beside its floor, in a page that ends in time
     "checkpoint": 10_400,
-    "devices":    18_930,  # with AVX2; a GPU that checks itself; a sort that compiles three seconds sooner
+    "devices":    18_919,  # with AVX2; a GPU that checks itself; a sort that compiles three seconds sooner
     "dialects":    8_400,
     "gateway":     9_308,  # with an upstream's Warning and extra_content
     "request":    15_817,  # bodies of three APIs, search results in them; what a plain one passes is apart
