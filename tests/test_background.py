@@ -113,11 +113,6 @@ async def registry_of(is_shared: bool = False) -> AsyncIterator[Registry]:
         await registry.close_store()
 
 
-async def until_idle(registry: Registry) -> None:
-    while registry.jobs:
-        await asyncio.sleep(0)
-
-
 # --- the queue ----------------------------------------------------------------------------------------------
 
 
@@ -139,7 +134,8 @@ async def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         await started(registry, cancelled, functools.partial(says, "d1"))
         await registry.cancel(cancelled)
         held.go_on.set()
-        await until_idle(registry)
+        while registry.jobs:
+            await asyncio.sleep(0)
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseItem
 
 from audit import schema
 from channels import Accepted, Call, Compaction, Delta, Finish, Output, Usage
-from helpers.serving import Json, serve
+from helpers.serving import Json, serve, without
 from helpers.tables import table
 from request import items, params
 from request.ids import PREFIXES, item_ids, new_id, response_id_of
@@ -42,10 +42,6 @@ def resolved(input: Any, previous_response_id: str | None = None, row: Row = ROW
     ids = named(values)
     found = {id_: row if id_ == KEPT else None for id_ in ids}
     return *resolve(values, found, partial(sealer, b"", "")), ids
-
-
-def without_id(item: Json) -> Json:
-    return {name: value for name, value in item.items() if name != "id"}
 
 
 @given(st.integers(0, 9), st.integers(1, 10), st.sampled_from(["asc", "desc"]))
@@ -86,7 +82,7 @@ def test_a_response_is_looked_up_once_and_only_if_it_is_named() -> None:
 def test_items_of_one_conversation_differ_by_id() -> None:
     chain, own, _ = resolved([{"role": "user", "content": "hi"}, QUESTION, QUESTION | {"id": None}], KEPT)
     assert len({item["id"] for item in chain + own}) == len(chain) + 3
-    assert [without_id(item) for item in own] == [without_id(QUESTION)] * 3
+    assert without(own, {"id"}) == [without(QUESTION, {"id"})] * 3
 
 
 @pytest.mark.parametrize("item", [*map(json.loads, table("request")["short_forms"])])

@@ -170,19 +170,6 @@ def test_a_response_is_steered(server: Server) -> None:
     assert [told[0], *told[-2:]] == ["hi", ends[0].output[-1].content[0].text, "Stop now."]
 
 
-def until_it_calls(client: ClientConnection, n_characters: int) -> list[Json]:
-    """Ask for a call with so long an argument; return the events up to its first."""
-    x = {"type": "string", "minLength": n_characters}
-    schema = {"type": "object", "properties": {"x": x}, "required": ["x"]}
-    tools = [{"type": "function", "name": "f", "parameters": schema}]
-    more = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": {}}
-    send(client, RUNS | more)
-    events: list[Json] = []
-    while not events or events[-1].get("item", {}).get("type") != "function_call":
-        events.append(json.loads(client.recv(PATIENCE_S)))
-    return events
-
-
 @pytest.mark.bug("M13")
 def test_a_response_is_not_steered(client: ClientConnection) -> None:
     """Bug: the answer was an `error` event, of which a client cannot tell what it is about.
@@ -205,9 +192,17 @@ def test_a_response_is_not_steered(client: ClientConnection) -> None:
 
 def test_what_steers_a_turn_is_bounded_in_bytes(locked: Server) -> None:
     """Bug: each was kept until the response ended, and there was no room to count them in: 595 MB."""
+    x = {"type": "string", "minLength": 500}
+    schema = {"type": "object", "properties": {"x": x}, "required": ["x"]}
+    tools = [{"type": "function", "name": "f", "parameters": schema}]
+    calls = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": {}}
     large = {"type": "response.steer", "input": "x" * 900_000}
     with locked.websocket(additional_headers=MINE) as client:
-        id_ = until_it_calls(client, 500)[0]["response"]["id"]
+        send(client, RUNS | calls)
+        event = json.loads(client.recv(PATIENCE_S))
+        id_ = event["response"]["id"]
+        while event.get("item", {}).get("type") != "function_call":
+            event = json.loads(client.recv(PATIENCE_S))
         for _ in range(14):
             client.send(json.dumps(large | {"previous_response_id": id_}))
         codes = Counter[str]()
