@@ -348,7 +348,8 @@ class Api:
 
     def _blocks(self, request: params.Request) -> MakeEvents:
         head = {"id": new_id("msg"), "model": self.workers.spoken_name(request.model)}
-        return blocks.Builder(head, new_id, partial(items.sealed, self.secret, request.owner)).feed
+        seal = partial(items.sealed, self.secret, request.owner)
+        return blocks.Builder(head, new_id, seal, end="end_turn" if request.generate else "max_tokens").feed
 
     # --- the prompt of a request ----------------------------------------------------------------------------
 

@@ -106,6 +106,8 @@ def main() -> None:
     match sys.argv[1:]:
         case []:
             print(overview(known, progress))
+        case ["-h" | "--help"]:
+            print(USAGE)
         case ["next"]:
             following = numbers[numbers.index(number) % len(known) + 1]
             start(following, known[following], progress)

@@ -116,7 +116,7 @@ def answer_grammar(
     writer.rule("start", _reasoning(writer, thinking) + " body")
     content = _plain_text(writer)
     if spec.schema is not None:
-        content = writer.rule("json", _part(writer, "schema", spec.schema, strict=True))
+        content = writer.rule("json", _part(writer, "schema", spec.schema, spec.strict))
     writer.rule("text", writer.sequence(dialect.forms.text, TEXT=content))
     writer.rule("body", *_bodies(writer, spec))
     lark = "\n".join(f"{name}: {rule}" for name, rule in writer.rules.items())

@@ -374,7 +374,7 @@ TOOL_CHOICES = {
 
 def nameless_format(value: Any, path: str) -> Any:
     """Check a format of the Messages API, which has no name; return it in Responses' form."""
-    return text_format({"name": "answer"} | mapping(value, path), path)
+    return text_format({"name": "answer", "strict": True} | mapping(value, path), path)
 
 
 thinking = members(type=one_of(*THINKING), budget_tokens=count, display=text)

@@ -197,6 +197,7 @@ class StructuredOutput(NamedTuple):
     tools: tuple[Tool, ...] = ()  # that may be called
     one_call: bool = False  # at most one; tool_choice names it
     schema: Schema | None = None  # the schema of the text; None: any text
+    strict: bool = False  # the text is held to it; else what of it cannot be enforced is passed over
     schema_path: str = ""  # the place of `schema` in the request, if it has one
 
 
@@ -266,7 +267,8 @@ def structured_output(
             why = f"Invalid schema for '{tool.qualified_name}': expected a schema of type object."
             raise BadInput(why, param="tools", code="invalid_json_schema")
     one_call = choice.one_call or not values["parallel_tool_calls"]
-    return choice._replace(one_call=one_call, schema=schema, schema_path=schema_path)
+    strict = form.get("strict", False)
+    return choice._replace(one_call=one_call, schema=schema, strict=strict, schema_path=schema_path)
 
 
 # --- all three ----------------------------------------------------------------------------------------------

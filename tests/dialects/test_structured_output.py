@@ -109,7 +109,7 @@ ANSWERS: list[tuple[Must, str, bool]] = [
     (EITHER, custom("when", '23:59 "x"'), False),
     (MAYBE, "So.\n" + EDIT, True),
     (MAYBE, "So.\n" + NO_EDIT, False),
-    (Must("none", schema=TREE), '{"next": {"next": null}}', True),
+    (Must("none", schema=TREE | {"not": {}}), '{"next": {"next": null}}', True),  # `not` is passed over
     (Must("none", schema=chain(300)), "{}", True),  # deeper ones took the process with them
 ]
 
@@ -212,7 +212,7 @@ CASES: list[tuple[str, Must, str, str]] = [
     ("hermes", Must("required", (strict("f", {"not": {}, "x-guidance": {"lenient": True}}),)), "f", "not"),
     ("hermes", following(LARK), "p", ""),
     *(("hermes", following(lark), "p", message) for lark, message in TABLE["bad_larks"]),
-    *(("hermes", Must("none", schema=schema), "schema", message) for schema, message in TABLE["bad_schemas"]),
+    *(("hermes", Must("none", schema=bad, strict=True), "schema", why) for bad, why in TABLE["bad_schemas"]),
 ]
 for schema, message in TABLE["unenforceable"]:
     CASES.append(("qwen3-coder", Must("required", (strict("f", schema),)), "f", message))
