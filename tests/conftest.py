@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import itertools
 import os
 import sys
 import time
@@ -56,9 +57,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1  # of `-n auto`: tests wait now and then
 
 
+@pytest.hookimpl(trylast=True)  # without those of the sweep
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files whose tests are the longest: in the end no process waits for one of them."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    """Let each worker begin with some of the files whose tests are the longest: in the end none works alone.
+
+    pytest-xdist gives the first worker the first third of the items, and so on.
+    """
+    n_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    shares: list[list[pytest.Item]] = [[] for _ in range(n_workers)]
+    for i, name in enumerate(LONGEST):
+        shares[i % n_workers] += [item for item in items if item.path.stem == name]
+    others = iter([item for item in items if item.path.stem not in LONGEST])
+    for share in shares:
+        share += itertools.islice(others, max(0, len(items) // n_workers - len(share)))
+    items[:] = [*itertools.chain(*shares), *others]
 
 
 @pytest.hookimpl(tryfirst=True)
