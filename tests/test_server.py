@@ -429,7 +429,7 @@ def test_a_stop_says_what_it_waits_for_and_a_second_one_ends_it() -> None:
     unread = ENDLESS | says(CHAT, STORY) | {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}
     body = ENDLESS | says(RESPONSES, STORY) | {"stream": True, "seed": SLOW}
     with (
-        serve("--shutdown-grace", "60") as server,
+        serve("--shutdown-grace", "60", "--reader-timeout", "600") as server,
         server.connect(http_bytes(CHAT, unread)),
         server.connect(http_bytes(RESPONSES, body)) as connection,
         contextlib.closing(http_frames(connection)) as stream,
