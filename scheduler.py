@@ -294,7 +294,7 @@ class Scheduler:
                 n_drafts -= len(scheduled.drafts)
 
         # prefill
-        ready = self._ready(prefilling, in_flight)
+        ready = self._ready(prefilling, in_flight) if prefilling else []
         if not ready:
             return step
         n_rows = MAX_CHUNKS * self.chunk

@@ -379,9 +379,8 @@ def attend_block(heads, keys, values, h, sinks, page_table, positions, window, s
         for p in pages:
             panels = keys[page_table[p], h, :, : head_dim // 2]
             column = p * PAGE - begin
-            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * keys.strides[
-                0
-            ]  # the next page's
+            # Its bytes are those to the next page, which is fetched meanwhile.
+            ahead = (page_table[min(p + 1, end_page - 1)] - page_table[p]) * keys.strides[0]
             add_product(queries, panels, scores[:, column : column + PAGE], False, ahead)
 
         for r in range(n_queries):

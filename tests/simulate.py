@@ -285,9 +285,9 @@ class Connection:
         is_late = world.now - self.written_at > 0.9 * KEEP_ALIVE_S
         world.law(is_late or not is_comment, self.label, "a comment where no silence was")
         world.law(not (is_comment and self.has_comment), self.label, "a comment after one that waits")
-        if message.get("more_body") and not is_comment:
+        if not is_comment:
             world.law(world.n_turns != self.full_at, self.label, "leaves no turn to others")
-            self.full_at = world.n_turns if message["body"].count(b"\n\n") == FRAMES_A_READ else 0
+            self.full_at = world.n_turns if message.get("body", b"").count(b"\n\n") == FRAMES_A_READ else 0
         is_held = rooms[2].held.total() >= len(message.get("body", b""))
         world.law(is_held or not self.is_loaded, self.label, "has no room for what it has loaded")
         self.written_at, self.has_comment = world.now, self.has_comment or is_comment
@@ -666,7 +666,8 @@ class Clients:
 
     async def resume(self, known: Known) -> None:
         """Read events from any number on, all of them or some, slowly or not."""
-        after = self.random.choice((-1, -1, BEYOND, *known.frames)) if known.frames else -1
+        some = self.random.choices([*known.frames, -1], k=5)
+        after = self.random.choice((-1, -1, BEYOND, *some)) if known.frames else -1
         path = f"/v1/responses/{known.id}?stream=true" + f"&starting_after={after}" * (after >= 0)
         connection = self.connection(known.owner, "GET", path, slow=self.random.choice((0, 0, 0.1, 5)))
         deleted, accepted = known.deleted, known.accepted
@@ -742,10 +743,9 @@ class Clients:
             if response or "steer" in type_ or type_ == "error":
                 world.tell(connection.label, "hears in lane", name, type_, response.get("id", ""))
             n_ended += type_ == "error" or response.get("status") in TERMINAL
-            if type_ in ("response.completed", "response.incomplete") and world.chance(0.2):
-                first = self.random.choice(
-                    ({"model": FAR}, {"previous_response_id": "resp_0"}, {"temperature": 9})
-                )
+            if type_ in ("response.completed", "response.incomplete") and world.chance(0.3):
+                wrong = ({"previous_response_id": "resp_0"}, {"temperature": 9})
+                first = self.random.choice(({"model": FAR}, {"model": FAR}, *wrong))
                 for more in (first, {}):  # the first one may fail, or is refused
                     n_turns += 1
                     more = {"previous_response_id": response["id"], "store": world.chance(0.5)} | more
