@@ -83,7 +83,7 @@ MAX_CLOSE_S = 60  # for running requests, after their grace: no step of the engi
 STALLED_S = 2  # at a stop, for clients to read their last event and to leave
 
 BACKLOG = 4096  # connections that the system holds until we accept them; a client beyond them tries again
-ACCEPTED_A_TURN = 32  # connections in a turn of the event loop: 5 ms
+ACCEPTED_A_TURN = 32  # connections in a turn of the event loop, which are read in the next one: 5 ms
 READY_A_TURN = 8  # connections that are read or written: each takes some 1 ms
 CROWD_SWITCH_S = 0.0002  # SWITCH_INTERVAL_S while more are ready; at all times it costs a tenth of the tokens
 MAX_IDLE = 1024  # connections beyond --max-streams: idle ones, bodies on their way, short requests
@@ -153,8 +153,9 @@ class FairSelector(selectors.DefaultSelector):
     """Report a few ready files at a time: a thousand ready files take many turns of the loop.
 
     A half of them are the next ones, round robin, and the others the newest: a client that comes amid a crowd
-    does not wait for all of it. Always with them is the file that was opened first, the listening socket.
-    Meanwhile the engine and the event loop give each other the interpreter sooner.
+    does not wait for all of it. Always with them is the file that was opened first, the listening socket; if
+    that is ready, so are all connections of the last turn, or later ones would bury them. Meanwhile the
+    engine and the event loop give each other the interpreter sooner.
     """
 
     _start = 0  # index of the next one
@@ -165,9 +166,10 @@ class FairSelector(selectors.DefaultSelector):
         sys.setswitchinterval(CROWD_SWITCH_S if is_crowd else SWITCH_INTERVAL_S)
         if not is_crowd:
             return ready
-        n = READY_A_TURN // 2
+        n, first = READY_A_TURN // 2, min(ready)
         self._start = (self._start + n) % len(ready)
-        chosen = [min(ready), *(ready[self._start :] + ready)[:n], *ready[-n:]]
+        n_newest = ACCEPTED_A_TURN if first[0] == min(self.get_map().values()) else n
+        chosen = [first, *(ready[self._start :] + ready)[:n], *ready[-n_newest:]]
         return [*{event[0].fd: event for event in chosen}.values()]
 
 
