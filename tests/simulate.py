@@ -400,7 +400,8 @@ class Laws:
         law(not is_early, known.id, "did not wait for its upstream")
         if status == "completed" and known.body["model"] == FAR:
             said = "".join(item["content"][0]["text"] for item in response["output"])
-            is_right = said == worlds.far_answer(known.body["input"])
+            asked = known.body["input"]  # or the results of calls, of which the upstream has heard the last
+            is_right = said == worlds.far_answer(asked if isinstance(asked, str) else asked[-1]["output"])
             law(is_right, known.id, "is not what the upstream said:", said)
 
     async def read_stream(
