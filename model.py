@@ -310,10 +310,14 @@ class NumpyOps:
         """
         normed = self._rms_norm(x, layer.mlp_norm)
         chosen, shares = self._route(normed, layer)
-        for experts, share in zip(chosen.T, shares.T, strict=True):  # (n_rows,): each row's best, second, ...
-            gate_up = self._expert_linear(normed, layer.w_gate_up, layer.b_gate_up, experts)
-            y = self._expert_linear(self._swiglu(gate_up), layer.w_down, layer.b_down, experts)
-            x += share[:, None] * y
+        n_chosen = chosen.shape[1]
+        experts = chosen.ravel()  # (n_rows * n_chosen,): an expert computes all its rows at once
+        inputs = normed.repeat(n_chosen, axis=0)
+        gate_up = self._expert_linear(inputs, layer.w_gate_up, layer.b_gate_up, experts)
+        y = self._expert_linear(self._swiglu(gate_up), layer.w_down, layer.b_down, experts)
+        y = y.reshape(-1, n_chosen, x.shape[1])
+        for i in range(n_chosen):
+            x += shares[:, i, None] * y[:, i]
 
     # --- what the ops are made of ---------------------------------------------------------------------------
 
